@@ -1,0 +1,1 @@
+"""Forward and backward on one device."""

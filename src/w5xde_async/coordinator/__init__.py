@@ -1,0 +1,1 @@
+"""The service that owns a run: sessions, aggregator, checkpointer."""

@@ -1,0 +1,219 @@
+"""One tree of exceptions; the type says what the caller does next.
+
+W5xdeError
+    LocalError              our own bug or our own machine: stop and report
+        ProtocolViolation   we were about to break the protocol ourselves
+    UsageError              the person must change something: one line, exit code 2
+        JobError            the job cannot be loaded or cannot work; says what and where
+        PortInUse           exit code 6
+    RemoteError             the peer broke the protocol: drop the peer, keep serving
+        FrameTooLarge       a size over its cap, found before anything was allocated
+        MalformedFrame      bytes that are not a frame of this protocol
+        UnexpectedMessage   a valid message in a state that does not allow it
+    LinkLost                the connection is gone: reconnect or forget the peer
+        Unreachable         nothing answered within the deadline: exit code 3
+    Refused                 the peer said no, with a code, a reason and a hint
+    LeafFailed              the user's code failed repeatedly on one leaf: stop the run
+    StoreError              disk: nothing was lost, say what and where
+        CheckpointCorrupt   a record that does not match its own digests
+        CheckpointMismatch  a whole record of another model or job
+        RunDirBusy          another coordinator holds the run directory
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = [
+    "CheckpointCorrupt",
+    "CheckpointMismatch",
+    "ExitCode",
+    "FrameTooLarge",
+    "JobError",
+    "LeafFailed",
+    "LinkLost",
+    "LocalError",
+    "MalformedFrame",
+    "PortInUse",
+    "ProtocolViolation",
+    "RefusalCode",
+    "Refused",
+    "RemoteError",
+    "RunDirBusy",
+    "StoreError",
+    "UnexpectedMessage",
+    "Unreachable",
+    "UsageError",
+    "W5xdeError",
+]
+
+
+class ExitCode(IntEnum):
+    """Exit codes of both programs."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    AUTHENTICATION = 4
+    MISMATCH = 5
+    PORT_IN_USE = 6
+    INTERRUPTED_TWICE = 130
+
+
+class RefusalCode(IntEnum):
+    """Why a peer was refused; on the wire in REFUSED and BYE. Never renumbered."""
+
+    PROTOCOL_VERSION = 1
+    AUTHENTICATION = 2
+    MODEL_MISMATCH = 3
+    RUN_FULL = 4
+    PROTOCOL_ERROR = 5
+    JOB_REQUIRED = 6
+    TERM = 7
+    SHUTTING_DOWN = 8
+    DUPLICATE_WORKER = 9
+
+
+_REFUSAL_EXIT = {
+    RefusalCode.PROTOCOL_VERSION: ExitCode.MISMATCH,
+    RefusalCode.AUTHENTICATION: ExitCode.AUTHENTICATION,
+    RefusalCode.MODEL_MISMATCH: ExitCode.MISMATCH,
+    RefusalCode.JOB_REQUIRED: ExitCode.USAGE,
+}
+
+
+class W5xdeError(Exception):
+    """Root of every error this package raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.ERROR
+
+
+class LocalError(W5xdeError):
+    """Our bug or our machine's failure."""
+
+
+class ProtocolViolation(LocalError):
+    """Our own side was about to break the protocol."""
+
+
+class UsageError(W5xdeError):
+    """Wrong input from the person who started the program; shown as one line."""
+
+    exit_code = ExitCode.USAGE
+
+
+class JobError(UsageError):
+    """A job that cannot be loaded or cannot work.
+
+    Fields: ``reference`` (what was asked for), ``reason``, ``hint`` (what to do).
+    """
+
+    def __init__(self, reference: str, reason: str, hint: str = "") -> None:
+        self.reference, self.reason, self.hint = reference, reason, hint
+        super().__init__(f"job {reference}: {reason}" + (f"; {hint}" if hint else ""))
+
+
+class PortInUse(UsageError):
+    """The address to listen on is taken. Fields: ``host``, ``port``."""
+
+    exit_code = ExitCode.PORT_IN_USE
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        super().__init__(f"{host}:{port} is in use; stop what listens there or choose another --port (0 picks a free one)")
+
+
+class RemoteError(W5xdeError):
+    """The peer broke the protocol. Drop the peer; the run goes on."""
+
+
+class FrameTooLarge(RemoteError):
+    """A size over its cap. Fields: ``field``, ``nbytes``, ``limit``."""
+
+    def __init__(self, field: str, nbytes: int, limit: int) -> None:
+        self.field, self.nbytes, self.limit = field, nbytes, limit
+        super().__init__(f"{field} of {nbytes} bytes is over the limit of {limit}")
+
+
+class MalformedFrame(RemoteError):
+    """Bytes that are not a frame of this protocol. Field: ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"malformed frame: {reason}")
+
+
+class UnexpectedMessage(RemoteError):
+    """A valid message at the wrong time. Fields: ``message`` (its name), ``state``."""
+
+    def __init__(self, message: str, state: str) -> None:
+        self.message, self.state = message, state
+        super().__init__(f"{message} is not allowed in state {state}")
+
+
+class LinkLost(W5xdeError):
+    """The connection ended. Fields: ``peer``, ``reason``."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+    def __init__(self, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(f"connection to {peer} lost: {reason}")
+
+
+class Unreachable(LinkLost):
+    """Nothing answered within the deadline."""
+
+    def __init__(self, peer: str, reason: str, waited_s: float) -> None:
+        super().__init__(peer, reason)
+        self.waited_s = waited_s
+        self.args = (
+            f"no coordinator reachable at {peer} within {waited_s:.0f} s ({reason}); check the address, "
+            "that the coordinator runs, and the firewall between",
+        )
+
+
+class Refused(W5xdeError):
+    """The peer said no. Fields: ``code``, ``reason``, ``hint``."""
+
+    def __init__(self, code: RefusalCode, reason: str, hint: str = "") -> None:
+        self.code, self.reason, self.hint = code, reason, hint
+        self.exit_code = _REFUSAL_EXIT.get(code, ExitCode.ERROR)
+        super().__init__(f"refused ({code.name.lower()}): {reason}" + (f"; {hint}" if hint else ""))
+
+
+class LeafFailed(W5xdeError):
+    """The user's code failed on one leaf more often than allowed.
+
+    Fields: ``step``, ``leaf``, ``indices`` (the samples of the leaf), ``attempts``, ``traceback`` (text).
+    """
+
+    def __init__(self, step: int, leaf: int, indices: list[int], attempts: int, traceback: str) -> None:
+        self.step, self.leaf, self.indices, self.attempts, self.traceback = step, leaf, indices, attempts, traceback
+        shown = ", ".join(map(str, indices[:64])) + (f", ... ({len(indices)} in all)" if len(indices) > 64 else "")
+        super().__init__(f"step {step}, leaf {leaf} failed {attempts} time(s); sample indices [{shown}]\n{traceback}")
+
+
+class StoreError(W5xdeError):
+    """The disk said no. Fields: ``path``, ``reason``."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: {reason}")
+
+
+class CheckpointCorrupt(StoreError):
+    """A record that does not match its own manifest."""
+
+
+class CheckpointMismatch(StoreError):
+    """A whole record, of another model or job; ``reason`` names the first difference."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+class RunDirBusy(StoreError):
+    """Another coordinator holds the run directory."""
+
+    exit_code = ExitCode.USAGE

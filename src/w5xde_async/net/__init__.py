@@ -1,0 +1,1 @@
+"""The asyncio side of the wire: links, tuning, listening and connecting."""

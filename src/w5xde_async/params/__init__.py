@@ -1,0 +1,1 @@
+"""Flat parameters: layout, buckets, fingerprint, the reducer's accumulators."""

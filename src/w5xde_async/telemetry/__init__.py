@@ -1,0 +1,1 @@
+"""Events and everything that subscribes to them: bar, metrics file, plot, summary."""

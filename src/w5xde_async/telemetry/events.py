@@ -1,0 +1,218 @@
+"""The run as typed events, and the bus that carries them.
+
+One stream; everything that shows or records a run subscribes to it. A subscriber that raises is removed and
+named in a warning: telemetry never stops training. An event is built only when somebody listens (``bus.active``).
+Subscribers are called on the event loop's thread and must return at once; whoever writes to a disk or a
+network hands the event to a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = [
+    "Bus",
+    "CheckpointFailed",
+    "CheckpointSaved",
+    "Evaluated",
+    "Event",
+    "RunFinished",
+    "RunStarted",
+    "StepCommitted",
+    "Subscriber",
+    "Waiting",
+    "Warned",
+    "WorkerJoined",
+    "WorkerLeft",
+    "WorkerShare",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """The coordinator listens. ``total_steps`` is the step at which the run ends; ``resumed_step`` 0 is a fresh start."""
+
+    version: str
+    run_name: str
+    run_dir: str
+    run_id: str
+    term: int
+    model: str
+    num_parameters: int
+    fingerprint: str
+    dataset: str
+    num_samples: int
+    batch_size: int
+    leaves_per_step: int
+    update_rule: str
+    codec: str
+    precision: str
+    address: str
+    worker_command: str
+    security: str
+    resumed_step: int
+    total_steps: int
+    steps_per_epoch: int
+    memory_bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined(Event):
+    worker_id: str
+    name: str
+    peer: str
+    device: str
+    threads: int
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft(Event):
+    """``reason`` says who ended it; ``clean`` is False for a worker that vanished."""
+
+    worker_id: str
+    name: str
+    reason: str
+    clean: bool
+    leases_returned: int
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(Event):
+    """Nothing can be computed; ``reason`` says why (``0 of 2 workers``)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommitted(Event):
+    """One step is applied. ``step`` counts commits from 1; ``seconds`` is the time since the commit before.
+
+    ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish. Bytes are this step's.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+    leaves: int
+    learning_rate: float
+    gradient_norm: float | None
+    loss_scale: float
+    skipped: bool
+    seconds: float
+    num_workers: int
+    bytes_sent: int
+    bytes_received: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(Event):
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    """``pause_s`` is what the step path paid (the copy), ``seconds`` the whole write."""
+
+    step: int
+    path: str
+    nbytes: int
+    pause_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned(Event):
+    """A person should read this; the run goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShare:
+    """What one worker did in the whole run."""
+
+    name: str
+    device: str
+    leaves: int
+    samples: int
+    compute_s: float
+    wait_s: float
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(Event):
+    """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written."""
+
+    outcome: str
+    reason: str
+    step: int
+    total_steps: int
+    samples: int
+    loss: float | None
+    metrics: Mapping[str, float]
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    digest: str
+    model_path: str
+    metrics_path: str
+    plot_path: str
+    shares: tuple[WorkerShare, ...] = field(default=())
+
+
+Subscriber = Callable[[Event], None]
+
+
+class Bus:
+    """Delivers events to subscribers, in order of subscription, on the caller's thread."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Subscriber] = []
+
+    @property
+    def active(self) -> bool:
+        """True when somebody listens."""
+        return bool(self._subscribers)
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Add a subscriber; the result removes it again (calling it twice is fine)."""
+        self._subscribers.append(subscriber)
+
+        def unsubscribe() -> None:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+        return unsubscribe
+
+    def publish(self, event: Event) -> None:
+        """Give ``event`` to every subscriber; one that raises is dropped, loudly."""
+        for subscriber in tuple(self._subscribers):
+            try:
+                subscriber(event)
+            except Exception:
+                self._subscribers.remove(subscriber)
+                logger.exception("telemetry subscriber removed after an error event=%s", type(event).__name__)

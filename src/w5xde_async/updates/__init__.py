@@ -1,0 +1,1 @@
+"""Rules that turn results into new parameters."""

@@ -1,0 +1,1 @@
+"""Bytes <-> messages. No asyncio, no clock, no sockets."""

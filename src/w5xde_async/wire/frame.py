@@ -1,0 +1,139 @@
+"""Frame codec: one message and its buffers <-> bytes.
+
+A frame is ``[4-byte big-endian header length][msgpack header][raw buffers]``. The header is the array
+``[type, [field, ...], [[name, dtype, shape, codec, nbytes], ...]]``; the buffers follow in that order,
+little-endian, unpadded. The length counts the header alone, so a buffer may be larger than 4 GiB.
+
+Invariants: every size is checked against its cap before anything is allocated for it; nothing here does
+I/O, keeps time or unpickles. What this room does not do: decide whether a buffer is *expected* (the caller's
+``accept`` does, knowing the leases) and verify who the peer is (``handshake``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from w5xde_async.errors import FrameTooLarge, MalformedFrame
+from w5xde_async.wire.messages import MESSAGES, Message
+
+__all__ = [
+    "DTYPE_BYTES",
+    "HANDSHAKE_CAPS",
+    "LENGTH_BYTES",
+    "SESSION_CAPS",
+    "Buffer",
+    "BufferSpec",
+    "Caps",
+    "decode_header",
+    "encode",
+    "header_length",
+]
+
+Buffer = bytes | bytearray | memoryview
+"""Anything sent as it lies in memory; memoryviews are flat, format ``B``."""
+
+LENGTH_BYTES = 4
+_LENGTH = struct.Struct(">I")
+
+#: Bytes of one element; also the list of dtypes that the wire knows (names as torch prints them).
+DTYPE_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+_MAX_AXES = 16
+
+
+class Caps(NamedTuple):
+    """What one frame may hold. ``header_bytes`` and ``buffers`` bound one header, ``buffer_bytes`` one buffer."""
+
+    header_bytes: int
+    buffers: int
+    buffer_bytes: int
+
+
+#: Before authentication: a small header and no buffer at all.
+HANDSHAKE_CAPS = Caps(header_bytes=4096, buffers=0, buffer_bytes=0)
+#: After it. Buffers have no fixed cap here: ``accept`` knows the exact size that a lease explains.
+SESSION_CAPS = Caps(header_bytes=1 << 20, buffers=8192, buffer_bytes=1 << 46)
+
+
+class BufferSpec(NamedTuple):
+    """One buffer of a frame. ``nbytes`` counts encoded bytes; for codec ``raw`` it is product(shape) * itemsize."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str
+    nbytes: int
+
+
+def encode(message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> list[Buffer]:
+    """The chunks of one frame, in order: length and header in one piece, then each buffer uncopied."""
+    specs = [spec for spec, _ in buffers]
+    header: bytes = msgpack.packb((message.TYPE, message.fields(), specs), use_bin_type=True)
+    chunks: list[Buffer] = [_LENGTH.pack(len(header)) + header]
+    chunks.extend(data for spec, data in buffers if spec.nbytes)
+    return chunks
+
+
+def header_length(prefix: Buffer, caps: Caps) -> int:
+    """Header bytes announced by a frame's first four bytes. Raises FrameTooLarge, MalformedFrame."""
+    length: int = _LENGTH.unpack(prefix)[0]
+    if length > caps.header_bytes:
+        raise FrameTooLarge("header", length, caps.header_bytes)
+    if length < 3:  # the shortest header is an array of three empty things
+        raise MalformedFrame(f"header of {length} bytes")
+    return length
+
+
+def decode_header(header: Buffer, caps: Caps) -> tuple[Message, tuple[BufferSpec, ...]]:
+    """Parse and check one header. Raises MalformedFrame, FrameTooLarge; never anything else."""
+    size = len(header)
+    try:
+        parsed: Any = msgpack.unpackb(
+            header, use_list=False, raw=False, strict_map_key=True,
+            max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size, max_ext_len=0,
+        )  # fmt: skip
+    except (ValueError, RecursionError, msgpack.UnpackException, UnicodeDecodeError) as error:
+        raise MalformedFrame(f"header is not msgpack of this protocol ({type(error).__name__})") from None
+    if type(parsed) is not tuple or len(parsed) != 3:
+        raise MalformedFrame("header is not [type, fields, buffers]")
+    kind, fields, raw_specs = parsed
+    if type(kind) is not int or type(fields) is not tuple or type(raw_specs) is not tuple:
+        raise MalformedFrame("header is not [type, fields, buffers]")
+    cls = MESSAGES.get(kind)
+    if cls is None:
+        raise MalformedFrame(f"unknown message type {kind}")
+    if len(raw_specs) > caps.buffers:
+        raise FrameTooLarge(f"{cls.__name__}: buffer count", len(raw_specs), caps.buffers)
+    return cls.parse(fields), tuple([_spec(cls.__name__, raw, caps) for raw in raw_specs])
+
+
+def _spec(message: str, raw: Any, caps: Caps) -> BufferSpec:
+    if type(raw) is not tuple or len(raw) != 5:
+        raise MalformedFrame(f"{message}: a buffer is not [name, dtype, shape, codec, nbytes]")
+    name, dtype, shape, codec, nbytes = raw
+    if type(name) is not str or type(dtype) is not str or type(codec) is not str:
+        raise MalformedFrame(f"{message}: buffer name, dtype and codec are strings")
+    itemsize = DTYPE_BYTES.get(dtype)
+    if itemsize is None:
+        raise MalformedFrame(f"{message}: unknown dtype of buffer {name[:64]!r}")
+    if type(shape) is not tuple or len(shape) > _MAX_AXES:
+        raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
+    numel = 1
+    for extent in shape:
+        if type(extent) is not int or extent < 0:
+            raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
+        numel *= extent
+    if type(nbytes) is not int or nbytes < 0:
+        raise MalformedFrame(f"{message}: byte count of buffer {name[:64]!r}")
+    if nbytes > caps.buffer_bytes:
+        raise FrameTooLarge(f"{message}: buffer {name[:64]!r}", nbytes, caps.buffer_bytes)
+    if codec == "raw" and nbytes != numel * itemsize:
+        raise MalformedFrame(f"{message}: buffer {name[:64]!r} has {nbytes} bytes where its shape says {numel * itemsize}")
+    return BufferSpec(name, dtype, shape, codec, nbytes)

@@ -1,0 +1,122 @@
+"""Who may say what, when: the states of a session and the proof that both sides know the secret.
+
+Two tables, one per side, list for each state the messages that the *peer* may send next; whatever is missing
+from them is a protocol error. The proof is HMAC-SHA256 over the role, both nonces and ``binding`` (what the
+channel adds: the certificate's hash under TLS, empty in plain text), so neither a replay nor a reflected
+message is worth anything. The coordinator proves itself first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from enum import Enum
+
+from w5xde_async.errors import UnexpectedMessage
+from w5xde_async.wire.messages import (
+    Bye,
+    Challenge,
+    Done,
+    Drain,
+    Failed,
+    Heartbeat,
+    Hello,
+    Lease,
+    Message,
+    Params,
+    Proof,
+    Ready,
+    Refusal,
+    Result,
+    Revoke,
+    Verdict,
+    Welcome,
+)
+
+__all__ = ["COORDINATOR", "NONCE_BYTES", "WORKER", "State", "Table", "advance", "prove", "verify"]
+
+NONCE_BYTES = 32
+
+
+class State(Enum):
+    """Where a session stands, as the receiver sees it."""
+
+    GREETING = "greeting"
+    PROVING = "proving"
+    JOINING = "joining"
+    READY = "ready"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+Table = dict[tuple[State, type[Message]], State]
+
+#: What a coordinator may receive.
+COORDINATOR: Table = {
+    (State.GREETING, Hello): State.PROVING,
+    (State.PROVING, Proof): State.JOINING,
+    (State.JOINING, Ready): State.READY,
+    (State.JOINING, Heartbeat): State.JOINING,
+    (State.JOINING, Bye): State.CLOSED,
+    (State.READY, Result): State.READY,
+    (State.READY, Done): State.READY,
+    (State.READY, Failed): State.READY,
+    (State.READY, Heartbeat): State.READY,
+    (State.READY, Drain): State.DRAINING,
+    (State.READY, Bye): State.CLOSED,
+    (State.DRAINING, Result): State.DRAINING,
+    (State.DRAINING, Done): State.DRAINING,
+    (State.DRAINING, Failed): State.DRAINING,
+    (State.DRAINING, Heartbeat): State.DRAINING,
+    (State.DRAINING, Bye): State.CLOSED,
+}
+
+#: What a worker may receive.
+WORKER: Table = {
+    (State.GREETING, Challenge): State.PROVING,
+    (State.GREETING, Refusal): State.CLOSED,
+    (State.PROVING, Welcome): State.JOINING,
+    (State.PROVING, Refusal): State.CLOSED,
+    (State.JOINING, Refusal): State.CLOSED,
+    (State.JOINING, Heartbeat): State.JOINING,
+    (State.JOINING, Bye): State.CLOSED,
+    (State.JOINING, Params): State.READY,
+    (State.JOINING, Lease): State.READY,
+    (State.JOINING, Drain): State.DRAINING,
+    (State.READY, Params): State.READY,
+    (State.READY, Lease): State.READY,
+    (State.READY, Verdict): State.READY,
+    (State.READY, Revoke): State.READY,
+    (State.READY, Heartbeat): State.READY,
+    (State.READY, Refusal): State.CLOSED,
+    (State.READY, Drain): State.DRAINING,
+    (State.READY, Bye): State.CLOSED,
+    (State.DRAINING, Params): State.DRAINING,
+    (State.DRAINING, Lease): State.DRAINING,
+    (State.DRAINING, Verdict): State.DRAINING,
+    (State.DRAINING, Revoke): State.DRAINING,
+    (State.DRAINING, Heartbeat): State.DRAINING,
+    (State.DRAINING, Bye): State.CLOSED,
+}
+
+
+def advance(table: Table, state: State, message: Message) -> State:
+    """The state after ``message``. Raises UnexpectedMessage where the table has no entry."""
+    try:
+        return table[state, type(message)]
+    except KeyError:
+        raise UnexpectedMessage(type(message).__name__, state.value) from None
+
+
+def prove(secret: bytes, role: str, worker_nonce: bytes, coordinator_nonce: bytes, binding: bytes = b"") -> bytes:
+    """32 bytes that only a holder of ``secret`` can make; ``role`` is ``worker`` or ``coordinator``."""
+    parts = (b"w5xde/1", role.encode(), worker_nonce, coordinator_nonce, binding)
+    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def verify(
+    proof: bytes, secret: bytes, role: str, worker_nonce: bytes, coordinator_nonce: bytes, binding: bytes = b""
+) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(proof, prove(secret, role, worker_nonce, coordinator_nonce, binding))

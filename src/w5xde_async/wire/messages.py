@@ -1,0 +1,291 @@
+"""The messages: one frozen class each, their types checked on the way in.
+
+A message on the wire is its number and its fields in the order of the class. The annotation of a field is
+its check: a header whose field has another type never becomes a message. Numbers are never reused; any
+change of a field raises ``PROTOCOL_VERSION`` (docs/protocol.md says who may send what, when).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from operator import attrgetter
+from typing import Any, ClassVar, Self, get_type_hints
+
+from w5xde_async.errors import MalformedFrame
+
+__all__ = [
+    "MESSAGES",
+    "PROTOCOL_VERSION",
+    "Bye",
+    "Challenge",
+    "Done",
+    "Drain",
+    "Failed",
+    "Heartbeat",
+    "Hello",
+    "Lease",
+    "Message",
+    "Params",
+    "Proof",
+    "Ready",
+    "Refusal",
+    "Result",
+    "Revoke",
+    "Verdict",
+    "VerdictCode",
+    "Welcome",
+]
+
+PROTOCOL_VERSION = 1
+
+_MAX_INT = (1 << 63) - 1
+
+
+def _int(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_INT
+
+
+def _number(value: Any) -> bool:
+    # A float field may be NaN or infinite (a loss may be); a consumer that compares must say so itself.
+    return type(value) is float
+
+
+_CHECKS: dict[Any, Callable[[Any], bool]] = {
+    int: _int,
+    float: _number,
+    bool: lambda v: type(v) is bool,
+    str: lambda v: type(v) is str,
+    bytes: lambda v: type(v) is bytes,
+    tuple[int, ...]: lambda v: type(v) is tuple and all(map(_int, v)),
+    tuple[float, ...]: lambda v: type(v) is tuple and all(map(_number, v)),
+    tuple[str, ...]: lambda v: type(v) is tuple and all(type(item) is str for item in v),
+}
+
+
+class Message:
+    """Base of all messages. ``TYPE`` is the number on the wire."""
+
+    __slots__ = ()
+    TYPE: ClassVar[int]
+    _checks: ClassVar[tuple[tuple[str, Callable[[Any], bool]], ...]]
+    _getter: ClassVar[Callable[[Any], Any]]
+
+    def fields(self) -> tuple[Any, ...]:
+        """Field values in wire order."""
+        values = self._getter(self)
+        return values if len(self._checks) > 1 else (values,)
+
+    @classmethod
+    def parse(cls, values: tuple[Any, ...]) -> Self:
+        """Build from wire values. Raises MalformedFrame naming the field that is wrong."""
+        checks = cls._checks
+        if len(values) != len(checks):
+            raise MalformedFrame(f"{cls.__name__} has {len(checks)} fields, not {len(values)}")
+        for value, (name, check) in zip(values, checks, strict=True):
+            if not check(value):
+                raise MalformedFrame(f"{cls.__name__}.{name} has a value of the wrong type or range")
+        return cls(*values)
+
+
+MESSAGES: dict[int, type[Message]] = {}
+
+
+def _message(kind: int) -> Callable[[type], Any]:
+    def register(cls: type) -> Any:
+        made: Any = dataclass(frozen=True, slots=True)(cls)
+        hints = get_type_hints(made)
+        names = [f.name for f in fields(made)]
+        made.TYPE = kind
+        made._checks = tuple((name, _CHECKS[hints[name]]) for name in names)
+        made._getter = staticmethod(attrgetter(*names))
+        if kind in MESSAGES:
+            raise ValueError(f"message number {kind} is taken")
+        MESSAGES[kind] = made
+        return made
+
+    return register
+
+
+class VerdictCode(IntEnum):
+    """What became of a lease's results. On the wire in VERDICT; never renumbered."""
+
+    APPLIED = 0
+    STALE = 1
+    DUPLICATE = 2
+    REJECTED = 3
+
+
+@_message(1)
+class Hello(Message):
+    """Worker's first words. ``worker_id`` names the same worker over reconnects; ``last_term`` fences old coordinators."""
+
+    protocol: int
+    nonce: bytes
+    worker_id: str
+    name: str
+    software: str
+    last_term: int
+
+
+@_message(2)
+class Challenge(Message):
+    """Coordinator's answer. With ``auth`` its own ``proof`` comes first, so a worker never proves itself to a stranger."""
+
+    protocol: int
+    nonce: bytes
+    auth: bool
+    proof: bytes
+
+
+@_message(3)
+class Proof(Message):
+    """Worker's proof (HMAC over both nonces); empty without ``auth``."""
+
+    proof: bytes
+
+
+@_message(4)
+class Refusal(Message):
+    """REFUSED: the coordinator says no and closes. ``code`` is errors.RefusalCode."""
+
+    code: int
+    reason: str
+    hint: str
+
+
+@_message(5)
+class Welcome(Message):
+    """The run, for a worker that has proved itself. One buffer: the layout (msgpack, params.layout).
+
+    ``silence_s`` is how long either side may say nothing before it counts as gone.
+    """
+
+    run_id: str
+    run_name: str
+    term: int
+    seed: int
+    precision: str
+    microbatch_size: int
+    accumulate: int
+    bucket_bytes: int
+    fingerprint: bytes
+    heartbeat_s: float
+    silence_s: float
+
+
+@_message(6)
+class Ready(Message):
+    """The worker has built the same model and wants work. ``threads`` counts its torch threads."""
+
+    fingerprint: bytes
+    device: str
+    device_name: str
+    threads: int
+    torch_version: str
+
+
+@_message(7)
+class Params(Message):
+    """One bucket of one version's parameters; the version is whole when all ``num_buckets`` have come."""
+
+    version: int
+    bucket: int
+    num_buckets: int
+
+
+@_message(8)
+class Lease(Message):
+    """One block at one version, with its data. ``samples`` counts each leaf's samples, in order.
+
+    ``structure`` is the msgpack description of a batch; the buffers are its tensors. ``packed`` says that
+    each buffer holds one tensor's rows for all leaves; otherwise leaf after leaf. ``deadline_s`` is a duration.
+    """
+
+    lease: int
+    version: int
+    step: int
+    start: int
+    samples: tuple[int, ...]
+    deadline_s: float
+    loss_scale: float
+    packed: bool
+    structure: bytes
+
+
+@_message(9)
+class Result(Message):
+    """One bucket of a block's sum; one buffer of exactly the bucket's size."""
+
+    lease: int
+    bucket: int
+
+
+@_message(10)
+class Done(Message):
+    """The lease is computed and all its buckets are sent.
+
+    ``losses`` has one mean loss a leaf; ``metrics`` holds ``len(metric_names)`` values a leaf. ``untouched`` lists
+    trainable parameters (layout index) that no leaf of the block gave a gradient. ``splits`` counts the halvings
+    that a lack of device memory forced (bits then differ from an undivided leaf).
+    """
+
+    lease: int
+    losses: tuple[float, ...]
+    metric_names: tuple[str, ...]
+    metrics: tuple[float, ...]
+    untouched: tuple[int, ...]
+    splits: int
+    compute_s: float
+    wait_s: float
+
+
+@_message(11)
+class Failed(Message):
+    """The job's own code raised on one leaf (``leaf`` is its number in the step)."""
+
+    lease: int
+    leaf: int
+    error: str
+    traceback: str
+
+
+@_message(12)
+class Verdict(Message):
+    """What became of leases; ``code`` is VerdictCode. A worker may forget a lease only after its verdict."""
+
+    leases: tuple[int, ...]
+    code: int
+    reason: str
+
+
+@_message(13)
+class Revoke(Message):
+    """The lease is void; results for it will be stale."""
+
+    lease: int
+    reason: str
+
+
+@_message(14)
+class Heartbeat(Message):
+    """I am alive, and this is what I am doing."""
+
+    activity: str
+
+
+@_message(15)
+class Drain(Message):
+    """From a worker: give me no more work, I am leaving. From the coordinator: finish what you hold, no more comes."""
+
+    reason: str
+    grace_s: float
+
+
+@_message(16)
+class Bye(Message):
+    """The last message on a link. ``code`` is errors.ExitCode's idea of how the sender ends: 0 is a clean end."""
+
+    code: int
+    reason: str

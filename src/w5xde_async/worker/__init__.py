@@ -1,0 +1,1 @@
+"""The other end: leases in, gradients out."""
