@@ -1,0 +1,137 @@
+"""Flat vectors with named views: the model's state, and one block's result.
+
+``FlatState`` holds all groups of a layout and can become a module's storage (its parameters are then views of it).
+``ResultVector`` holds one block's sums. Both are plain memory: who may write when is decided by their owner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.params.layout import Bucket, Layout, named_state
+
+__all__ = ["FlatState", "ResultVector", "bytes_of", "digest", "named_digest", "state_of"]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, uncopied, format ``B``."""
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat).cast("B")
+
+
+class FlatState:
+    """All groups of a layout, each one vector in its own dtype, on one device."""
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
+        self.layout = layout
+        self.groups = [
+            torch.zeros(group.numel, dtype=group.dtype, device=device, pin_memory=pinned) for group in layout.groups
+        ]
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        """One view per entry, in its shape."""
+        return [self.groups[e.group][e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries]
+
+    def bucket(self, bucket: Bucket) -> Tensor:
+        """The piece of its group that is this bucket."""
+        return self.groups[bucket.group][bucket.offset : bucket.offset + bucket.numel]
+
+    @cached_property
+    def bucket_bytes(self) -> list[memoryview]:
+        """Every bucket's memory (CPU only), to be sent or received into."""
+        return [bytes_of(self.bucket(bucket)) for bucket in self.layout.buckets]
+
+    def copy_from(self, module: nn.Module) -> None:
+        """Take the module's values."""
+        with torch.no_grad():
+            for view, tensor in zip(self.views, state_of(module, self.layout), strict=True):
+                view.copy_(tensor)
+
+    def adopt(self, module: nn.Module) -> None:
+        """Make the module's parameters and persistent buffers views of this state (its values are lost)."""
+        for entry, view, tensor in zip(self.layout.entries, self.views, state_of(module, self.layout), strict=True):
+            if entry.role in ("grad", "frozen"):
+                tensor.data = view
+            else:
+                for name in entry.names:
+                    owner, _, leaf = name.rpartition(".")
+                    module.get_submodule(owner)._buffers[leaf] = view
+
+    def digest(self) -> str:
+        """Hex digest over every entry's bytes in layout order."""
+        return digest(self.views)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """64 hex digits over the bytes of tensors, in order (blake2b, 32 bytes)."""
+    state = hashlib.blake2b(digest_size=32)
+    for tensor in tensors:
+        state.update(bytes_of(tensor.detach().contiguous().cpu()))
+    return state.hexdigest()
+
+
+def named_digest(module: nn.Module) -> str:
+    """The digest of a plain module's parameters and persistent buffers: equal to the run's, whatever trained it."""
+    seen: dict[int, Tensor] = {}
+    for _, tensor, _ in named_state(module):
+        seen.setdefault(id(tensor), tensor)
+    return digest(seen.values())
+
+
+def state_of(module: nn.Module, layout: Layout) -> Iterator[Tensor]:
+    """The module's tensors in layout order."""
+    tensors: Mapping[str, Tensor] = {name: tensor for name, tensor, _ in named_state(module)}
+    for entry in layout.entries:
+        yield tensors[entry.name]
+
+
+class ResultVector:
+    """One block's sums: a single allocation, groups in order, each aligned; float32, int64 for role ``max``."""
+
+    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
+        self.layout = layout
+        self.memory = torch.empty(max(layout.vector_bytes, 1), dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.groups: list[Tensor | None] = []
+        for group, offset in zip(layout.groups, layout.vector_offsets, strict=False):
+            nbytes = group.numel * group.result_dtype.itemsize
+            piece = self.memory[offset : offset + nbytes].view(group.result_dtype) if group.role != "frozen" else None
+            self.groups.append(piece)
+
+    def group(self, index: int) -> Tensor:
+        piece = self.groups[index]
+        assert piece is not None, "frozen groups have no result"
+        return piece
+
+    @cached_property
+    def buckets(self) -> list[Tensor]:
+        """One piece per result bucket."""
+        return [self.group(b.group)[b.offset : b.offset + b.numel] for b in self.layout.result_buckets]
+
+    @cached_property
+    def bucket_bytes(self) -> list[memoryview]:
+        """Every result bucket's memory (CPU only)."""
+        return [bytes_of(piece) for piece in self.buckets]
+
+    @cached_property
+    def gradients(self) -> list[Tensor | None]:
+        """One float32 view per entry in its shape, for role ``grad``; None for the others."""
+        return [
+            self.group(e.group)[e.offset : e.offset + e.numel].view(e.shape) if e.role == "grad" else None
+            for e in self.layout.entries
+        ]
+
+    def reset(self) -> None:
+        """Fill with the neutral element. For sums that is -0.0: -0.0 + x is x to the bit, which 0.0 + -0.0 is not."""
+        for group, piece in zip(self.layout.groups, self.groups, strict=True):
+            if piece is not None:
+                if group.role == "max":
+                    piece.fill_(torch.iinfo(torch.int64).min)
+                else:
+                    piece.fill_(-0.0)

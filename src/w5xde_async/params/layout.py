@@ -1,0 +1,286 @@
+"""The flat layout of a model: entries, groups, buckets, fingerprint.
+
+Every parameter and persistent buffer of the model is an **entry**. Entries of one role and dtype form a **group**,
+one flat vector. Roles:
+
+  grad    trainable parameters: a step's result is the float32 sum of weighted gradients
+  mean    floating buffers (batch norm's running statistics): the float32 sum of weighted changes
+  max     integer and bool buffers (batch norm's counters): the elementwise maximum, int64
+  frozen  parameters without gradient: sent once to each worker, never changed
+
+A **bucket** is a contiguous piece of one group, the unit on the wire and in the reducer. Offsets are multiples of
+64 bytes, in elements: matrix kernels may give other bits for operands that are aligned otherwise, and a plain loop's
+tensors are aligned so. Padding takes part in no result.
+
+Tied weights are one entry with several names. Non-persistent buffers are the model's own affair, as in checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.errors import MalformedFrame
+
+__all__ = ["ALIGN_BYTES", "Bucket", "Entry", "Group", "Layout", "named_state"]
+
+ALIGN_BYTES = 64
+_ROLES = ("grad", "mean", "max", "frozen")
+_GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the model. ``offset`` and ``numel`` are elements in its group; ``names[0]`` is its name."""
+
+    names: tuple[str, ...]
+    role: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    group: int
+    offset: int
+    numel: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All entries of one role and dtype, as one vector of ``numel`` elements (padding included)."""
+
+    index: int
+    role: str
+    dtype: torch.dtype
+    numel: int
+    entries: tuple[int, ...]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """dtype of a block's sum of this group, and of the reducer's accumulators."""
+        return torch.int64 if self.role == "max" else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Elements ``offset`` to ``offset + numel`` of group ``group``; ``entries`` overlap it."""
+
+    index: int
+    group: int
+    offset: int
+    numel: int
+    entries: tuple[int, ...]
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, is_parameter) of every parameter and persistent buffer, every name of a tied one."""
+    persistent = set(module.state_dict(keep_vars=True))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, parameter, True
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            yield name, buffer, False
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of the model lies in the flat groups. Built alike on both sides; compared by fingerprint."""
+
+    entries: tuple[Entry, ...]
+    groups: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+
+    @classmethod
+    def of(cls, module: nn.Module, *, bucket_bytes: int = 4 << 20) -> Layout:
+        """Read the layout off a module. Raises ValueError naming the first tensor that cannot be trained here."""
+        found: dict[int, tuple[list[str], Tensor, bool]] = {}
+        for name, tensor, is_parameter in named_state(module):
+            known = found.get(id(tensor))
+            if known:
+                known[0].append(name)
+            else:
+                found[id(tensor)] = ([name], tensor, is_parameter)
+        staged: list[tuple[tuple[str, ...], str, torch.dtype, tuple[int, ...]]] = []
+        for names, tensor, is_parameter in found.values():
+            staged.append((tuple(names), _role(names[0], tensor, is_parameter), tensor.dtype, tuple(tensor.shape)))
+        return cls._build(staged, bucket_bytes)
+
+    @classmethod
+    def _build(
+        cls, staged: list[tuple[tuple[str, ...], str, torch.dtype, tuple[int, ...]]], bucket_bytes: int
+    ) -> Layout:
+        keys = sorted({(_ROLES.index(role), _dtype_name(dtype)) for _, role, dtype, _ in staged})
+        group_of = {key: index for index, key in enumerate(keys)}
+        sizes = [0] * len(keys)
+        members: list[list[int]] = [[] for _ in keys]
+        entries: list[Entry] = []
+        for names, role, dtype, shape in staged:
+            group = group_of[_ROLES.index(role), _dtype_name(dtype)]
+            numel = 1
+            for extent in shape:
+                numel *= extent
+            entries.append(Entry(names, role, dtype, shape, group, sizes[group], numel))
+            members[group].append(len(entries) - 1)
+            align = ALIGN_BYTES // dtype.itemsize
+            sizes[group] += -(-numel // align) * align
+        groups = tuple(
+            Group(index, _ROLES[role], getattr(torch, dtype), sizes[index], tuple(members[index]))
+            for index, (role, dtype) in enumerate(keys)
+        )
+        buckets: list[Bucket] = []
+        for made in groups:
+            _cut(made, entries, bucket_bytes, buckets)
+        return cls(tuple(entries), groups, tuple(buckets), bucket_bytes)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, frozen ones included, tied ones once."""
+        return sum(entry.numel for entry in self.entries if entry.role in ("grad", "frozen"))
+
+    @cached_property
+    def result_buckets(self) -> tuple[Bucket, ...]:
+        """Buckets that a block's results are made of: all but the frozen ones. They come first in ``buckets``."""
+        return tuple(bucket for bucket in self.buckets if self.groups[bucket.group].role != "frozen")
+
+    @cached_property
+    def trainable(self) -> tuple[int, ...]:
+        """Entry indices of role ``grad``."""
+        return tuple(index for index, entry in enumerate(self.entries) if entry.role == "grad")
+
+    @cached_property
+    def vector_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each group in a block's result vector; frozen groups have none (the total instead)."""
+        offsets, at = [], 0
+        for group in self.groups:
+            offsets.append(at)
+            if group.role != "frozen":
+                at += -(-group.numel * group.result_dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        return (*offsets, at)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one block's whole result."""
+        return self.vector_offsets[-1]
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all groups in their own dtypes."""
+        return sum(group.numel * group.dtype.itemsize for group in self.groups)
+
+    def result_nbytes(self, bucket: Bucket) -> int:
+        """Bytes of one bucket of a block's result."""
+        return bucket.numel * self.groups[bucket.group].result_dtype.itemsize
+
+    def state_nbytes(self, bucket: Bucket) -> int:
+        """Bytes of one bucket of the parameters."""
+        return bucket.numel * self.groups[bucket.group].dtype.itemsize
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes over names, roles, dtypes and shapes: equal models, equal fingerprints."""
+        return hashlib.blake2b(self.describe(), digest_size=32).digest()
+
+    def describe(self) -> bytes:
+        """The layout as JSON text, for the other side to compare."""
+        rows = [[list(e.names), e.role, _dtype_name(e.dtype), list(e.shape)] for e in self.entries]
+        return json.dumps({"bucket_bytes": self.bucket_bytes, "entries": rows}, separators=(",", ":")).encode()
+
+    @classmethod
+    def parse(cls, described: bytes) -> Layout:
+        """Rebuild from ``describe``. Raises MalformedFrame for anything else."""
+        try:
+            document: Any = json.loads(described)
+            staged = []
+            for names, role, dtype, shape in document["entries"]:
+                known = getattr(torch, dtype) if isinstance(dtype, str) and dtype.isidentifier() else None
+                if role not in _ROLES or not isinstance(known, torch.dtype) or not names:
+                    raise ValueError("an entry of the layout")
+                if not all(type(extent) is int and extent >= 0 for extent in shape):
+                    raise ValueError("a shape of the layout")
+                staged.append((tuple(map(str, names)), role, known, tuple(shape)))
+            bucket_bytes = document["bucket_bytes"]
+            if type(bucket_bytes) is not int or bucket_bytes < ALIGN_BYTES:
+                raise ValueError("bucket_bytes of the layout")
+            return cls._build(staged, bucket_bytes)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise MalformedFrame(f"layout: {error}") from None
+
+    def first_difference(self, other: Layout) -> str:
+        """What differs first between this (mine) and ``other`` (theirs), in words; empty when nothing does."""
+        mine, theirs = self.entries, other.entries
+        for a, b in zip(mine, theirs, strict=False):
+            if a.names != b.names:
+                return f"tensor {b.name!r} there is {a.name!r} here"
+            if a.shape != b.shape:
+                return f"tensor {a.name!r} has shape {list(b.shape)} there and {list(a.shape)} here"
+            if a.dtype != b.dtype:
+                return f"tensor {a.name!r} is {_dtype_name(b.dtype)} there and {_dtype_name(a.dtype)} here"
+            if a.role != b.role:
+                return f"tensor {a.name!r} is {_ROLE_WORDS[b.role]} there and {_ROLE_WORDS[a.role]} here"
+        if len(mine) < len(theirs):
+            return f"tensor {theirs[len(mine)].name!r} there is missing here"
+        if len(mine) > len(theirs):
+            return f"tensor {mine[len(theirs)].name!r} here is missing there"
+        return ""
+
+
+_ROLE_WORDS = {
+    "grad": "a trainable parameter",
+    "frozen": "a frozen parameter",
+    "mean": "a floating buffer",
+    "max": "an integer buffer",
+}
+
+
+def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(f"tensor {name!r} is not dense ({tensor.layout}); only dense tensors can be trained here")
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"tensor {name!r} is lazy and has no shape yet; run one forward pass before training")
+    if tensor.dtype.is_complex:
+        raise ValueError(f"tensor {name!r} is {_dtype_name(tensor.dtype)}; store it as two real tensors")
+    if is_parameter and tensor.requires_grad:
+        if tensor.dtype not in _GRADIENT_DTYPES:
+            raise ValueError(
+                f"parameter {name!r} is {_dtype_name(tensor.dtype)}; sums are float32, so trainable parameters "
+                "are float32, bfloat16 or float16 (model.float() converts)"
+            )
+        return "grad"
+    if is_parameter:
+        return "frozen"
+    return "mean" if tensor.dtype.is_floating_point else "max"
+
+
+def _cut(group: Group, entries: list[Entry], bucket_bytes: int, buckets: list[Bucket]) -> None:
+    """Cut a group into buckets of about ``bucket_bytes`` of result, at entry borders where they lie near."""
+    limit = max(bucket_bytes // group.result_dtype.itemsize // ALIGN_BYTES * ALIGN_BYTES, ALIGN_BYTES)
+    borders = [entries[index].offset for index in group.entries[1:]]
+    starts, at = [0], 0
+    for border in [*borders, group.numel]:
+        previous = at
+        at = border
+        if border - starts[-1] <= limit:
+            continue
+        if previous > starts[-1]:
+            starts.append(previous)
+        while border - starts[-1] > limit:
+            starts.append(starts[-1] + limit)
+    for start, stop in zip(starts, [*starts[1:], group.numel], strict=True):
+        if stop > start:
+            touching = tuple(
+                i for i in group.entries if entries[i].offset < stop and entries[i].offset + entries[i].numel > start
+            )
+            buckets.append(Bucket(len(buckets), group.index, start, stop - start, touching))

@@ -1,0 +1,298 @@
+"""Leases, deadlines, exactly-once: who computes which block, and what has arrived.
+
+Invariants, checked by ``validate`` in tests:
+  - every leaf of an open step is in exactly one place: free, in one unfinished block, or in one finished block;
+  - a (block, bucket) slot is filled once; a second arrival is a duplicate;
+  - a lease that was returned, revoked or outlived by its step is stale, for ever.
+
+Time is an argument. What this room does not do: hold tensors, know workers beyond their id, choose block sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from w5xde_async.plan.tree import Block, aligned_block
+
+__all__ = ["Culprit", "Grant", "Ledger", "OpenStep", "Slot"]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One block that was leased: its filled buckets and, while somebody works on it, the lease."""
+
+    block: Block
+    buckets: set[int] = field(default_factory=set)
+    lease: int | None = None
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease as given out. ``deadline`` is on the caller's clock, from when the step became computable."""
+
+    lease: int
+    step: int
+    block: Block
+    worker: str
+    granted_at: float
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A leaf that failed more often than allowed; ``died`` when workers vanished on it rather than reported."""
+
+    step: int
+    leaf: int
+    attempts: int
+    died: bool
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """One step that is being worked on."""
+
+    step: int
+    num_leaves: int
+    opened_at: float
+    free: list[Block]  # maximal free runs, ascending; not aligned
+    slots: dict[int, Slot] = field(default_factory=dict)  # first leaf -> slot
+    failures: dict[int, list[str]] = field(default_factory=dict)  # leaf -> workers that failed on it
+    deaths: dict[int, int] = field(default_factory=dict)
+    finished_leaves: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.finished_leaves == self.num_leaves
+
+
+class Ledger:
+    """The book of all open leases. At most ``max_open_steps`` steps are open at once (the current and those ahead)."""
+
+    def __init__(
+        self, *, num_buckets: int, max_open_steps: int = 2, max_failures: int = 3, max_deaths: int = 8
+    ) -> None:
+        self.num_buckets = num_buckets
+        self.max_open_steps = max_open_steps
+        self.max_failures = max_failures
+        self.max_deaths = max_deaths
+        self._steps: dict[int, OpenStep] = {}
+        self._grants: dict[int, Grant] = {}
+        self._next_lease = 1
+        self._held: dict[str, list[int]] = {}
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def open_steps(self) -> list[int]:
+        """Numbers of the open steps, the current one first."""
+        return list(self._steps)
+
+    def open(self, step: int, num_leaves: int, now: float) -> None:
+        """Begin ``step``; all its leaves are free."""
+        if step in self._steps or len(self._steps) >= self.max_open_steps:
+            raise ValueError(f"step {step} cannot be opened beside {self.open_steps}")
+        self._steps[step] = OpenStep(step, num_leaves, now, [Block(0, num_leaves)])
+
+    def begin(self, step: int, now: float) -> None:
+        """``step`` can be computed from now on: deadlines of leases given ahead start here."""
+        self._steps[step].opened_at = now
+
+    def close(self, step: int) -> None:
+        """Forget a step (committed or given up); leases on it are stale from now on."""
+        for slot in self._steps.pop(step).slots.values():
+            if slot.lease is not None:
+                self._drop(slot.lease)
+
+    def complete(self, step: int) -> bool:
+        """True when every leaf of ``step`` lies in a finished block."""
+        return self._steps[step].complete
+
+    def free_leaves(self, step: int) -> int:
+        """Leaves of ``step`` that nobody holds."""
+        opened = self._steps[step]
+        waiting = sum(s.block.num_leaves for s in opened.slots.values() if s.lease is None and not s.finished)
+        return waiting + sum(block.num_leaves for block in opened.free)
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def get(self, lease: int) -> Grant | None:
+        """An open lease, or None when it is not open (any more)."""
+        return self._grants.get(lease)
+
+    def held(self, worker: str) -> list[Grant]:
+        """Open leases of a worker, oldest first."""
+        return [self._grants[lease] for lease in self._held.get(worker, ())]
+
+    def num_held(self, worker: str) -> int:
+        return len(self._held.get(worker, ()))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._grants)
+
+    def grant(
+        self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Iterable[str] = ()
+    ) -> Grant | None:
+        """Lease ``worker`` the first free block of ``step``, of at most ``max_leaves`` leaves.
+
+        Half-filled blocks go first, whole as they were. A leaf that failed on ``worker`` is left to ``others`` while
+        there are any.
+        """
+        opened = self._steps[step]
+        others = set(others) - {worker}
+        for slot in opened.slots.values():
+            if slot.lease is None and not slot.finished and not self._shuns(opened, slot.block, worker, others):
+                return self._lease(opened, slot, worker, now, deadline_s)
+        for position, run in enumerate(opened.free):
+            start = run.start
+            while start < run.stop:
+                block = aligned_block(start, run.stop, opened.num_leaves, max_leaves)
+                block = self._isolate(opened, block)
+                if not self._shuns(opened, block, worker, others):
+                    left, right = Block(run.start, block.start), Block(block.stop, run.stop)
+                    opened.free[position : position + 1] = [part for part in (left, right) if part.num_leaves]
+                    slot = opened.slots[block.start] = Slot(block)
+                    return self._lease(opened, slot, worker, now, deadline_s)
+                start = block.stop
+        return None
+
+    def fill(self, lease: int, bucket: int) -> bool:
+        """Fill slot (block of ``lease``, ``bucket``). False when it was filled before (a duplicate)."""
+        slot = self._slot(self._grants[lease])
+        if bucket in slot.buckets:
+            return False
+        slot.buckets.add(bucket)
+        return True
+
+    def filled(self, lease: int, bucket: int) -> bool:
+        """True when the slot is filled already."""
+        return bucket in self._slot(self._grants[lease]).buckets
+
+    def missing(self, lease: int) -> list[int]:
+        """Buckets of the lease's block that nobody has filled yet."""
+        filled = self._slot(self._grants[lease]).buckets
+        return [bucket for bucket in range(self.num_buckets) if bucket not in filled]
+
+    def finish(self, lease: int) -> Block:
+        """The lease is done and all its buckets are filled. Returns the block, now finished."""
+        grant = self._grants[lease]
+        slot = self._slot(grant)
+        if len(slot.buckets) != self.num_buckets:
+            raise ValueError(f"lease {lease} is not complete")
+        slot.finished, slot.lease = True, None
+        self._steps[grant.step].finished_leaves += slot.block.num_leaves
+        self._drop(lease)
+        return slot.block
+
+    def give_back(self, lease: int) -> Grant:
+        """The lease ends unfinished: its leaves are free again (its filled slots stay filled)."""
+        grant = self._grants[lease]
+        opened, slot = self._steps[grant.step], self._slot(grant)
+        self._drop(lease)
+        slot.lease = None
+        if not slot.buckets:
+            del opened.slots[slot.block.start]
+            opened.free = _add_run(opened.free, slot.block)
+        return grant
+
+    def fail(self, lease: int, leaf: int) -> Culprit | None:
+        """The job raised on ``leaf`` of the lease. The lease goes back; a leaf that failed too often is returned."""
+        grant = self.give_back(lease)
+        opened = self._steps[grant.step]
+        failures = opened.failures.setdefault(leaf, [])
+        failures.append(grant.worker)
+        if len(failures) >= self.max_failures:
+            return Culprit(grant.step, leaf, len(failures), died=False)
+        return None
+
+    def lose(self, worker: str) -> tuple[list[Grant], Culprit | None]:
+        """The worker vanished: all its leases go back. A leaf on which too many workers died is returned as well.
+
+        Only the oldest lease of a computable step counts against its leaves: the others had not been begun.
+        """
+        grants = [self.give_back(lease) for lease in tuple(self._held.get(worker, ()))]
+        culprit = None
+        if grants and next(iter(self._steps), None) == grants[0].step:
+            opened = self._steps[grants[0].step]
+            for leaf in range(*grants[0].block):
+                opened.deaths[leaf] = deaths = opened.deaths.get(leaf, 0) + 1
+                if deaths >= self.max_deaths and grants[0].block.num_leaves == 1:
+                    culprit = Culprit(opened.step, leaf, deaths, died=True)
+        return grants, culprit
+
+    def overdue(self, now: float) -> list[Grant]:
+        """Leases of the current step whose deadline has passed."""
+        current = next(iter(self._steps.values()), None)
+        if current is None:
+            return []
+        return [
+            grant
+            for grant in self._grants.values()
+            if grant.step == current.step and max(grant.granted_at, current.opened_at) + grant.deadline_s <= now
+        ]
+
+    def validate(self) -> None:
+        """Raise AssertionError where an invariant does not hold (for tests and the simulator)."""
+        for opened in self._steps.values():
+            seen = [0] * opened.num_leaves
+            for block in [*opened.free, *(slot.block for slot in opened.slots.values())]:
+                for leaf in range(*block):
+                    seen[leaf] += 1
+            assert seen == [1] * opened.num_leaves, f"step {opened.step}: leaves counted {seen}"
+            done = sum(slot.block.num_leaves for slot in opened.slots.values() if slot.finished)
+            assert done == opened.finished_leaves
+            for slot in opened.slots.values():
+                assert slot.lease is None or self._grants[slot.lease].block == slot.block
+                assert not slot.finished or len(slot.buckets) == self.num_buckets
+        assert sorted(self._grants) == sorted(lease for held in self._held.values() for lease in held)
+
+    # -- inner ---------------------------------------------------------------------------------------------
+
+    def _slot(self, grant: Grant) -> Slot:
+        return self._steps[grant.step].slots[grant.block.start]
+
+    def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        slot.lease = lease
+        grant = self._grants[lease] = Grant(lease, opened.step, slot.block, worker, now, deadline_s)
+        self._held.setdefault(worker, []).append(lease)
+        return grant
+
+    def _drop(self, lease: int) -> None:
+        grant = self._grants.pop(lease)
+        held = self._held[grant.worker]
+        held.remove(lease)
+        if not held:
+            del self._held[grant.worker]
+
+    def _shuns(self, opened: OpenStep, block: Block, worker: str, others: set[str]) -> bool:
+        if not opened.failures:
+            return False
+        for leaf in range(*block):
+            failed = opened.failures.get(leaf, ())
+            if worker in failed and any(other not in failed for other in others):
+                return True
+        return False
+
+    def _isolate(self, opened: OpenStep, block: Block) -> Block:
+        """A leaf that failed, or on which workers died twice, is leased alone, so that it alone is to blame."""
+        if block.num_leaves == 1 or not (opened.failures or opened.deaths):
+            return block
+        suspects = [leaf for leaf in range(*block) if leaf in opened.failures or opened.deaths.get(leaf, 0) > 1]
+        while block.num_leaves > 1 and any(block.start <= leaf < block.stop for leaf in suspects):
+            half = 1 << ((block.num_leaves - 1).bit_length() - 1)
+            block = Block(block.start, block.start + half)
+        return block
+
+
+def _add_run(runs: list[Block], block: Block) -> list[Block]:
+    merged: list[Block] = []
+    for run in sorted([*runs, block]):
+        if merged and merged[-1].stop == run.start:
+            merged[-1] = Block(merged[-1].start, run.stop)
+        else:
+            merged.append(run)
+    return merged

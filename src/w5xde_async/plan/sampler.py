@@ -1,0 +1,85 @@
+"""(seed, epoch) -> order -> leaves: which samples make which step, as a pure function.
+
+An epoch's order is the stable argsort of 64-bit keys drawn from Philox (numpy guarantees that bit stream over
+versions; it does not guarantee ``permutation``), so a run resumed years later sees the same samples. A step never
+crosses an epoch: its last step may be shorter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Sampler", "StepPlan", "epoch_order", "seed_for"]
+
+
+def seed_for(*parts: int | str) -> int:
+    """A 63-bit seed derived from its parts: the same parts, the same seed, anywhere."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The permutation of ``range(num_samples)`` for one epoch: int64, read-only."""
+    keys = np.random.Philox(key=seed_for("order", seed, epoch)).random_raw(num_samples)
+    order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    order.setflags(write=False)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's samples: ``indices`` (int64, in leaf order) and the number of samples of each leaf."""
+
+    step: int
+    epoch: int
+    indices: NDArray[np.int64]
+    leaf_samples: int
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.indices)
+
+    @property
+    def num_leaves(self) -> int:
+        return -(-len(self.indices) // self.leaf_samples)
+
+    def samples_in(self, leaf: int) -> int:
+        """Samples of one leaf; only the last may have fewer than ``leaf_samples``."""
+        return min(self.leaf_samples, len(self.indices) - leaf * self.leaf_samples)
+
+    def leaf_indices(self, leaf: int) -> NDArray[np.int64]:
+        """Dataset indices of one leaf."""
+        return self.indices[leaf * self.leaf_samples : (leaf + 1) * self.leaf_samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Cuts epochs into steps and steps into leaves. ``batch_size`` counts samples a step."""
+
+    num_samples: int
+    batch_size: int
+    leaf_samples: int
+    seed: int
+    shuffle: bool = True
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def plan(self, step: int) -> StepPlan:
+        """Step ``step`` of the run, counted from 0 over all epochs."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        begin = at * self.batch_size
+        if self.shuffle:
+            indices = epoch_order(self.num_samples, self.seed, epoch)[begin : begin + self.batch_size]
+        else:
+            indices = np.arange(begin, min(begin + self.batch_size, self.num_samples), dtype=np.int64)
+        return StepPlan(step, epoch, indices, self.leaf_samples)
