@@ -135,5 +135,5 @@ def _spec(message: str, raw: Any, caps: Caps) -> BufferSpec:
     if nbytes > caps.buffer_bytes:
         raise FrameTooLarge(f"{message}: buffer {name[:64]!r}", nbytes, caps.buffer_bytes)
     if codec == "raw" and nbytes != numel * itemsize:
-        raise MalformedFrame(f"{message}: buffer {name[:64]!r} has {nbytes} bytes where its shape says {numel * itemsize}")
+        raise MalformedFrame(f"{message}: buffer {name[:64]!r} has {nbytes} bytes, its shape {numel * itemsize}")
     return BufferSpec(name, dtype, shape, codec, nbytes)

@@ -74,7 +74,7 @@ class Message:
 
     def fields(self) -> tuple[Any, ...]:
         """Field values in wire order."""
-        values = self._getter(self)
+        values = type(self)._getter(self)
         return values if len(self._checks) > 1 else (values,)
 
     @classmethod
@@ -119,7 +119,10 @@ class VerdictCode(IntEnum):
 
 @_message(1)
 class Hello(Message):
-    """Worker's first words. ``worker_id`` names the same worker over reconnects; ``last_term`` fences old coordinators."""
+    """Worker's first words.
+
+    ``worker_id`` names the same worker over reconnects; ``last_term`` fences old coordinators.
+    """
 
     protocol: int
     nonce: bytes
@@ -131,7 +134,10 @@ class Hello(Message):
 
 @_message(2)
 class Challenge(Message):
-    """Coordinator's answer. With ``auth`` its own ``proof`` comes first, so a worker never proves itself to a stranger."""
+    """Coordinator's answer.
+
+    With ``auth`` its own ``proof`` comes first, so a worker never proves itself to a stranger.
+    """
 
     protocol: int
     nonce: bytes
