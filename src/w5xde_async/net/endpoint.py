@@ -1,0 +1,310 @@
+"""Links to and from addresses: ``connect``, ``listen``, ``parse_address``.
+
+Invariants: a connection that fails half-way leaves no descriptor; every accepted link has a task, owned by its
+Listener and gone when ``Listener.aclose`` returns; one slow or hostile peer (a TLS handshake that never ends) holds
+nobody else up; when descriptors run out the listener waits, it does not spin. What this module does not do: retry
+(the caller knows how long it is worth) or say who may join (``wire.handshake``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any
+
+from w5xde_async.errors import LinkLost, PortInUse, Unreachable, UsageError, W5xdeError
+from w5xde_async.net.link import FramedLink, Link
+from w5xde_async.net.stream import SocketStream, Stream, ended_by
+from w5xde_async.net.transport import TransportStream
+from w5xde_async.net.tuning import tune, tune_listener
+
+__all__ = ["DEFAULT_PORT", "Listener", "connect", "format_address", "listen", "parse_address"]
+
+DEFAULT_PORT = 5555
+#: A TLS handshake that takes longer is dropped.
+HANDSHAKE_S = 10.0
+#: How long to leave the backlog alone when the system has no descriptor or memory left.
+EXHAUSTED_S = 0.5
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+_log = logging.getLogger(__name__)
+
+_Address = tuple[socket.AddressFamily, Any]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is DEFAULT_PORT where none is given."""
+    host, port_text = text.strip(), ""
+    if host.startswith("["):
+        host, closed, rest = host[1:].partition("]")
+        if not closed or (rest and not rest.startswith(":")) or ":" not in host:
+            raise UsageError(f"address {text!r} is not [IPv6]:port")
+        port_text, colon = rest[1:], bool(rest)
+    elif host.count(":") > 1:
+        raise UsageError(f"address {text!r}: write an IPv6 address in brackets, as in [::1]:{DEFAULT_PORT}")
+    else:
+        host, found, port_text = host.partition(":")
+        colon = bool(found)
+    if not host or any(character.isspace() or character in "/@[]" for character in host):
+        raise UsageError(f"address {text!r} has no valid host; it looks like host:{DEFAULT_PORT}")
+    if not colon:
+        return host, DEFAULT_PORT
+    if not (port_text.isascii() and port_text.isdigit()) or len(port_text) > 5 or int(port_text) > 65535:
+        raise UsageError(f"address {text!r} has no valid port; a port is a number from 0 to 65535")
+    return host, int(port_text)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of ``parse_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def connect(
+    host: str,
+    port: int,
+    *,
+    timeout_s: float,
+    ssl: ssl.SSLContext | None = None,
+    bulk: Executor | None = None,
+) -> Link:
+    """A link to the first address of ``host`` that answers, each having its share of the time. Raises Unreachable."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    peer = format_address(host, port)
+    try:
+        async with asyncio.timeout_at(deadline):
+            addresses = await _resolve(host, port)
+    except TimeoutError:
+        raise Unreachable(peer, "the name did not resolve in time", timeout_s) from None
+    except OSError as error:
+        raise Unreachable(peer, f"the name does not resolve: {ended_by(error)}", timeout_s) from None
+    reasons: dict[str, None] = {}  # an ordered set
+    for tried, address in enumerate(addresses):
+        share_s = max(0.0, deadline - loop.time()) / (len(addresses) - tried)
+        try:
+            async with asyncio.timeout(share_s):
+                return FramedLink(await _connect_one(address, peer, host, tls=ssl, bulk=bulk))
+        except TimeoutError:
+            reasons["no answer"] = None
+        except (OSError, LinkLost) as error:
+            reasons[_why(error)] = None
+    raise Unreachable(peer, ", ".join(reasons) or "the name has no address", timeout_s)
+
+
+async def listen(
+    host: str,
+    port: int,
+    on_link: Callable[[Link], Awaitable[None]],
+    *,
+    ssl: ssl.SSLContext | None = None,
+    bulk: Executor | None = None,
+    backlog: int = 128,
+    max_links: int = 1024,
+) -> Listener:
+    """Listen on every address of ``host`` ("" is all of this machine); port 0 picks a free one.
+
+    ``on_link`` runs in a task of its own for each link, which is closed when it returns. Beyond ``max_links`` a new
+    one is closed at once. Raises PortInUse, UsageError.
+    """
+    try:
+        addresses = await _resolve(host or None, port, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host!r}: {ended_by(error)}") from None
+    socks: list[socket.socket] = []
+    try:
+        for family, address in addresses:
+            # Port 0 is chosen by the first address; the others follow it.
+            bound = (address[0], socks[0].getsockname()[1], *address[2:]) if socks and not port else address
+            sock = _bind(family, bound, host, port, backlog)
+            if sock is not None:
+                socks.append(sock)
+        if not socks:
+            raise UsageError(f"cannot listen on {host!r}: no usable address")
+    except BaseException:
+        for sock in socks:
+            sock.close()
+        raise
+    return Listener(socks, on_link, tls=ssl, bulk=bulk, max_links=max_links)
+
+
+class Listener:
+    """Accepts links until it is closed. Made by ``listen``."""
+
+    def __init__(
+        self,
+        socks: list[socket.socket],
+        on_link: Callable[[Link], Awaitable[None]],
+        *,
+        tls: ssl.SSLContext | None,
+        bulk: Executor | None,
+        max_links: int,
+    ) -> None:
+        self.host, self.port = socks[0].getsockname()[:2]
+        self._socks = socks
+        self._on_link = on_link
+        self._tls, self._bulk, self._max_links = tls, bulk, max_links
+        self._links: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        name = f"accept {format_address(self.host, self.port)}"
+        self._accepting = [loop.create_task(self._accept(sock), name=name) for sock in socks]
+
+    @property
+    def num_links(self) -> int:
+        """Links being handled now, handshakes included."""
+        return len(self._links)
+
+    async def stop_accepting(self) -> None:
+        """Close the port; links that stand go on."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for sock in self._socks:
+            sock.close()
+
+    async def aclose(self) -> None:
+        """Close the port, cancel the tasks of all links and wait for them. May be called twice."""
+        await self.stop_accepting()
+        tasks = self._links - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        exhausted = False
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listening)
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    if not exhausted:
+                        _log.warning("accept paused reason=%s", ended_by(error))
+                    exhausted = True
+                    await asyncio.sleep(EXHAUSTED_S)
+                # Anything else is the failure of one connection that ended before we took it.
+                continue
+            exhausted = False
+            peer = format_address(*address[:2])
+            if len(self._links) >= self._max_links:
+                _log.warning("accept refused peer=%s reason=over max_links=%d", peer, self._max_links)
+                sock.close()
+                continue
+            task = loop.create_task(self._serve(sock, peer), name=f"link {peer}")
+            self._links.add(task)
+            task.add_done_callback(self._links.discard)
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                stream = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
+        except (OSError, LinkLost) as error:
+            _log.info("accept failed peer=%s reason=%s", peer, _why(error))
+            return
+        link = FramedLink(stream)
+        try:
+            await self._on_link(link)
+        except W5xdeError as error:
+            _log.info("link ended peer=%s reason=%s", peer, error)
+        except Exception:
+            _log.exception("link failed peer=%s", peer)
+        except BaseException:
+            link.abort()
+            raise
+        finally:
+            await link.aclose()
+
+
+async def _resolve(host: str | None, port: int, *, flags: int = 0) -> list[_Address]:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+async def _connect_one(
+    address: _Address, peer: str, host: str, *, tls: ssl.SSLContext | None, bulk: Executor | None
+) -> Stream:
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(address[0], socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, address[1])
+        if sock.getsockname() == sock.getpeername():
+            # A free port of the ephemeral range, dialled locally, can connect to itself.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    except BaseException:
+        sock.close()
+        raise
+    return await _attach(sock, peer, tls=tls, bulk=bulk, server_hostname=host)
+
+
+async def _attach(
+    sock: socket.socket,
+    peer: str,
+    *,
+    tls: ssl.SSLContext | None,
+    bulk: Executor | None,
+    server_hostname: str | None,
+) -> Stream:
+    """The stream over a connected socket, which it owns; closed where this raises."""
+    loop = asyncio.get_running_loop()
+    try:
+        sock.setblocking(False)
+        tuned = tune(sock)
+        _log.debug("socket tuned peer=%s options=%s", peer, tuned)
+        if tls is None and _watches_descriptors(loop):
+            return SocketStream(sock, peer, bulk=bulk)
+        stream = TransportStream(peer)
+        if server_hostname is None:
+            await loop.connect_accepted_socket(lambda: stream, sock, ssl=tls)
+        else:
+            name = server_hostname if tls is not None else None
+            await loop.create_connection(lambda: stream, sock=sock, ssl=tls, server_hostname=name)
+    except BaseException:
+        sock.close()
+        raise
+    return stream
+
+
+def _watches_descriptors(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether plain TCP can go without a transport."""
+    return hasattr(socket.socket, "sendmsg") and type(loop).add_reader is not asyncio.AbstractEventLoop.add_reader
+
+
+def _bind(family: socket.AddressFamily, address: Any, host: str, port: int, backlog: int) -> socket.socket | None:
+    literal = ":" in host
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None  # a family that this kernel does not have
+    try:
+        sock.setblocking(False)
+        tune_listener(sock)
+        if family == socket.AF_INET6:
+            with suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRNOTAVAIL and family == socket.AF_INET6 and not literal:
+            return None  # localhost is also ::1, which this machine may have switched off
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(host or "*", port) from None
+        raise UsageError(f"cannot listen on {format_address(host or '*', port)}: {ended_by(error)}") from None
+    return sock
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"TLS: certificate not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason or error}"
+    if isinstance(error, LinkLost):
+        return error.reason
+    return ended_by(error) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,189 @@
+"""Links: whole frames over a byte stream.
+
+A link is what the sessions see of the network: send these chunks, receive the next message with its buffers.
+Every kind of link (TCP, TLS, memory) is a :class:`FramedLink` over its own :class:`~w5xde_async.net.stream.Stream`,
+so all of them read the same bytes with the same checks.
+
+Invariants: sizes are checked, and the caller has agreed to them (``accept``), before a payload byte is stored; one
+sender and one receiver at a time; an interrupted send or receive aborts the link, nobody resumes mid-frame; a link
+that ended says who ended it (:data:`CLOSED_HERE`, :data:`CLOSED_BY_PEER`). What this module does not do: decide what
+a peer may say (``wire.handshake``) or notice that it says nothing (``net.liveness``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from w5xde_async.errors import LinkLost, LocalError, RemoteError
+from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES, Stream
+from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, Caps, decode_header, header_length
+from w5xde_async.wire.messages import Message
+
+__all__ = ["CLOSED_BY_PEER", "CLOSED_HERE", "CLOSED_MID_FRAME", "Accept", "FramedLink", "Link", "Received"]
+
+Accept = Callable[[Message, tuple[BufferSpec, ...]], Sequence[memoryview]]
+"""Called once a header with buffers is parsed, before any payload byte is stored. Returns one writable flat ``B``
+view per spec, of exactly ``spec.nbytes``; raises RemoteError to refuse."""
+
+#: ``LinkLost.reason`` where the peer (or the network) ended in the middle of a frame.
+CLOSED_MID_FRAME = "closed by peer in the middle of a frame"
+
+_NO_BUFFERS: tuple[memoryview, ...] = ()
+
+
+class Received(NamedTuple):
+    """One frame. ``buffers`` are the views that ``accept`` returned, now filled."""
+
+    message: Message
+    specs: tuple[BufferSpec, ...]
+    buffers: Sequence[memoryview]
+
+
+class Link(Protocol):
+    """One peer, whole frames, in order."""
+
+    caps: Caps  #: what the next header may hold; starts at HANDSHAKE_CAPS
+
+    @property
+    def peer(self) -> str:
+        """The other end, for people."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes handed over so far."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes taken in so far, read-ahead included."""
+
+    async def send(self, chunks: Sequence[Buffer]) -> None:
+        """Send one or more encoded frames. The buffers may be overwritten once this returns.
+
+        Raises LinkLost; LocalError for a second send at once. Cancelled, it aborts the link.
+        """
+
+    async def recv(self, accept: Accept | None = None) -> Received:
+        """The next frame; without suspending where it is read ahead already.
+
+        Raises LinkLost at the end, FrameTooLarge or MalformedFrame for bad bytes, RemoteError for a refusal by
+        ``accept`` or for buffers where it is None, LocalError for a second recv at once. After a RemoteError
+        nothing more can be received, but a last message may still be sent to say why. Cancelled, it aborts.
+        """
+
+    async def aclose(self) -> None:
+        """End in good order: what was sent arrives, pending calls raise LinkLost. May be called twice."""
+
+    def abort(self) -> None:
+        """End now; pending calls raise LinkLost. May be called twice."""
+
+
+class FramedLink:
+    """The link over any stream."""
+
+    __slots__ = ("_receiving", "_refused", "_sending", "_stream", "caps")
+
+    def __init__(self, stream: Stream) -> None:
+        self.caps = HANDSHAKE_CAPS
+        self._stream = stream
+        self._sending = self._receiving = False
+        self._refused = ""  # why nothing more is read, though the stream still stands
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._stream.peer}>"
+
+    @property
+    def peer(self) -> str:
+        return self._stream.peer
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._stream.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._stream.bytes_received
+
+    @property
+    def certificate(self) -> bytes:
+        """The peer's certificate (DER) under TLS, else empty: what the proof of the handshake is bound to."""
+        return self._stream.certificate
+
+    async def send(self, chunks: Sequence[Buffer]) -> None:
+        if self._sending:
+            raise LocalError(f"two sends at once on the link to {self.peer}")
+        self._sending = True
+        try:
+            await self._stream.write(chunks)
+        except LinkLost:
+            # The receiving side stays: what the peer said before it went (a refusal, say) is still to be read.
+            raise
+        except BaseException:
+            self._stream.abort()
+            raise
+        finally:
+            self._sending = False
+
+    async def recv(self, accept: Accept | None = None) -> Received:
+        if self._receiving:
+            raise LocalError(f"two receives at once on the link to {self.peer}")
+        if self._refused:
+            raise LinkLost(self.peer, self._refused)
+        stream = self._stream
+        begun = False
+        self._receiving = True
+        try:
+            if stream.end - stream.start < LENGTH_BYTES:
+                await stream.fill(LENGTH_BYTES)
+            begun = True
+            start = stream.start
+            body = start + LENGTH_BYTES
+            length = header_length(stream.ahead[start:body], self.caps)
+            if LENGTH_BYTES + length > FILL_BYTES:  # rare: a lease with thousands of buffers
+                stream.start = body
+                message, specs = decode_header(await stream.readexactly(length), self.caps)
+            else:
+                if stream.end - body < length:
+                    await stream.fill(LENGTH_BYTES + length)
+                    body = stream.start + LENGTH_BYTES
+                stream.start = body + length
+                message, specs = decode_header(stream.ahead[body : body + length], self.caps)
+            if not specs:
+                return Received(message, specs, _NO_BUFFERS)
+            if accept is None:
+                raise RemoteError(f"{type(message).__name__} came with {len(specs)} buffers where none is expected")
+            buffers = accept(message, specs)
+            _check_views(buffers, specs)
+            for view in buffers:
+                await stream.readinto(view)
+            return Received(message, specs, buffers)
+        except RemoteError as error:
+            self._refused = f"nothing is read after a protocol error ({error})"
+            raise
+        except LinkLost as lost:
+            cut = lost.reason == CLOSED_BY_PEER and (begun or stream.end > stream.start)
+            stream.abort(CLOSED_MID_FRAME if cut else lost.reason)
+            if cut:
+                raise LinkLost(self.peer, CLOSED_MID_FRAME) from None
+            raise
+        except BaseException:
+            stream.abort()
+            raise
+        finally:
+            self._receiving = False
+
+    async def aclose(self) -> None:
+        if self._sending:
+            self._stream.abort()  # a frame cut in half cannot end in good order
+        await self._stream.aclose()
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+
+def _check_views(views: Sequence[memoryview], specs: tuple[BufferSpec, ...]) -> None:
+    if len(views) != len(specs):
+        raise LocalError(f"accept returned {len(views)} views for {len(specs)} buffers")
+    for view, spec in zip(views, specs, strict=True):
+        if view.nbytes != spec.nbytes or view.format != "B" or view.ndim != 1 or view.readonly:
+            raise LocalError(f"accept returned a view that does not fit buffer {spec.name!r} of {spec.nbytes} bytes")

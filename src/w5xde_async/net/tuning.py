@@ -1,0 +1,90 @@
+"""Socket options for long-lived links with large and small frames; whatever a platform lacks is skipped.
+
+Buffers: a request above the system's limit (``net.core.rmem_max``) is clamped by Linux and also switches its
+autotuning off, so there the size is asked for only where the limit grants it.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+from pathlib import Path
+
+__all__ = ["BUFFER_BYTES", "tune", "tune_listener"]
+
+BUFFER_BYTES = 4 << 20
+#: Keepalive: first probe after, then every, and given up after so many. The heartbeat is faster; this is the backstop.
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 20, 5, 4
+#: Linux: sent bytes may stay unacknowledged this long.
+USER_TIMEOUT_MS = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_COUNT)
+
+_TCP_KEEPALIVE_MACOS = 0x10  # named TCP_KEEPALIVE only by some builds of Python
+
+
+def tune(sock: socket.socket, *, platform: str = sys.platform) -> dict[str, int]:
+    """Set what this platform knows on a connected socket; what was set, by name."""
+    done: dict[str, int] = {}
+
+    def put(level: int, name: str, value: int, option: int | None = None) -> None:
+        option = getattr(socket, name, None) if option is None else option
+        if option is None:
+            return
+        try:
+            sock.setsockopt(level, option, value)
+        except OSError:
+            return  # known to Python, not to this kernel or kind of socket
+        done[name] = value
+
+    put(socket.IPPROTO_TCP, "TCP_NODELAY", 1)
+    for name, limit in (("SO_SNDBUF", "wmem_max"), ("SO_RCVBUF", "rmem_max")):
+        if platform != "linux" or _kernel_limit(limit) >= BUFFER_BYTES:
+            put(socket.SOL_SOCKET, name, BUFFER_BYTES)
+    put(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
+    if platform == "win32":
+        _keepalive_windows(sock, done)
+        return done
+    if platform == "darwin":
+        put(
+            socket.IPPROTO_TCP,
+            "TCP_KEEPALIVE",
+            KEEPALIVE_IDLE_S,
+            getattr(socket, "TCP_KEEPALIVE", _TCP_KEEPALIVE_MACOS),
+        )
+    else:
+        put(socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_IDLE_S)
+    put(socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S)
+    put(socket.IPPROTO_TCP, "TCP_KEEPCNT", KEEPALIVE_COUNT)
+    if platform == "linux":
+        put(socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", USER_TIMEOUT_MS)
+        put(socket.IPPROTO_TCP, "TCP_QUICKACK", 1)
+    return done
+
+
+def tune_listener(sock: socket.socket, *, platform: str = sys.platform) -> None:
+    """One listener per address; on POSIX it may bind while old connections of its port linger."""
+    if platform == "win32":
+        # SO_REUSEADDR would let another program take the port over.
+        sock.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_EXCLUSIVEADDRUSE", -5), 1)
+    else:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _keepalive_windows(sock: socket.socket, done: dict[str, int]) -> None:
+    code = getattr(socket, "SIO_KEEPALIVE_VALS", None)
+    ioctl = getattr(sock, "ioctl", None)
+    if code is None or ioctl is None:
+        return
+    try:
+        ioctl(code, (1, 1000 * KEEPALIVE_IDLE_S, 1000 * KEEPALIVE_INTERVAL_S))
+    except OSError:
+        return
+    done["SIO_KEEPALIVE_VALS"] = KEEPALIVE_IDLE_S
+
+
+@functools.cache
+def _kernel_limit(name: str) -> int:
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except (OSError, ValueError):
+        return 0
