@@ -1,0 +1,316 @@
+"""Checkpoints: a directory per record, whole or absent, and refused when a single bit differs.
+
+``checkpoints/step-000000123/`` holds ``manifest.json`` (format, step, meta, and each file's size and digest, with
+a digest over the manifest itself) and one safetensors file per group of tensors. A record is written into a
+temporary directory beside, every file synced, the manifest last, then renamed into place; older ones are pruned
+only after that. A step that is saved again gets a new revision (``step-000000123.1``) before the old one goes, so
+there is no moment without a whole record.
+
+One writer at a time (the run directory's lock sees to it). Blocking: callers run it in an executor. Digests
+detect damage, they do not authenticate. No clock takes part in any decision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from w5xde_async.errors import CheckpointCorrupt, StoreError
+from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, temporary_beside
+from w5xde_async.store.state import JSON
+from w5xde_async.store.tensors import read_tensors, write_tensors
+
+__all__ = ["CheckpointStore", "Record", "SavedCheckpoint", "Skipped"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_DIGEST_BYTES = 32
+
+_DIRECTORY = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
+_GROUP = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What a checkpoint holds: a step, anything JSON, and groups of tensors (``model``, ``optimizer``)."""
+
+    step: int
+    meta: dict[str, JSON]
+    groups: dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedCheckpoint:
+    """A record on the disk; ``seconds`` is what writing it took."""
+
+    path: Path
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """A record that was passed over, and what is wrong with it."""
+
+    path: Path
+    reason: str
+
+
+class CheckpointStore:
+    """The checkpoints of one run, newest first by step; holds no file open and no state of its own."""
+
+    def __init__(self, directory: Path, *, keep: int = 3, filesystem: Filesystem | None = None) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        self._directory = directory
+        self._keep = keep
+        self._filesystem = filesystem or Filesystem()
+
+    def save(self, record: Record) -> SavedCheckpoint:
+        """Write ``record`` durably, then remove what is over ``keep``. The record just written is never removed.
+
+        Raises:
+            StoreError: nothing was removed and no part of a record stays; says where, why and what to do.
+        """
+        began = time.perf_counter()
+        meta = _plain_meta(record.meta)
+        if type(record.step) is not int or not 0 <= record.step < 10**18:
+            raise StoreError(str(self._directory), f"step {record.step!r} is not a step number")
+        for group in record.groups:
+            if not _GROUP.fullmatch(group) or group == "manifest":
+                raise StoreError(str(self._directory), f"{group!r} cannot name a group of tensors")
+        with disk_errors(self._directory, "save a checkpoint"):
+            self._make_directories(self._directory)
+            target = self._unused_name(record.step)
+            temporary = temporary_beside(target)
+            try:
+                nbytes = self._write(temporary, record, meta)
+                self._filesystem.rename(temporary, target)
+            except BaseException:
+                with suppress(OSError):
+                    self._filesystem.remove(temporary)
+                raise
+            self._filesystem.sync_directory(self._directory)
+        self._prune(target)
+        return SavedCheckpoint(path=target, nbytes=nbytes, seconds=time.perf_counter() - began)
+
+    def latest(self) -> tuple[Record | None, list[Skipped]]:
+        """The newest whole record, and every newer one that is damaged.
+
+        Raises:
+            StoreError: the directory itself cannot be read.
+        """
+        skipped: list[Skipped] = []
+        for path in reversed(self._paths()):
+            try:
+                return self.load(path), skipped
+            except StoreError as error:
+                skipped.append(Skipped(path=path, reason=error.reason))
+        return None, skipped
+
+    def load(self, path: Path) -> Record:
+        """Read and verify one record.
+
+        Raises:
+            CheckpointCorrupt: a file is missing, cut short or altered; ``reason`` names it.
+            StoreError: it is not there, cannot be read, or is of a newer format.
+        """
+        with disk_errors(path, "load a checkpoint"):
+            if not path.is_dir():
+                raise StoreError(str(path), "there is no checkpoint here; --resume takes a step-... directory")
+            body = _read_manifest(path)
+            try:
+                step, files = int(body["step"]), dict(body["files"])
+                groups = {name: self._load_group(path, name, **entry) for name, entry in files.items()}
+                record = Record(step=step, meta=body["meta"], groups=groups)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointCorrupt(str(path), f"{MANIFEST} is not complete ({error!r})") from error
+        named = _DIRECTORY.fullmatch(path.name)
+        if named and int(named[1]) != step:
+            raise CheckpointCorrupt(str(path), f"holds step {step}, not the step of its name")
+        return record
+
+    def steps(self) -> list[int]:
+        """The steps that have a record, ascending, whole or not."""
+        return sorted({_order(path)[0] for path in self._paths()})
+
+    def sweep(self) -> list[Path]:
+        """Remove what writes left behind that died; returns what was removed. Call it before the first ``save``."""
+        removed = []
+        for path in self._listing():
+            if path.name.startswith(TEMPORARY):
+                try:
+                    self._filesystem.remove(path)
+                    removed.append(path)
+                except OSError as error:
+                    logger.warning("checkpoint leftovers stay path=%s reason=%s", path, explain(error))
+        return removed
+
+    def abandon_after(self, step: int) -> list[Path]:
+        """Set aside every record later than ``step`` and return where they lie now.
+
+        Called when a run goes on from ``step`` though later records exist (damaged ones, or an earlier one chosen by
+        hand): from there the run is a different one, and ``latest`` must not jump back to them. Nothing is lost:
+        they keep their content under ``abandoned-...`` and count no longer towards ``keep``.
+        """
+        moved = []
+        with disk_errors(self._directory, "set later checkpoints aside"):
+            for path in self._paths():
+                if _order(path)[0] > step:
+                    target = path.with_name(f"abandoned-{path.name}")
+                    number = 0
+                    while target.exists():
+                        number += 1
+                        target = path.with_name(f"abandoned-{path.name}-{number}")
+                    self._filesystem.rename(path, target)
+                    moved.append(target)
+            if moved:
+                self._filesystem.sync_directory(self._directory)
+        return moved
+
+    # --- writing
+
+    def _make_directories(self, path: Path) -> None:
+        if not path.is_dir():
+            self._make_directories(path.parent)
+            self._filesystem.make_directory(path)
+            self._filesystem.sync_directory(path.parent)
+
+    def _unused_name(self, step: int) -> Path:
+        revisions = [_order(path)[1] for path in self._paths() if _order(path)[0] == step]
+        return self._directory / (f"step-{step:09d}" + (f".{max(revisions) + 1}" if revisions else ""))
+
+    def _write(self, temporary: Path, record: Record, meta: JSON) -> int:
+        filesystem = self._filesystem
+        filesystem.make_directory(temporary)
+        files: dict[str, JSON] = {}
+        total = 0
+        for group, tensors in record.groups.items():
+            try:
+                nbytes, digest = self._write_group(temporary / f"{group}.safetensors", tensors)
+            except StoreError as error:
+                raise StoreError(f"{group}: {error.path}", error.reason) from error
+            files[group] = {"nbytes": nbytes, "blake2b": digest}
+            total += nbytes
+        manifest = _encode_manifest({"format": FORMAT, "step": record.step, "files": files, "meta": meta})
+        with filesystem.create(temporary / MANIFEST) as file:
+            filesystem.write(file, manifest)
+            filesystem.sync(file)
+        filesystem.sync_directory(temporary)  # the files' names must be as durable as their bytes
+        return total + len(manifest)
+
+    def _write_group(self, path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        nbytes = 0
+        with self._filesystem.create(path) as file:
+
+            def sink(data: bytes | memoryview) -> None:
+                nonlocal nbytes
+                self._filesystem.write(file, data)
+                digest.update(data)
+                nbytes += len(data)
+
+            write_tensors(sink, tensors)
+            self._filesystem.sync(file)
+        return nbytes, digest.hexdigest()
+
+    def _prune(self, saved: Path) -> None:
+        """Remove older revisions of ``saved`` and the oldest records over ``keep``; a failure costs only space."""
+        step = _order(saved)[0]
+        others = [path for path in self._paths() if path != saved]
+        kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
+        for path in others:
+            if _order(path)[0] in kept:
+                continue
+            try:
+                # Renamed first, so that a half-removed record never looks like a damaged one.
+                doomed = temporary_beside(path)
+                self._filesystem.rename(path, doomed)
+                self._filesystem.remove(doomed)
+            except OSError as error:
+                logger.warning("checkpoint not pruned path=%s reason=%s", path, explain(error))
+
+    # --- reading
+
+    def _listing(self) -> list[Path]:
+        with disk_errors(self._directory, "list checkpoints"):
+            return sorted(self._directory.iterdir()) if self._directory.is_dir() else []
+
+    def _paths(self) -> list[Path]:
+        """The records' directories, oldest first."""
+        return sorted((path for path in self._listing() if _DIRECTORY.fullmatch(path.name)), key=_order)
+
+    def _load_group(self, path: Path, group: str, *, nbytes: int, blake2b: str) -> dict[str, Tensor]:
+        if not _GROUP.fullmatch(group):
+            raise CheckpointCorrupt(str(path), f"{MANIFEST} names a file {group!r}")
+        name = f"{group}.safetensors"
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        try:
+            with (path / name).open("rb") as file:
+                found = file.seek(0, 2)
+                file.seek(0)
+                if found != nbytes:
+                    raise CheckpointCorrupt(str(path), f"{name} has {found} bytes, the manifest says {nbytes}")
+                tensors = read_tensors(file, nbytes, digest.update)
+        except FileNotFoundError as error:
+            raise CheckpointCorrupt(str(path), f"{name} is missing") from error
+        except CheckpointCorrupt as error:
+            if error.path == str(path):
+                raise
+            raise CheckpointCorrupt(str(path), f"{name}: {error.path}: {error.reason}") from error
+        if digest.hexdigest() != blake2b:
+            raise CheckpointCorrupt(str(path), f"{name} does not match its digest")
+        return tensors
+
+
+def _order(path: Path) -> tuple[int, int]:
+    named = _DIRECTORY.fullmatch(path.name)
+    assert named is not None
+    return int(named[1]), int(named[2] or 0)
+
+
+def _plain_meta(meta: dict[str, JSON]) -> JSON:
+    """``meta`` checked to survive JSON, which would quietly turn int keys to str and tuples to lists."""
+    try:
+        same = json.loads(json.dumps(meta, allow_nan=False)) == meta
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError("meta", f"is not plain JSON ({error})") from error
+    if not same:
+        raise StoreError("meta", "holds int keys or tuples, which JSON does not keep; use pack_state for those")
+    return meta
+
+
+def _encode_manifest(body: dict[str, Any]) -> bytes:
+    digest = hashlib.blake2b(json.dumps(body).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return json.dumps({**body, "digest": digest}, indent=1).encode() + b"\n"
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointCorrupt(str(path), f"{MANIFEST} is missing") from error
+    try:
+        body = json.loads(data)
+        body.pop("digest")
+        # Byte for byte: an altered blank or a doubled key parses to the same values.
+        whole = _encode_manifest(body) == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(str(path), f"{MANIFEST} is damaged ({type(error).__name__})") from error
+    if not whole:
+        raise CheckpointCorrupt(str(path), f"{MANIFEST} does not match its digest")
+    if body["format"] != FORMAT:
+        raise StoreError(str(path), f"format {body['format']} is not one this version reads; upgrade w5xde-async")
+    assert isinstance(body, dict)
+    return body

@@ -1,0 +1,114 @@
+"""The few calls through which this package changes a disk, and what their failures mean to a person.
+
+Every durable write goes through a ``Filesystem``, so a test can put one in its place that dies, forgets or runs
+full between any two calls. Nothing here knows what is being written. Temporary names begin with ``TEMPORARY``:
+whatever carries it after a start belongs to a write that died, and may be removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from w5xde_async.errors import StoreError
+
+__all__ = ["TEMPORARY", "Filesystem", "disk_errors", "explain", "replace_file", "temporary_beside"]
+
+TEMPORARY = ".tmp-"
+
+_WRITE_BUFFER_BYTES = 1 << 20
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space or choose another --run-dir",
+    errno.EDQUOT: "the disk quota is used up; free some space or choose another --run-dir",
+    errno.EACCES: "permission denied; make it writable for this user or choose another --run-dir",
+    errno.EPERM: "not permitted; make it writable for this user or choose another --run-dir",
+    errno.EROFS: "the file system is read-only; choose another --run-dir",
+    errno.EIO: "input/output error, the disk may be failing; choose another --run-dir",
+    errno.ENOTDIR: "a file stands where a directory is needed; choose another --run-dir",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter --run-dir",
+}
+
+
+def explain(error: OSError) -> str:
+    """What failed and what to do about it, on one line."""
+    return _ADVICE.get(error.errno or 0) or error.strerror or str(error)
+
+
+@contextmanager
+def disk_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into a ``StoreError`` that names ``path`` and what was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(str(path), f"cannot {doing}: {explain(error)}") from error
+
+
+class Filesystem:
+    """The calls themselves, each durable or atomic as its line says."""
+
+    def make_directory(self, path: Path) -> None:
+        """Create one directory; ``FileExistsError`` when it is there."""
+        path.mkdir()
+
+    def create(self, path: Path) -> BinaryIO:
+        """Open a new file for writing; it must not exist."""
+        return path.open("xb", buffering=_WRITE_BUFFER_BYTES)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Return when the file's bytes are on the disk."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move atomically within one file system; replaces a file."""
+        os.replace(source, target)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the directory's names are on the disk (Windows has no such call)."""
+        if os.name == "nt":
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a directory with all that is in it."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """An unused temporary name in ``path``'s directory."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{os.urandom(4).hex()}")
+
+
+def replace_file(filesystem: Filesystem, path: Path, fill: Callable[[BinaryIO], None]) -> None:
+    """Let ``fill`` write a file and put it at ``path`` in one step: readers see the old one or the new one.
+
+    Raises:
+        OSError: the disk said no; ``path`` is as it was and nothing lies beside it.
+    """
+    temporary = temporary_beside(path)
+    try:
+        with filesystem.create(temporary) as file:
+            fill(file)
+            filesystem.sync(file)
+        filesystem.rename(temporary, path)
+        filesystem.sync_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            filesystem.remove(temporary)
+        raise

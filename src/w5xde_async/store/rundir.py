@@ -1,0 +1,260 @@
+"""The directory of one run: who holds it, what the run is called, and where its files lie.
+
+Invariants: at most one process holds a directory (a lock the system drops with the process, so none is ever
+stale); ``run_id`` is made once; a term that was handed out is never handed out again, whatever dies when; a new
+run never writes over an old one. Small files are replaced atomically. What is in the files is their owners' matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from torch import nn
+
+from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, replace_file
+from w5xde_async.store.tensors import write_tensors
+from w5xde_async.store.toml import to_toml
+
+__all__ = ["RunDir", "RunDirUnusable", "export_model"]
+
+_LOCK = ".lock"
+_IDENTITY = "run.json"
+# What a run leaves behind, in the order in which it is set aside: checkpoints first, so that a crash half-way can
+# never leave a directory that resumes a run whose history is gone; the identity last.
+_CONTENT = ("checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "config.toml", _IDENTITY)
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class RunDirUnusable(StoreError):
+    """The place asked for cannot hold a run; one line, exit code 2."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RunDir:
+    """One run's directory, held until ``close()``. Make it with ``open``.
+
+    ``resumes`` is True when it held a run that goes on; ``set_aside`` is where an old run's files were moved, if any.
+    """
+
+    def __init__(self, path: Path, lock: IO[str], filesystem: Filesystem, *, set_aside: Path | None) -> None:
+        self._path = path
+        self._lock: IO[str] | None = lock
+        self._filesystem = filesystem
+        self.set_aside = set_aside
+        self.resumes = (path / _IDENTITY).exists()
+        self._run_id, self._term = self._read_identity() if self.resumes else (os.urandom(8).hex(), 0)
+        if not self.resumes:
+            self._write_identity()
+
+    @classmethod
+    def open(cls, path: Path, *, resume: bool, filesystem: Filesystem | None = None) -> RunDir:
+        """Create (parents too) or reopen the directory and take its lock.
+
+        ``resume=False`` on a directory that holds a run first moves that run's files to ``NAME.old-1``, ``-2``, ...
+        beside it. Files that no run made are left where they are.
+
+        Raises:
+            RunDirBusy: another process holds it; says which.
+            RunDirUnusable: it cannot be created, written, locked or read.
+        """
+        filesystem = filesystem or Filesystem()
+        lock = _take_lock(path)
+        try:
+            for leftover in path.glob(f"{TEMPORARY}*"):
+                with suppress(OSError):
+                    filesystem.remove(leftover)
+            try:
+                set_aside = None if resume else _set_aside(path, filesystem)
+                return cls(path, lock, filesystem, set_aside=set_aside)
+            except OSError as error:
+                raise RunDirUnusable(str(path), f"cannot prepare the run directory: {explain(error)}") from error
+        except BaseException:
+            _drop_lock(lock)
+            raise
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def run_id(self) -> str:
+        """Sixteen hex digits that name the run for good, through every resume."""
+        return self._run_id
+
+    @property
+    def term(self) -> int:
+        """The term handed out last; 0 before the first."""
+        return self._term
+
+    @property
+    def config_path(self) -> Path:
+        return self._path / "config.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self._path / "metrics.jsonl"
+
+    @property
+    def plot_path(self) -> Path:
+        return self._path / "loss.png"
+
+    @property
+    def model_path(self) -> Path:
+        return self._path / "model.safetensors"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self._path / "checkpoints"
+
+    def next_term(self) -> int:
+        """A term higher than any before in this directory; on the disk before it is returned.
+
+        Raises:
+            StoreError: it could not be stored, and must not be used.
+        """
+        self._term += 1  # also when storing fails: the number may have reached the disk
+        with disk_errors(self._path / _IDENTITY, "store the term"):
+            self._write_identity()
+        return self._term
+
+    def write_config(self, settings: Mapping[str, object]) -> None:
+        """Replace ``config.toml`` by ``settings``. Leaving secrets out is the caller's part.
+
+        Raises:
+            StoreError: the disk said no, or a value that TOML cannot express (``path`` is its key).
+        """
+        text = to_toml(settings).encode()
+        with disk_errors(self.config_path, "write the settings"):
+            replace_file(self._filesystem, self.config_path, lambda file: self._filesystem.write(file, text))
+
+    def close(self) -> None:
+        """Let others have the directory. Calling it twice is fine."""
+        if self._lock is not None:
+            _drop_lock(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_identity(self) -> tuple[str, int]:
+        path = self._path / _IDENTITY
+        try:
+            content = json.loads(path.read_bytes())
+            run_id, term = content["run_id"], content["term"]
+            if not _RUN_ID.fullmatch(run_id) or type(term) is not int or term < 0:
+                raise ValueError("values out of range")
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"is damaged ({error}); start with --resume never to set this run aside"
+            raise RunDirUnusable(str(path), reason) from error
+        return run_id, term
+
+    def _write_identity(self) -> None:
+        content = json.dumps({"run_id": self._run_id, "term": self._term}).encode() + b"\n"
+        identity = self._path / _IDENTITY
+        replace_file(self._filesystem, identity, lambda file: self._filesystem.write(file, content))
+
+
+def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None = None) -> int:
+    """Write a model's weights to ``path`` in one step; returns the bytes written.
+
+    Tied weights are stored once; ``safetensors.torch.load_model`` reads the file into a model of the same kind.
+
+    Raises:
+        StoreError: the disk said no, or the state holds something that is not a tensor; ``path`` is as it was.
+    """
+    filesystem = filesystem or Filesystem()
+    nbytes = 0
+
+    def fill(file: BinaryIO) -> None:
+        def sink(data: bytes | memoryview) -> None:
+            nonlocal nbytes
+            filesystem.write(file, data)
+            nbytes += len(data)
+
+        write_tensors(sink, model.state_dict())
+
+    with disk_errors(path, "write the model"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(filesystem, path, fill)
+    return nbytes
+
+
+def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
+    content = [path / name for name in _CONTENT if (path / name).exists()]
+    if not content:
+        return None
+    real = path.resolve()  # "." and links have no name of their own to build on
+    number = 1
+    while (target := real.with_name(f"{real.name}.old-{number}")).exists():
+        number += 1
+    filesystem.make_directory(target)
+    for entry in content:
+        filesystem.rename(entry, target / entry.name)
+    filesystem.sync_directory(target)
+    filesystem.sync_directory(path)
+    filesystem.sync_directory(target.parent)
+    return target
+
+
+def _take_lock(path: Path) -> IO[str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / _LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        # mkdir says "exists" of a file in the way; the person needs to hear what stands there.
+        in_the_way = isinstance(error, FileExistsError)
+        reason = "a file of this name is in the way; choose another --run-dir" if in_the_way else explain(error)
+        raise RunDirUnusable(str(path), f"cannot use it as run directory: {reason}") from error
+    try:
+        _lock_exclusively(lock)
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+    except (BlockingIOError, PermissionError) as error:
+        lock.seek(0)
+        holder = lock.read(32).strip() or "unknown"
+        lock.close()
+        reason = f"process {holder} is using this run directory; stop it, or choose another --run-dir"
+        raise RunDirBusy(str(path), reason) from error
+    except OSError as error:
+        lock.close()
+        raise RunDirUnusable(str(path), f"cannot lock it: {explain(error)}") from error
+    return lock
+
+
+if sys.platform == "win32":  # pragma: no cover
+    import msvcrt
+
+    # A byte far behind the pid: Windows would not let others read a locked one.
+    _LOCKED_BYTE = 1 << 20
+
+    def _lock_exclusively(lock: IO[str]) -> None:
+        lock.seek(_LOCKED_BYTE)
+        msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+
+    def _drop_lock(lock: IO[str]) -> None:
+        lock.seek(_LOCKED_BYTE)
+        msvcrt.locking(lock.fileno(), msvcrt.LK_UNLCK, 1)
+        lock.close()
+else:
+    import fcntl
+
+    def _lock_exclusively(lock: IO[str]) -> None:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _drop_lock(lock: IO[str]) -> None:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a forked child may hold the file open too
+        lock.close()

@@ -1,0 +1,250 @@
+"""One holder, one identity, rising terms, and no run ever written over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.store.rundir import RunDir, RunDirUnusable, export_model
+from w5xde_async.store.toml import to_toml
+
+
+class FullDisk(Filesystem):
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_new_run_has_a_name_for_good_and_rising_terms(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "digits"
+    with RunDir.open(path, resume=True) as run:
+        run_id = run.run_id
+        assert len(run_id) == 16
+        assert not run.resumes
+        assert run.set_aside is None
+        assert [run.next_term(), run.next_term()] == [1, 2]
+    with RunDir.open(path, resume=True) as run:
+        assert run.run_id == run_id
+        assert run.resumes
+        assert run.next_term() == 3
+        assert json.loads((path / "run.json").read_text())["term"] == 3  # stored before it is returned
+
+
+def test_a_term_that_may_have_reached_the_disk_is_not_used_again(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "run", resume=True) as run:
+        run._filesystem = FullDisk()
+        with pytest.raises(StoreError, match="disk is full"):
+            run.next_term()
+        run._filesystem = Filesystem()
+        assert run.next_term() == 2
+
+
+def test_paths(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "run", resume=True) as run:
+        names = [run.config_path, run.metrics_path, run.plot_path, run.model_path, run.checkpoints_path]
+        expected = ["config.toml", "metrics.jsonl", "loss.png", "model.safetensors", "checkpoints"]
+        assert names == [tmp_path / "run" / name for name in expected]
+
+
+def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "run", resume=True), pytest.raises(RunDirBusy) as caught:
+        RunDir.open(tmp_path / "run", resume=True)
+    assert f"process {os.getpid()}" in caught.value.reason
+    assert "choose another --run-dir" in caught.value.reason
+    assert caught.value.exit_code == ExitCode.USAGE
+    with RunDir.open(tmp_path / "run", resume=True) as run:
+        run.close()
+        run.close()
+
+
+def test_a_holder_that_died_holds_nothing(tmp_path: Path) -> None:
+    script = (
+        "import fcntl, os, sys\n"
+        "lock = open(sys.argv[1], 'a+'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "lock.write('12345'); lock.flush(); print('held', flush=True); sys.stdin.read()\n"
+    )
+    path = tmp_path / "run"
+    path.mkdir()
+    command = [sys.executable, "-c", script, str(path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(RunDirBusy, match="process 12345"):
+            RunDir.open(path, resume=True)
+        other.kill()
+        other.wait()
+    RunDir.open(path, resume=True).close()
+
+
+def old_run(path: Path) -> str:
+    with RunDir.open(path, resume=True) as run:
+        run.next_term()
+        run.metrics_path.write_text("old\n")
+        run.checkpoints_path.mkdir()
+        (run.checkpoints_path / "step").write_text("old")
+        (path / "notes.txt").write_text("the person's own")
+        return run.run_id
+
+
+def test_a_fresh_start_moves_the_old_run_aside(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for number in (1, 2):
+        run_id = old_run(path)
+        with RunDir.open(path, resume=False) as run:
+            assert run.set_aside == tmp_path / f"run.old-{number}"
+            assert run.run_id != run_id
+            assert run.next_term() == 1
+            assert sorted(entry.name for entry in path.iterdir()) == [".lock", "notes.txt", "run.json"]
+        assert json.loads((tmp_path / f"run.old-{number}" / "run.json").read_text())["run_id"] == run_id
+        assert (tmp_path / f"run.old-{number}" / "metrics.jsonl").read_text() == "old\n"
+        assert (tmp_path / f"run.old-{number}" / "checkpoints" / "step").exists()
+
+
+def test_a_fresh_start_in_an_empty_place_moves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("stays")
+    with RunDir.open(tmp_path, resume=False) as run:
+        assert run.set_aside is None
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_setting_aside_works_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    with RunDir.open(Path("."), resume=False) as run:
+        assert run.set_aside == tmp_path.resolve() / "run.old-1"
+
+
+def test_a_crash_while_setting_aside_never_resumes_half_a_run(tmp_path: Path) -> None:
+    class Dies(Filesystem):
+        left = 1
+
+        def rename(self, source: Path, target: Path) -> None:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            super().rename(source, target)
+
+    path = tmp_path / "run"
+    old_run(path)
+    with pytest.raises(KeyboardInterrupt):
+        RunDir.open(path, resume=False, filesystem=Dies())
+    assert not (path / "checkpoints").exists()  # what is left cannot go on from a step
+    with RunDir.open(path, resume=False) as run:  # and the lock is free
+        assert run.set_aside == tmp_path / "run.old-2"
+    assert (tmp_path / "run.old-1" / "checkpoints" / "step").exists()
+    assert (tmp_path / "run.old-2" / "metrics.jsonl").exists()
+
+
+def test_leftovers_of_dead_writes_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-run.json-0badcafe").write_text("half")
+    RunDir.open(tmp_path, resume=True).close()
+    assert not (tmp_path / ".tmp-run.json-0badcafe").exists()
+
+
+def unusable(path: Path, **arguments: Any) -> str:
+    with pytest.raises(RunDirUnusable) as caught:
+        RunDir.open(path, resume=True, **arguments)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "\n" not in str(caught.value)
+    return caught.value.reason
+
+
+def test_places_that_cannot_hold_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert "a file of this name is in the way" in unusable(tmp_path / "file")
+    assert "a file stands where a directory is needed" in unusable(tmp_path / "file" / "run")
+    assert "disk is full" in unusable(tmp_path / "full", filesystem=FullDisk())
+    assert list((tmp_path / "full").iterdir()) == [tmp_path / "full" / ".lock"]
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)
+    assert "permission denied; make it writable" in unusable(tmp_path / "denied")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "term": 1}', b'{"run_id": 1, "term": 1}'])
+def test_a_damaged_identity_is_not_guessed(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    assert "--resume never" in unusable(tmp_path)
+    with RunDir.open(tmp_path, resume=False) as run:
+        assert run.set_aside is not None
+        assert (run.set_aside / "run.json").read_bytes() == content
+
+
+def test_the_config_is_readable_toml(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "run", resume=True) as run:
+        run.write_config({"port": 5555})
+        run.write_config({"port": 5556, "tls": {"ca_file": None, "on": True}})
+        assert run.config_path.read_text() == "port = 5556\n\n[tls]\n# ca_file is not set\non = true\n"
+        run._filesystem = FullDisk()
+        with pytest.raises(StoreError, match="disk is full"):
+            run.write_config({"port": 1})
+        assert "5556" in run.config_path.read_text()
+        assert not list(run.path.glob(".tmp-*"))
+
+
+scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
+scalars = scalars | st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab.\"'\n é", max_size=3), inner)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text("ab.\"'\n é", max_size=3), values, max_size=4))
+def test_toml_reads_back(mapping: dict[str, object]) -> None:
+    assert tomllib.loads(to_toml(mapping)) == mapping
+
+
+def test_toml_of_what_json_and_toml_see_differently() -> None:
+    mapping = {"inf": math.inf, "ninf": -math.inf, "del": "\x7f", "path": Path("a/b"), "pair": (1, 2), "none": None}
+    read = tomllib.loads(to_toml(mapping))
+    assert read == {"inf": math.inf, "ninf": -math.inf, "del": "\x7f", "path": "a/b", "pair": [1, 2]}
+    assert math.isnan(tomllib.loads(to_toml({"x": math.nan}))["x"])
+    with pytest.raises(StoreError) as caught:
+        to_toml({"a": {"b": [1, None]}})
+    assert caught.value.path == "a.b.1"
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_model_with_tied_weights_is_exported_for_the_library(tmp_path: Path) -> None:
+    model, twin = Tied(), Tied()
+    path = tmp_path / "deep" / "model.safetensors"
+    assert export_model(model, path) == path.stat().st_size
+    safetensors.torch.load_model(twin, path)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    export_model(twin, path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(StoreError, match="disk is full"):
+        export_model(Tied(), path, filesystem=FullDisk())
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 1
