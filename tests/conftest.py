@@ -1,0 +1,154 @@
+"""What every test gets: blocking calls and leaks fail it, and it may ask for both event loops.
+
+- A blocking call of this package inside a running event loop raises (blockbuster).
+- A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
+- ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
+- ``--rewrite-golden`` writes ``tests/golden`` anew instead of comparing with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockbuster import BlockBuster
+
+GOLDEN = Path(__file__).parent / "golden"
+_DESCRIPTORS = Path("/proc/self/fd")
+_SETTLE_S = 2.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden anew instead of comparing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "both_loops: run on asyncio's own loop and on uvloop")
+    config.addinivalue_line("markers", "allow_leaks: the leak check is not for this test")
+    if sys.platform != "win32":
+        import uvloop
+
+        uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    stock = {"asyncio": asyncio.SelectorEventLoop}
+    if item.get_closest_marker("both_loops") is None or sys.platform == "win32":
+        return stock
+    import uvloop
+
+    return stock | {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blocking_calls_fail() -> Iterator[None]:
+    guard = BlockBuster(scanned_modules="w5xde_async")
+    for name, file, function in (
+        ("io.BufferedReader.read", "net/tuning.py", "_kernel_limit"),  # /proc does not block
+        ("io.TextIOWrapper.read", "net/tuning.py", "_kernel_limit"),
+        ("threading.Lock.acquire", "concurrent/futures/thread.py", "submit"),  # held for microseconds
+        ("threading.Lock.acquire", "threading.py", "start"),
+    ):
+        guard.functions[name].can_block_in(file, function)
+    for blocks in guard.functions.values():
+        blocks.can_block_in("torch/__init__.py", "<module>")  # imports read files
+        blocks.can_block_in("<frozen importlib._bootstrap>", "_find_and_load")
+        blocks.can_block_in("logging/__init__.py", {"handle", "acquire"})
+    guard.activate()
+    yield
+    guard.deactivate()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, bytes], None]:
+    """``golden(name, data)`` compares with ``tests/golden/name``, or writes it under ``--rewrite-golden``."""
+
+    def check(name: str, data: bytes) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--rewrite-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        assert path.exists(), f"{path} is missing; pytest --rewrite-golden writes it"
+        assert data == path.read_bytes(), f"{name} changed; if it had to, pytest --rewrite-golden"
+
+    return check
+
+
+# -- leaks
+
+
+def _descriptors() -> set[tuple[str, str]]:
+    found = set()
+    if _DESCRIPTORS.exists():
+        for entry in os.listdir(_DESCRIPTORS):
+            try:
+                target = os.readlink(_DESCRIPTORS / entry)
+            except OSError:  # the listing's own
+                continue
+            if target.startswith(("socket:", "pipe:", "anon_inode:")) or not target.startswith(("/dev", "/proc")):
+                found.add((entry, target))
+    return found
+
+
+def _watched(item: pytest.Item) -> bool:
+    return item.get_closest_marker("allow_leaks") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    result = yield
+    if not _watched(item):
+        return result
+    threads_before, descriptors_before = item.stash[_BEFORE]
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        threads = [thread for thread in threading.enumerate() if thread not in threads_before]
+        descriptors = _descriptors() - descriptors_before
+        if not threads and not descriptors:
+            return result
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: threads {threads}, descriptors {sorted(descriptors)}", pytrace=False)
+        gc.collect()
+        time.sleep(0.01)
+
+
+_BEFORE = pytest.StashKey[tuple[set[threading.Thread], set[tuple[str, str]]]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj) and _watched(item):
+            item.obj = _leaving_no_task(item.obj)
+
+
+def _leaving_no_task(test: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(test)
+    async def checked(*args: Any, **kwargs: Any) -> None:
+        before = asyncio.all_tasks()
+        await test(*args, **kwargs)
+        for _ in range(10):  # what was cancelled or closed just now may finish
+            left = asyncio.all_tasks() - before
+            if not left:
+                return
+            await asyncio.sleep(0)
+        pytest.fail(f"left behind: tasks {[task.get_name() for task in left]}", pytrace=False)
+
+    return checked
