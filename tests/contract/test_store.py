@@ -35,12 +35,14 @@ class MortalFilesystem(Filesystem):
         self.calls = 0
         self.names: list[str] = []
         self._die_at = die_at
+        self._dead = False
         self._forgets = forgets
         self._unsynced_files: dict[Path, int] = {}
         self._unsynced_names: dict[Path, list[Callable[[], None]]] = {}
 
     def _tick(self, name: str) -> None:
         if self.calls >= self._die_at:
+            self._dead = True
             raise Crash
         self.calls += 1
         self.names.append(name)
@@ -51,6 +53,7 @@ class MortalFilesystem(Filesystem):
     def make_directory(self, path: Path) -> None:
         self._tick("make_directory")
         super().make_directory(path)
+        self._on_power_cut(path.parent, lambda: shutil.rmtree(path, ignore_errors=True))
 
     def create(self, path: Path) -> BinaryIO:
         self._tick("create")
@@ -83,6 +86,8 @@ class MortalFilesystem(Filesystem):
         self._unsynced_names.pop(path, None)
 
     def remove(self, path: Path) -> None:
+        if self.calls == self._die_at and not self._dead:
+            next(path.iterdir()).unlink()  # removing a tree is many calls: die among them
         self._tick("remove")
         super().remove(path)
 
@@ -162,6 +167,9 @@ def test_the_files_are_the_librarys_format(tmp_path: Path) -> None:
     assert set(read) == set(tensors)
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     assert CheckpointStore(tmp_path).load(saved.path).groups["empty"] == {}
+    data = (saved.path / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert all(entry["data_offsets"][0] % tensors[name].element_size() == 0 for name, entry in header.items())
 
 
 def test_an_empty_directory_has_no_record(tmp_path: Path) -> None:
