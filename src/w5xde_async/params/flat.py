@@ -54,12 +54,12 @@ class FlatState:
             for view, tensor in zip(self.views, state_of(module, self.layout), strict=True):
                 view.copy_(tensor)
 
-    def adopt(self, module: nn.Module) -> None:
-        """Make the module's parameters and persistent buffers views of this state (its values are lost)."""
+    def adopt(self, module: nn.Module, *, buffers: bool = True) -> None:
+        """Make the module's parameters, and its persistent ``buffers``, views of this state (its values are lost)."""
         for entry, view, tensor in zip(self.layout.entries, self.views, state_of(module, self.layout), strict=True):
             if entry.role in ("grad", "frozen"):
                 tensor.data = view
-            else:
+            elif buffers:
                 for name in entry.names:
                     owner, _, leaf = name.rpartition(".")
                     module.get_submodule(owner)._buffers[leaf] = view

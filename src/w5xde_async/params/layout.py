@@ -248,7 +248,7 @@ _ROLE_WORDS = {
 def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"tensor {name!r} is not dense ({tensor.layout}); only dense tensors can be trained here")
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(tensor):
         raise ValueError(f"tensor {name!r} is lazy and has no shape yet; run one forward pass before training")
     if tensor.dtype.is_complex:
         raise ValueError(f"tensor {name!r} is {_dtype_name(tensor.dtype)}; store it as two real tensors")

@@ -7,6 +7,8 @@ contributes nothing. Memory: at most (open blocks + 1) x log2(leaves) vectors, p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from w5xde_async.params.flat import ResultVector
@@ -16,16 +18,24 @@ __all__ = ["Reducer", "VectorPool"]
 
 
 class VectorPool:
-    """Result vectors for reuse: a fresh one costs page faults. Keeps at most ``spare`` unused ones."""
+    """Result vectors for reuse: a fresh one costs page faults. Keeps at most ``spare`` unused ones.
 
-    def __init__(self, layout: Layout, *, spare: int = 4) -> None:
-        self.layout, self.spare = layout, spare
+    ``take`` and ``give`` may be called from different threads.
+    """
+
+    def __init__(
+        self, layout: Layout, *, spare: int = 4, make: Callable[[Layout], ResultVector] = ResultVector
+    ) -> None:
+        self.layout, self.spare, self._make = layout, spare, make
         self._free: list[ResultVector] = []
         self.num_out = 0
 
     def take(self) -> ResultVector:
         self.num_out += 1
-        return self._free.pop() if self._free else ResultVector(self.layout)
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make(self.layout)
 
     def give(self, vector: ResultVector) -> None:
         self.num_out -= 1
@@ -73,12 +83,6 @@ class Reducer:
         if not self._pieces[right]:
             del self._pieces[right]
             self.pool.give(self._vectors.pop(right))
-
-    def drop(self, start: int) -> None:
-        """Give a block's vector back unused (its lease ended with no bucket in place)."""
-        if start in self._vectors and not any(block == start for _, block in self._present):
-            del self._pieces[start]
-            self.pool.give(self._vectors.pop(start))
 
     def root(self) -> tuple[ResultVector, list[bool]]:
         """The step's sum and, per result bucket, whether anything is in it. Valid until ``clear``."""

@@ -194,11 +194,16 @@ class Ready(Message):
 
 @_message(7)
 class Params(Message):
-    """One bucket of one version's parameters; the version is whole when all ``num_buckets`` have come."""
+    """One bucket of one version's parameters; the version is whole when all ``num_buckets`` have come.
+
+    Buckets that a commit did not change are not sent; with ``num_buckets`` 0 nothing changed and no buffer follows.
+    ``loss_scale`` is what losses at this version are multiplied with (fp16; 1 otherwise).
+    """
 
     version: int
     bucket: int
     num_buckets: int
+    loss_scale: float
 
 
 @_message(8)
@@ -215,7 +220,6 @@ class Lease(Message):
     start: int
     samples: tuple[int, ...]
     deadline_s: float
-    loss_scale: float
     packed: bool
     structure: bytes
 
@@ -233,7 +237,8 @@ class Done(Message):
     """The lease is computed and all its buckets are sent.
 
     ``losses`` has one mean loss a leaf; ``metrics`` holds ``len(metric_names)`` values a leaf. ``untouched`` lists
-    trainable parameters (layout index) that no leaf of the block gave a gradient. ``splits`` counts the halvings
+    trainable parameters (layout index) that no leaf of the block gave a gradient, ``absent`` the buckets that no
+    leaf changed and for which no RESULT comes. ``splits`` counts the halvings
     that a lack of device memory forced (bits then differ from an undivided leaf).
     """
 
@@ -242,6 +247,7 @@ class Done(Message):
     metric_names: tuple[str, ...]
     metrics: tuple[float, ...]
     untouched: tuple[int, ...]
+    absent: tuple[int, ...]
     splits: int
     compute_s: float
     wait_s: float

@@ -1,0 +1,144 @@
+"""A batch as structure and tensors: nested tuples, lists and dicts of tensors, numbers, strings.
+
+The structure travels as msgpack, the tensors as raw buffers. ``packed`` tensors hold the rows of all leaves of a
+block, one behind the other; ``unpack`` cuts them again. Nothing here knows leases or links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.params.layout import ALIGN_BYTES
+
+__all__ = ["flatten", "leaves_of", "map_tensors", "rows", "unflatten"]
+
+_MAX_DEPTH = 32
+
+
+def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
+    """``(structure, tensors)`` of a batch. Raises TypeError naming the place of what cannot travel."""
+    tensors: list[Tensor] = []
+
+    def walk(value: Any, path: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise TypeError(f"batch{path} is nested deeper than {_MAX_DEPTH}")
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise TypeError(f"batch{path} is a {value.layout} tensor; give a dense one")
+            tensors.append(value.detach())
+            return ["t"]
+        if type(value) is tuple or type(value) is list:
+            kind = "u" if type(value) is tuple else "l"
+            return [kind, [walk(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]]
+        if type(value) is dict:
+            if not all(type(key) is str for key in value):
+                raise TypeError(f"batch{path} has keys that are not strings")
+            return ["d", [[key, walk(item, f"{path}[{key!r}]", depth + 1)] for key, item in value.items()]]
+        if value is None or type(value) in (bool, int, float, str):
+            return ["v", value]
+        raise TypeError(
+            f"batch{path} is a {type(value).__name__}; a batch holds tensors, numbers and strings in plain tuples, "
+            "lists and dicts (convert it in collate=...)"
+        )
+
+    structure: bytes = msgpack.packb(walk(batch, "", 0))
+    return structure, tensors
+
+
+def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
+    """The batch again. Raises MalformedFrame where structure and tensors do not agree."""
+    return _fill(_parse(structure), tensors)
+
+
+def _parse(structure: bytes) -> Any:
+    try:
+        return msgpack.unpackb(structure, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedFrame(f"batch structure: {type(error).__name__}") from None
+
+
+def _fill(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    supply = iter(tensors)
+
+    def build(node: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH or type(node) is not list or not node:
+            raise ValueError("a node")
+        match node:
+            case ["t"]:
+                return next(supply)
+            case ["u", list(items)]:
+                return tuple([build(item, depth + 1) for item in items])
+            case ["l", list(items)]:
+                return [build(item, depth + 1) for item in items]
+            case ["d", list(items)]:
+                return {str(key): build(item, depth + 1) for key, item in items}
+            case ["v", value]:
+                return value
+        raise ValueError("a node")
+
+    try:
+        batch = build(tree, 0)
+        left = sum(1 for _ in supply)
+    except (ValueError, TypeError, StopIteration, RuntimeError, RecursionError) as error:
+        raise MalformedFrame(f"batch structure: {type(error).__name__}") from None
+    if left:
+        raise MalformedFrame(f"batch structure: {left} tensors too many")
+    return batch
+
+
+def leaves_of(
+    structure: bytes, tensors: Sequence[Tensor], samples: Sequence[int], packed: bool
+) -> Iterator[tuple[int, Any]]:
+    """(samples, batch) of each leaf, in order. ``packed``: each tensor's rows of all leaves; else leaf after leaf."""
+    tree = _parse(structure)
+    if packed:
+        total = sum(samples)
+        if any(tensor.dim() == 0 or tensor.shape[0] != total for tensor in tensors):
+            raise MalformedFrame("a packed batch whose rows are not the leaves' samples")
+        start = 0
+        for count in samples:
+            yield count, _fill(tree, [_aligned(tensor[start : start + count]) for tensor in tensors])
+            start += count
+        return
+    per_leaf, rest = divmod(len(tensors), max(len(samples), 1))
+    if rest:
+        raise MalformedFrame("a batch whose tensors do not divide by its leaves")
+    for index, count in enumerate(samples):
+        yield count, _fill(tree, tensors[index * per_leaf : (index + 1) * per_leaf])
+
+
+def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch: tensors of ``samples`` rows are cut, everything else stays whole."""
+    if isinstance(batch, Tensor):
+        if batch.dim() and batch.shape[0] == samples:
+            return _aligned(batch[start:stop])
+        return batch
+    if isinstance(batch, list) and len(batch) == samples and all(isinstance(i, (str, int, float)) for i in batch):
+        return batch[start:stop]  # what collating gives for strings: one a sample
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(rows(item, samples, start, stop) for item in batch)
+    if isinstance(batch, dict):
+        return {key: rows(item, samples, start, stop) for key, item in batch.items()}
+    return batch
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch with every tensor changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(item, change) for item in batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(item, change) for key, item in batch.items()}
+    return batch
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    # Kernels may give other bits for operands that start elsewhere than a fresh tensor does.
+    return tensor if tensor.data_ptr() % ALIGN_BYTES == 0 else tensor.clone()

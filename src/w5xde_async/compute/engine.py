@@ -1,0 +1,424 @@
+"""One model replica on one device: blocks in, block sums out.
+
+Gradients land in a flat float32 vector whose views are ``param.grad``; an odd leaf accumulates straight onto its left
+sibling's vector, which is the tree's addition without a pass of its own. In a block's last leaf a hook on each
+parameter counts its buckets down; a bucket that is complete is folded over the block's open halves and handed to
+``emit`` while backward goes on. Losses stay on the device until the block ends: nothing synchronises inside a leaf.
+
+Invariants: the result of a block is a function of (parameters, seed, step, leaf, data) alone; buffers start every leaf
+at the step's values; one thread computes. What this room does not do: talk to a network, hold leases.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.compute.batch import leaves_of, rows
+from w5xde_async.compute.buffers import BufferMerge
+from w5xde_async.compute.randomness import random_state, seed_all
+from w5xde_async.compute.transfer import Transfer
+from w5xde_async.errors import W5xdeError
+from w5xde_async.job import Job, build_model, step_function
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.reducer import VectorPool
+from w5xde_async.plan.sampler import seed_for
+from w5xde_async.plan.tree import carries
+
+__all__ = ["Emit", "Engine", "LeafError", "Outcome", "Task", "choose_device"]
+
+Emit = Callable[[int, ResultVector], None]
+"""Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
+
+_MAX_METRICS = 64
+_MAX_TRACEBACK = 8000
+
+
+class LeafError(W5xdeError):
+    """The job's own code raised on one leaf. Fields: ``leaf`` (its number in the step), ``error``, ``traceback``."""
+
+    def __init__(self, leaf: int, error: BaseException) -> None:
+        self.leaf, self.error = leaf, f"{type(error).__name__}: {error}"[:1000]
+        self.traceback = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
+        super().__init__(f"leaf {leaf}: {self.error}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One block to compute. ``tensors`` lie in host memory; ``samples`` counts each leaf's samples."""
+
+    step: int
+    start: int
+    samples: tuple[int, ...]
+    loss_scale: float
+    structure: bytes
+    packed: bool
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a block gave besides its sums; see messages.Done. ``vectors`` are to be released when they are sent."""
+
+    losses: tuple[float, ...]
+    metric_names: tuple[str, ...]
+    metrics: tuple[float, ...]
+    untouched: tuple[int, ...]
+    absent: tuple[int, ...]
+    splits: int
+    compute_s: float
+    vectors: tuple[ResultVector, ...]
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` takes CUDA, then MPS, then the CPU. Raises ValueError where the named device is not there."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(name)
+    present = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not present.get(device.type, False):
+        raise ValueError(f"device {name} is not on this machine")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+class Engine:
+    """Forward and backward of one job on one device. All methods but ``release`` run on one compute thread."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int | None = None,
+        precision: str | None = None,
+        bucket_bytes: int = 4 << 20,
+    ) -> None:
+        self.job = job
+        self.device = torch.device(device)
+        self.seed = job.seed if seed is None else seed
+        self.precision = precision or job.precision
+        self.model = build_model(job).to(self.device)
+        self.layout = layout = Layout.of(self.model, bucket_bytes=bucket_bytes)
+        self._step = step_function(job)
+        self._transfer = Transfer(layout, self.device)
+        self.incoming: FlatState = self._transfer.incoming
+        self.incoming.copy_from(self.model)
+        self._live = self._transfer.attach(self.model)
+        self._buffers = BufferMerge(layout, self.model, self._transfer.origin)
+        self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)
+        self._parameters: list[tuple[int, Any]] = [(index, self._live[index]) for index in layout.trainable]
+        self._native = self._native_views()
+        self._grad_buckets = [b for b in layout.result_buckets if layout.groups[b.group].role == "grad"]
+        self._buckets_of: dict[int, list[int]] = {}
+        for bucket in self._grad_buckets:
+            for index in bucket.entries:
+                self._buckets_of.setdefault(index, []).append(bucket.index)
+        self._weights: dict[float, Tensor] = {}
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        self._autocast = None if dtype is None else partial(torch.autocast, self.device.type, dtype=dtype)
+        self._bound: ResultVector | None = None
+        self._pieces = 1  # halvings of a microbatch that lack of memory has forced so far, as a factor
+        self._overlap = False  # on after the first block has shown that each gradient arrives once
+        self._fires: dict[int, int] = {}
+        self._block: _Block | None = None
+        for index, parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(partial(self._landed, index))
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def load(self, buckets: Iterable[int]) -> None:
+        """``incoming`` holds a new version, of which ``buckets`` came: make the model compute with it."""
+        self._transfer.load()
+        self._buffers.refresh(entry for number in buckets for entry in self.layout.buckets[number].entries)
+
+    def release(self, vector: ResultVector) -> None:
+        """A block's host vector has been sent; it may be written again. Any thread."""
+        (self._pool if self._transfer.on_host else self._transfer.host_pool).give(vector)
+
+    def close(self) -> None:
+        """Free threads and hooks."""
+        self._transfer.close()
+
+    # -- one block -----------------------------------------------------------------------------------------
+
+    def compute(self, task: Task, emit: Emit) -> Outcome:
+        """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
+        began = time.perf_counter()
+        block = self._block = _Block(task, emit)
+        while True:
+            try:
+                self._run(block)
+                break
+            except torch.OutOfMemoryError as error:
+                # Partial sums are lost with the vectors; what was emitted is final and stays.
+                self._abandon(block)
+                smallest = max(1, min(self.job.microbatch_samples, *task.samples))
+                if self._pieces >= smallest:
+                    raise LeafError(task.start + block.leaf, error) from error
+                self._pieces *= 2
+                self._transfer.empty_cache()
+        losses = self._read(block.losses)
+        metrics = self._read(block.metrics) if block.metrics else ()
+        self._transfer.wait()
+        self._overlap = all(count == 1 for count in self._fires.values())
+        return Outcome(
+            losses=losses,
+            metric_names=block.metric_names or (),
+            metrics=metrics,
+            untouched=tuple(index for index in self.layout.trainable if index not in block.touched),
+            absent=tuple(bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted),
+            splits=self._pieces.bit_length() - 1,
+            compute_s=time.perf_counter() - began,
+            vectors=(*block.spent, block.host_vector),
+        )
+
+    def _run(self, block: _Block) -> None:
+        task = block.task
+        last = len(task.samples) - 1
+        block.begin()
+        with random_state(self.device):
+            batches = leaves_of(task.structure, task.tensors, task.samples, task.packed)
+            for index, (samples, batch) in enumerate(batches):
+                block.leaf = index
+                onto_left = bool(index & 1) and self._lands_directly
+                if not onto_left:
+                    vector = self._pool.take()
+                    self._transfer.guard(vector)
+                    vector.reset()
+                    block.open.append(vector)
+                    if block.host is None:
+                        block.host = vector if self._transfer.on_host else self._transfer.host_pool.take()
+                self._bind(block.open[-1])
+                try:
+                    self._leaf(block, index, samples, self._transfer.batch(batch), finishing=index == last)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self._abandon(block)
+                    raise LeafError(task.start + index, error) from error
+                if index != last:
+                    for _ in range(carries(index) - onto_left):
+                        self._fold_all(block)
+        for bucket in self.layout.result_buckets:  # whatever no hook has finished
+            if bucket.index not in block.emitted:
+                self._finish(block, bucket)
+        for vector in block.open:
+            if vector is not block.host:
+                self._pool.give(vector)
+        block.open.clear()
+
+    @property
+    def _lands_directly(self) -> bool:
+        # A leaf of several microbatches is summed by itself first; other dtypes are cast on the way.
+        return self.job.accumulate_grad_batches == 1 and self._pieces == 1 and not self._native
+
+    def _leaf(self, block: _Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
+        step, leaf = block.task.step, block.task.start + index
+        seed_all(seed_for(self.seed, step, leaf), self.device)
+        self._buffers.restore()
+        size = -(-self.job.microbatch_samples // self._pieces)
+        loss_sum: Tensor | None = None
+        for begin in range(0, samples, size):
+            end = min(begin + size, samples)
+            piece = batch if end - begin == samples else rows(batch, samples, begin, end)
+            if self._autocast is None:
+                loss, metrics = self._step(self.model, piece)
+            else:
+                with self._autocast():
+                    loss, metrics = self._step(self.model, piece)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise TypeError(f"the step gave {_described(loss)} as loss, not a tensor with one element")
+            if loss.dim() or loss.dtype != torch.float32:
+                loss = loss.reshape(()).float()
+            self._fires.clear()
+            if finishing and end == samples and self._overlap:
+                block.count_down(self._grad_buckets)
+            torch.autograd.backward(loss, self._weight((end - begin) * block.task.loss_scale))
+            share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
+            loss_sum = share if loss_sum is None else loss_sum + share
+            if metrics:
+                block.note_metrics(metrics, (end - begin) / samples, first=begin == 0)
+        assert loss_sum is not None
+        block.losses.append(loss_sum)
+        self._buffers.collect(block.open[-1], samples, block.changed)
+        if not (finishing and self._overlap):
+            self._cast(self._grad_buckets, block)
+
+    def _landed(self, index: int, _: Tensor) -> None:
+        block = self._block_now
+        block.touched.add(index)
+        self._fires[index] = self._fires.get(index, 0) + 1
+        if block.pending is None:
+            return
+        if self._fires[index] > 1:
+            raise TypeError(
+                f"parameter {self.layout.entries[index].name!r} got two gradients in one backward pass, after passes "
+                "with one; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        for number in self._buckets_of[index]:
+            block.pending[number] -= 1
+            if not block.pending[number]:
+                self._finish(block, self.layout.buckets[number])
+
+    @property
+    def _block_now(self) -> _Block:
+        assert self._block is not None
+        return self._block
+
+    def _finish(self, block: _Block, bucket: Bucket) -> None:
+        """Fold one bucket over the open halves, right to left, and emit it (absent ones are only noted)."""
+        if bucket.index in block.emitted:
+            return
+        entries = block.touched if self.layout.groups[bucket.group].role == "grad" else block.changed
+        if not any(index in entries for index in bucket.entries):
+            return
+        if block.pending is not None:
+            self._cast((bucket,), block)
+        pieces = [vector.buckets[bucket.index] for vector in block.open]
+        for left, right in zip(reversed(pieces[:-1]), reversed(pieces[1:]), strict=True):
+            _add(left, right)
+        block.emitted.add(bucket.index)
+        self._transfer.send(block.open[0], block.host_vector, bucket.index, block.emit)
+
+    def _fold_all(self, block: _Block) -> None:
+        right = block.open.pop()
+        for mine, theirs in zip(block.open[-1].groups, right.groups, strict=True):
+            if mine is not None and theirs is not None:
+                _add(mine, theirs)
+        self._pool.give(right)
+
+    def _abandon(self, block: _Block) -> None:
+        """Backward broke off: nothing in the open vectors can be trusted."""
+        self._bound = None
+        for _, parameter in self._parameters:
+            parameter.grad = None
+        for vector in block.open:
+            if vector is not block.host:
+                self._pool.give(vector)
+        if block.host is not None:
+            if block.emitted:
+                block.spent.append(block.host)
+            else:
+                self.release(block.host)
+            block.host = None
+        block.open.clear()
+
+    # -- gradients in other dtypes -------------------------------------------------------------------------
+
+    def _native_views(self) -> dict[int, Tensor]:
+        """Own-dtype gradient memory for trainable entries that are not float32, by entry."""
+        views: dict[int, Tensor] = {}
+        for group in self.layout.groups:
+            if group.role == "grad" and group.dtype != torch.float32:
+                flat = torch.zeros(group.numel, dtype=group.dtype, device=self.device)
+                for index in group.entries:
+                    entry = self.layout.entries[index]
+                    views[index] = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+        return views
+
+    def _bind(self, vector: ResultVector) -> None:
+        if self._bound is not vector:
+            for index, parameter in self._parameters:
+                parameter.grad = self._native.get(index, vector.gradients[index])
+            self._bound = vector
+        for view in self._native.values():
+            view.fill_(-0.0)
+
+    def _cast(self, buckets: Sequence[Bucket], block: _Block) -> None:
+        """Bring own-dtype gradients into the block's float32 vector; whole entries, each once a leaf."""
+        if self._native:
+            for index in {i for bucket in buckets for i in bucket.entries if i in self._native}:
+                target = block.open[-1].gradients[index]
+                assert target is not None
+                target.copy_(self._native[index])
+
+    # -- small things --------------------------------------------------------------------------------------
+
+    def _weight(self, value: float) -> Tensor:
+        weight = self._weights.get(value)
+        if weight is None:
+            if len(self._weights) > 64:
+                self._weights.clear()
+            weight = self._weights[value] = torch.tensor(value, dtype=torch.float32, device=self.device)
+        return weight
+
+    def _read(self, values: Sequence[Tensor | float]) -> tuple[float, ...]:
+        if self.device.type == "cpu":
+            return tuple([float(value) for value in values])
+        stacked = torch.stack([torch.as_tensor(v, device=self.device, dtype=torch.float32) for v in values])
+        return tuple(stacked.tolist())
+
+
+class _Block:
+    """The state of one block while it is computed."""
+
+    __slots__ = (
+        "changed", "emit", "emitted", "host", "leaf", "losses", "metric_names", "metrics", "open", "pending", "spent",
+        "task", "touched",
+    )  # fmt: skip
+
+    def __init__(self, task: Task, emit: Emit) -> None:
+        self.task, self.emit = task, emit
+        self.emitted: set[int] = set()
+        self.spent: list[ResultVector] = []  # hosts of attempts that had emitted before they broke off
+        self.host: ResultVector | None = None
+        self.open: list[ResultVector] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.leaf = 0
+        self.losses: list[Tensor] = []
+        self.metric_names: tuple[str, ...] | None = None
+        self.metrics: list[Tensor | float] = []
+        self.touched: set[int] = set()
+        self.changed: set[int] = set()
+        self.pending: dict[int, int] | None = None
+
+    @property
+    def host_vector(self) -> ResultVector:
+        assert self.host is not None
+        return self.host
+
+    def count_down(self, buckets: Sequence[Bucket]) -> None:
+        """The last backward begins: from now on hooks finish buckets."""
+        self.pending = {bucket.index: len(bucket.entries) for bucket in buckets}
+
+    def note_metrics(self, metrics: Mapping[str, Any], share: float, *, first: bool) -> None:
+        names = tuple(metrics)
+        if self.metric_names is None:
+            if len(names) > _MAX_METRICS or not all(type(name) is str for name in names):
+                raise TypeError(f"a step returns at most {_MAX_METRICS} metrics with string names")
+            self.metric_names = names
+        if names != self.metric_names:
+            raise TypeError(f"the step returned metrics {names} after {self.metric_names}; return the same every time")
+        values = [v.detach().float().reshape(()) if isinstance(v, Tensor) else float(v) for v in metrics.values()]
+        if first:
+            self.metrics.extend(value * share if share != 1 else value for value in values)
+        else:
+            for offset, value in enumerate(values, start=len(self.metrics) - len(names)):
+                self.metrics[offset] = self.metrics[offset] + value * share
+
+
+def _add(left: Tensor, right: Tensor) -> None:
+    if left.dtype == torch.int64:
+        torch.maximum(left, right, out=left)
+    else:
+        left.add_(right)
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,116 @@
+"""Between host memory and the device: parameters in, result buckets out.
+
+On the CPU there is nothing to move: the model's parameters are views of the memory that parameters are received
+into, and a block's vector is sent from where it was summed. On CUDA the host side is pinned and copies run on a side
+stream: a bucket's copy starts when its sum is recorded, and a copy thread waits for it, so the compute thread never
+does. MPS copies blockingly, from ordinary memory.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.compute.batch import map_tensors
+from w5xde_async.params.flat import FlatState, ResultVector, state_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import VectorPool
+
+__all__ = ["Transfer"]
+
+_cuda: Any = torch.cuda  # its streams and events are untyped
+
+
+class Transfer:
+    """Moves one replica's memory. ``origin`` has one device tensor per entry: buffers' values at the step's start."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self._cuda = device.type == "cuda"
+        self.on_host = device.type == "cpu"
+        self.incoming = FlatState(layout, pinned=self._cuda)
+        self._state = self.incoming if self.on_host else FlatState(layout, device)
+        self.origin: list[Tensor] = self._state.views
+        self.host_pool = VectorPool(layout, spare=3, make=lambda layout: ResultVector(layout, pinned=self._cuda))
+        self._side: Any = _cuda.Stream(device) if self._cuda else None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="w5xde-copy") if self._cuda else None
+        self._copies: list[Future[None]] = []
+        self._ready: dict[int, Any] = {}  # id of a device vector -> event after its last copy
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Make the model's parameters views of the state; its buffers stay its own. Tensors in layout order."""
+        self._state.adopt(model, buffers=False)
+        if not self.on_host:
+            self.load()
+        return list(state_of(model, self.layout))
+
+    def load(self) -> None:
+        """``incoming`` is complete: bring it to the device."""
+        if self.on_host:
+            return
+        for mine, theirs in zip(self._state.groups, self.incoming.groups, strict=True):
+            mine.copy_(theirs, non_blocking=self._cuda)
+        if self._cuda:
+            # The host memory will be received into again as soon as we return.
+            _cuda.current_stream(self.device).synchronize()
+
+    def batch(self, batch: Any) -> Any:
+        """A leaf's batch on the device."""
+        if self.on_host:
+            return batch
+        if self._cuda:
+            return map_tensors(batch, lambda t: t.pin_memory().to(self.device, non_blocking=True))
+        return map_tensors(batch, lambda t: t.to(self.device))
+
+    def make_vector(self, layout: Layout) -> ResultVector:
+        """A vector to sum in, on the device."""
+        return ResultVector(layout, self.device)
+
+    def guard(self, vector: ResultVector) -> None:
+        """``vector`` is about to be overwritten: let earlier copies out of it finish first (on the device's time)."""
+        event = self._ready.pop(id(vector), None)
+        if event is not None:
+            _cuda.current_stream(self.device).wait_event(event)
+
+    def send(self, vector: ResultVector, host: ResultVector, bucket: int, emit: Any) -> None:
+        """Bucket ``bucket`` of ``vector`` is final: copy it to ``host`` (the same on the CPU) and emit it."""
+        if vector is host:
+            emit(bucket, host)
+            return
+        source, target = vector.buckets[bucket], host.buckets[bucket]
+        if not self._cuda:
+            target.copy_(source)
+            emit(bucket, host)
+            return
+        assert self._copier is not None
+        summed = _cuda.Event()
+        summed.record(_cuda.current_stream(self.device))
+        self._side.wait_event(summed)
+        copied = _cuda.Event()
+        with _cuda.stream(self._side):
+            target.copy_(source, non_blocking=True)
+            copied.record(self._side)
+        self._ready[id(vector)] = copied
+
+        def deliver() -> None:
+            copied.synchronize()
+            emit(bucket, host)
+
+        self._copies.append(self._copier.submit(deliver))
+
+    def wait(self) -> None:
+        """Return when everything sent has been emitted."""
+        for copy in self._copies:
+            copy.result()
+        self._copies.clear()
+
+    def empty_cache(self) -> None:
+        if self._cuda:
+            _cuda.empty_cache()
+
+    def close(self) -> None:
+        if self._copier is not None:
+            self._copier.shutdown(wait=True)

@@ -1,0 +1,289 @@
+"""The dataset's side: leaves collated ahead of need, kept until their results are in.
+
+A **chunk** is a run of leaves that is read in one go: one leaf of an ordinary dataset, many of a TensorDataset (whose
+rows are gathered at once). Chunks are read by threads or processes, in order, ``prefetch_leaves`` ahead; a block that
+is leased pulls its own chunks forward. A chunk is forgotten when all its leaves are finished, so a block can be
+leased again without reading it again.
+
+Datasets that draw random numbers are seeded by (seed, epoch, sample position): threads then take turns; processes
+need not. Nothing here knows workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.randomness import draws_random, random_state, seed_all
+from w5xde_async.errors import LeafFailed
+from w5xde_async.job import Job, load_job
+from w5xde_async.params.flat import bytes_of
+from w5xde_async.plan.sampler import Sampler, StepPlan, seed_for
+from w5xde_async.plan.tree import Block
+from w5xde_async.wire.frame import Buffer, BufferSpec
+
+__all__ = ["BlockData", "Loader"]
+
+_CHUNK_BYTES = 4 << 20
+_LEASE_BYTES = 64 << 20
+_MAX_BUFFERS = 2048
+
+
+class BlockData(NamedTuple):
+    """A block's batch, ready for a LEASE."""
+
+    structure: bytes
+    packed: bool
+    samples: tuple[int, ...]
+    buffers: list[tuple[BufferSpec, Buffer]]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    first: int
+    num_leaves: int
+    unfinished: int
+    structure: bytes = b""
+    tensors: tuple[Tensor, ...] = ()
+    ready: bool = False
+
+
+class _Read(NamedTuple):
+    """What a reading process is told and what it gives back (its own pipe, never a network)."""
+
+    structure: bytes
+    tensors: tuple[Tensor, ...]
+
+
+class Loader:
+    """Reads leaves for the open steps. ``on_ready`` is called on the loop's thread whenever a chunk has come."""
+
+    def __init__(
+        self,
+        job: Job,
+        sampler: Sampler,
+        *,
+        threads: int = 1,
+        processes: int = 0,
+        prefetch_leaves: int = 64,
+        reference: str | None = None,
+    ) -> None:
+        self._sampler, self._job = sampler, job
+        self._prefetch_leaves = prefetch_leaves
+        self._gather = type(job.dataset) is TensorDataset and job.collate is None
+        self._chunk_leaves = _chunk_leaves(job) if self._gather else 1
+        self._leaf_bytes = 0
+        self._tensors_per_leaf = 1
+        self._plans: dict[int, StepPlan] = {}
+        self._chunks: dict[tuple[int, int], _Chunk] = {}
+        self._next: list[tuple[int, int]] = []  # chunks of the open steps that nobody has asked for yet
+        self._reading = 0
+        self._random: bool | None = None if not self._gather else False
+        self._probe = threading.Lock()
+        self._executor: Executor
+        if processes and not self._gather:
+            self._executor = _process_pool(job, reference, processes)
+            self._remote = True
+        else:
+            self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix="w5xde-load")
+            self._remote = False
+        self._most_reading = max(1, processes or threads) * 2
+        self._closed = False
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_error: Callable[[BaseException], None] = lambda error: None
+
+    @property
+    def max_block_leaves(self) -> int:
+        """Most leaves that one lease may hold, by its bytes and buffers."""
+        if self._gather:
+            return self._chunk_leaves
+        by_bytes = _LEASE_BYTES // max(self._leaf_bytes, 1)
+        return max(1, min(by_bytes, _MAX_BUFFERS // max(self._tensors_per_leaf, 1), 1024))
+
+    def open(self, plan: StepPlan) -> None:
+        """A step's leaves will be needed."""
+        self._plans[plan.step] = plan
+        size = self._chunk_leaves
+        for number in range(-(-plan.num_leaves // size)):
+            first = number * size
+            leaves = min(size, plan.num_leaves - first)
+            self._chunks[plan.step, number] = _Chunk(first, leaves, leaves)
+            self._next.append((plan.step, number))
+        self._next.reverse()  # taken from the end
+        self._next.sort(reverse=True)
+        self._prefetch()
+
+    def close_step(self, step: int) -> None:
+        """The step is committed or given up: forget what is left of it."""
+        plan = self._plans.pop(step, None)
+        if plan is not None:
+            self._next = [key for key in self._next if key[0] != step]
+            for number in range(-(-plan.num_leaves // self._chunk_leaves)):
+                self._chunks.pop((step, number), None)
+        self._prefetch()
+
+    def finished(self, step: int, block: Block) -> None:
+        """The block's results are in: its data will not be needed again."""
+        for number in range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1):
+            chunk = self._chunks.get((step, number))
+            if chunk is not None:
+                begin = max(block.start, chunk.first)
+                chunk.unfinished -= min(block.stop, chunk.first + chunk.num_leaves) - begin
+                if not chunk.unfinished:
+                    del self._chunks[step, number]
+        self._prefetch()
+
+    def data(self, step: int, block: Block) -> BlockData | None:
+        """The block's batch, or None while it is being read (``on_ready`` will tell)."""
+        plan = self._plans[step]
+        numbers = range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1)
+        chunks = []
+        for number in numbers:
+            key = (step, number)
+            if key in self._next:
+                self._next.remove(key)
+                self._read(key)
+            chunks.append(self._chunks[key])
+        if not all(chunk.ready for chunk in chunks):
+            return None
+        samples = tuple([plan.samples_in(leaf) for leaf in range(*block)])
+        if self._gather:
+            chunk = chunks[0]
+            begin = (block.start - chunk.first) * plan.leaf_samples
+            tensors = [tensor[begin : begin + sum(samples)] for tensor in chunk.tensors]
+            return BlockData(chunk.structure, True, samples, [_buffer(tensor) for tensor in tensors])
+        structure = chunks[0].structure
+        if any(chunk.structure != structure for chunk in chunks):
+            differing = next(chunk.first for chunk in chunks if chunk.structure != structure)
+            error = TypeError("its batch has another structure than the leaf before; give every sample the same shape")
+            self.on_error(self._failure(step, differing, error))
+            return None
+        flat = [tensor for chunk in chunks for tensor in chunk.tensors]
+        return BlockData(structure, False, samples, [_buffer(tensor) for tensor in flat])
+
+    async def aclose(self) -> None:
+        """Stop reading; waits for reads under way."""
+        self._closed = True
+        self._next.clear()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True, cancel_futures=True))
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def _prefetch(self) -> None:
+        held = sum(chunk.num_leaves for chunk in self._chunks.values() if chunk.ready)
+        while self._next and not self._closed and self._reading < self._most_reading:
+            ahead = held + self._reading * self._chunk_leaves
+            over_bytes = ahead * self._leaf_bytes > 4 * _LEASE_BYTES
+            if ahead and (ahead >= max(self._prefetch_leaves, 2 * self._chunk_leaves) or over_bytes):
+                return
+            self._read(self._next.pop())
+
+    def _read(self, key: tuple[int, int]) -> None:
+        step = key[0]
+        plan, chunk = self._plans[step], self._chunks[key]
+        indices = plan.indices[chunk.first * plan.leaf_samples : (chunk.first + chunk.num_leaves) * plan.leaf_samples]
+        seed = seed_for("data", self._sampler.seed, step, chunk.first)
+        self._reading += 1
+        loop = asyncio.get_running_loop()
+        if self._remote:
+            future = loop.run_in_executor(self._executor, _read_remotely, indices, seed)
+        else:
+            future = loop.run_in_executor(self._executor, self._read_here, indices, seed)
+
+        def done(read: asyncio.Future[_Read]) -> None:
+            self._reading -= 1
+            if read.cancelled() or self._closed:
+                return
+            error = read.exception()
+            if error is not None:
+                self.on_error(self._failure(step, chunk.first, error))
+                return
+            chunk.structure, chunk.tensors = read.result()
+            chunk.ready = True
+            if not self._leaf_bytes:
+                total = sum(tensor.numel() * tensor.element_size() for tensor in chunk.tensors)
+                self._leaf_bytes = max(1, total // chunk.num_leaves)
+                self._tensors_per_leaf = max(1, len(chunk.tensors))
+            self.on_ready()
+            self._prefetch()
+
+        future.add_done_callback(done)
+
+    def _failure(self, step: int, leaf: int, error: BaseException) -> LeafFailed:
+        plan = self._plans.get(step) or self._sampler.plan(step)
+        text = "".join(traceback.format_exception(error))[-8000:]
+        return LeafFailed(step, leaf, plan.leaf_indices(leaf).tolist(), 1, f"while reading the dataset:\n{text}")
+
+    def _read_here(self, indices: Any, seed: int) -> _Read:
+        if self._gather:
+            at = torch.from_numpy(np.array(indices))
+            tensors = tuple([tensor[at] for tensor in self._job.dataset.tensors])
+            return _Read(flatten(tensors)[0], tensors)
+        if self._random is None:
+            with self._probe:
+                if self._random is None:
+                    self._random = draws_random(lambda: _fetch(self._job, indices))
+        if not self._random:
+            return _fetch(self._job, indices)
+        with random_state():
+            seed_all(seed)
+            return _fetch(self._job, indices)
+
+
+def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
+    nbytes = tensor.numel() * tensor.element_size()
+    spec = BufferSpec("", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), "raw", nbytes)
+    return spec, bytes_of(tensor) if nbytes else b""
+
+
+def _fetch(job: Job, indices: Any) -> _Read:
+    numbers = indices.tolist()
+    many = getattr(job.dataset, "__getitems__", None)
+    samples = many(numbers) if many is not None else [job.dataset[number] for number in numbers]
+    structure, tensors = flatten((job.collate or default_collate)(samples))
+    return _Read(structure, tuple([tensor.cpu().contiguous() for tensor in tensors]))
+
+
+def _chunk_leaves(job: Job) -> int:
+    sample_bytes = sum(t[:1].numel() * t.element_size() for t in job.dataset.tensors)
+    leaves = max(1, _CHUNK_BYTES // max(1, sample_bytes * job.leaf_samples))
+    return int(min(256, 1 << (leaves.bit_length() - 1)))
+
+
+_job_here: Job | None = None  # in a reading process: the job it reads for
+
+
+def _process_pool(job: Job, reference: str | None, processes: int) -> ProcessPoolExecutor:
+    # A job that has a name on the command line is loaded anew; one that was built in a program is inherited by fork.
+    if reference is not None:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(processes, context, initializer=_load_remotely, initargs=(reference,))
+    global _job_here
+    _job_here = job
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads,
+                               initargs=(1,))  # fmt: skip
+
+
+def _load_remotely(reference: str) -> None:
+    global _job_here
+    torch.set_num_threads(1)
+    _job_here = load_job(reference)
+
+
+def _read_remotely(indices: Any, seed: int) -> _Read:
+    assert _job_here is not None
+    seed_all(seed)
+    return _fetch(_job_here, indices)

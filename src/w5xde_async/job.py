@@ -1,0 +1,267 @@
+"""Job: what to train. Written once by the user, loaded by the coordinator and (as local code) by workers.
+
+A job is data and callables; nothing here runs them but ``loss_of`` (the default reading of a batch) and
+``load_job``, which imports the file or module that the user named on the command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.errors import JobError
+
+__all__ = ["Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "step_function"]
+
+Precision = Literal["fp32", "bf16", "fp16"]
+StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
+
+_LABELS = ("labels", "label", "targets", "target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training job.
+
+    model           a module, or a function that makes one (called with the seed set)
+    dataset         map-style: ``len(dataset)`` and ``dataset[i]``; ``__getitems__`` is used where it exists
+    optimizer       ``model -> torch.optim.Optimizer``; several parameter groups are fine
+    loss            ``loss(output, target) -> mean loss``, used by the default step
+    step            ``step(model, batch) -> loss`` or ``(loss, {name: number})``, instead of ``loss``
+    scheduler       ``optimizer -> LRScheduler``, stepped once a step
+    collate         list of samples -> batch; torch's default_collate otherwise
+    batch_size      samples a step (one optimizer update)
+    microbatch_size samples a forward and backward pass; default: an eighth of ``batch_size``, rounded up
+    accumulate_grad_batches  microbatches that one leaf sums by autograd, in order
+    epochs, max_steps        where the run ends: whichever comes first; one of them is needed
+    gradient_clip_val        global norm to clip to
+    precision       fp32, or bf16 / fp16 autocast (fp16 with dynamic loss scaling)
+    seed            of everything random: order, dropout, model factory
+    evaluate        ``evaluate(model) -> {name: number}``, on a copy in eval mode, on the coordinator
+    evaluate_every  steps between evaluations; default: once an epoch. The last step is always evaluated
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    dataset: Any
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    step: Callable[[nn.Module, Any], Any] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    batch_size: int = 32
+    microbatch_size: int | None = None
+    accumulate_grad_batches: int = 1
+    epochs: int | None = None
+    max_steps: int | None = None
+    gradient_clip_val: float | None = None
+    precision: Precision = "fp32"
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    evaluate_every: int | None = None
+
+    def __post_init__(self) -> None:
+        def need(holds: bool, reason: str, hint: str = "") -> None:
+            if not holds:
+                raise JobError(type(self).__name__, reason, hint)
+
+        need(callable(self.model), "model is neither a module nor a function that makes one")
+        need(
+            callable(self.optimizer),
+            "optimizer is not a function",
+            "write optimizer=lambda model: torch.optim.SGD(...)",
+        )
+        need(self.scheduler is None or callable(self.scheduler), "scheduler is not a function of the optimizer")
+        need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
+        for name in (
+            "batch_size",
+            "microbatch_size",
+            "accumulate_grad_batches",
+            "epochs",
+            "max_steps",
+            "evaluate_every",
+        ):
+            value = getattr(self, name)
+            need(
+                value is None or (type(value) is int and value >= 1), f"{name} is {value!r}", "give a whole number >= 1"
+            )
+        need(self.epochs is not None or self.max_steps is not None, "it has no end", "give epochs or max_steps")
+        need(self.precision in ("fp32", "bf16", "fp16"), f"precision is {self.precision!r}", "give fp32, bf16 or fp16")
+        need(type(self.seed) is int and self.seed >= 0, f"seed is {self.seed!r}", "give a whole number >= 0")
+        clip = self.gradient_clip_val
+        need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
+        need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i]", "use a map-style dataset")
+        need(hasattr(self.dataset, "__len__"), "dataset has no len()", "use a map-style dataset, not an iterable one")
+        need(len(self.dataset) > 0, "dataset is empty")
+        need(
+            not self.drop_last or len(self.dataset) >= self.batch_size,
+            f"drop_last leaves no step: {len(self.dataset)} samples, batch_size {self.batch_size}",
+        )
+        need(
+            self.leaf_samples <= self.batch_size,
+            f"a leaf of {self.leaf_samples} samples (microbatch_size x accumulate_grad_batches) is larger than "
+            f"batch_size {self.batch_size}",
+        )
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one forward and backward pass."""
+        if self.microbatch_size is not None:
+            return self.microbatch_size
+        return max(1, -(-self.batch_size // (8 * self.accumulate_grad_batches)))
+
+    @property
+    def leaf_samples(self) -> int:
+        """Samples of one leaf."""
+        return self.microbatch_samples * self.accumulate_grad_batches
+
+
+def build_model(job: Job) -> nn.Module:
+    """The job's model in train mode; a factory runs with all seeds set and the caller's random state kept."""
+    if isinstance(job.model, nn.Module):
+        return job.model.train()
+    with torch.random.fork_rng(devices=[]):
+        _seed_all(job.seed)
+        model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
+    return model.train()
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+
+
+def step_function(job: Job) -> StepFunction:
+    """The job's step as ``(model, batch) -> (loss, metrics)``."""
+    if job.step is None:
+        loss = job.loss
+        return lambda model, batch: (loss_of(model, batch, loss), {})
+    given = job.step
+
+    def step(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        result = given(model, batch)
+        if isinstance(result, tuple):
+            value, metrics = result
+            return value, metrics
+        return result, {}
+
+    return step
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The default step: ``(x, ..., y)`` tuples and dicts such as ``{"input_ids", "attention_mask", "labels"}``.
+
+    Tuples: ``loss(model(*inputs), target)``. Dicts: with ``loss``, ``loss(output, labels)``, where output is the
+    model's ``logits`` if it has them; without, the model gets the labels too and its own ``loss`` is taken.
+    Raises TypeError for anything else: such jobs give ``step``.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        if loss is None:
+            raise TypeError("the batch is a tuple (inputs, target) and the job has no loss; give loss=... or step=...")
+        *inputs, target = batch
+        return loss(_output(model(*inputs)), target)
+    if isinstance(batch, dict):
+        if loss is None:
+            output = model(**batch)
+            own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            if own is None:
+                raise TypeError("the batch is a dict, the job has no loss and the model returned none; give loss=...")
+            return own  # type: ignore[no-any-return]
+        key = next((key for key in _LABELS if key in batch), None)
+        if key is None:
+            raise TypeError(f"the batch is a dict without any of {', '.join(_LABELS)}; give step=... to say what to do")
+        inputs_by_name = {name: value for name, value in batch.items() if name != key}
+        return loss(_output(model(**inputs_by_name)), batch[key])
+    raise TypeError(f"the default step understands (x, y) tuples and dicts, not {type(batch).__name__}; give step=...")
+
+
+def _output(output: Any) -> Any:
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return output if logits is None else logits
+
+
+def load_job(reference: str) -> Job:
+    """Load ``train.py:job`` or ``package.module:job``: a Job, or a function that returns one.
+
+    The user's own code runs here, with all seeds set to 0 first, so that a model made in it is the same at
+    every start. Raises JobError with what is wrong and what to do.
+    """
+    target, colon, attribute = reference.rpartition(":")
+    if not colon or not target or not attribute:
+        raise JobError(reference, "is not FILE.py:NAME or MODULE:NAME", "for example train.py:job")
+    _seed_all(0)
+    module = _import_file(reference, Path(target)) if target.endswith(".py") else _import_module(reference, target)
+    found = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            near = ", ".join(names[:8])
+            raise JobError(reference, f"{target} has no {attribute!r}", f"it has {near}" if near else "")
+    if not isinstance(found, Job):
+        if not callable(found):
+            raise JobError(reference, f"is a {type(found).__name__}, not a Job or a function that returns one")
+        try:
+            found = found()
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(reference, f"raised {_where(error)}", "run it alone to see the whole traceback") from error
+    if not isinstance(found, Job):
+        raise JobError(reference, f"returned {type(found).__name__}", "return a w5xde_async.Job")
+    return found
+
+
+def _import_file(reference: str, path: Path) -> Any:
+    if not path.is_file():
+        raise JobError(reference, f"there is no file {path}", f"the current directory is {Path.cwd()}")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[path.stem]
+        raise JobError(reference, f"importing {path} raised {_where(error)}") from error
+    return module
+
+
+def _import_module(reference: str, name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise JobError(reference, f"there is no module {name}", "for a file write its name with .py") from None
+        raise JobError(reference, f"importing {name} raised {_where(error)}") from error
+    except Exception as error:
+        raise JobError(reference, f"importing {name} raised {_where(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError):
+        at = f" ({Path(error.filename or '?').name}:{error.lineno})"
+    return f"{type(error).__name__}: {error}{at}"

@@ -1,0 +1,172 @@
+"""The synchronous rule: every leaf of a step counted once, one optimizer step on their mean gradient.
+
+g = root / sum(n); clipped by global norm if asked; then the job's optimizer and scheduler. All promises hold: the same
+bits as one process that does the same leaves in tree order, whatever the workers.
+
+Before anything is applied the gradient is checked to be finite. A step that is not is skipped: parameters, buffers,
+optimizer and scheduler stay as they are and, under fp16, the loss scale is halved (dynamic loss scaling: Micikevicius
+et al. 2018, section 3.2; grown after ``growth_interval`` good steps, as torch.amp.GradScaler does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState, ResultVector, state_of
+from w5xde_async.params.layout import Layout
+
+__all__ = ["Applied", "LossScale", "SyncRule"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What one step did. ``changed`` lists the buckets whose parameters or buffers have new values."""
+
+    skipped: bool
+    gradient_norm: float
+    learning_rate: float
+    changed: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Dynamic loss scale: halved at a non-finite step, doubled after ``growth_interval`` good ones in a row."""
+
+    value: float = 65536.0
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, *, finite: bool) -> None:
+        if not finite:
+            self.value = max(self.value / 2, 2.0**-24)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value = min(self.value * 2, 2.0**24)
+            self.good_steps = 0
+
+
+class SyncRule:
+    """Owns optimizer and scheduler over a model whose tensors are views of ``state``; one thread at a time."""
+
+    name = "sync"
+
+    def __init__(self, job: Job, model: nn.Module, layout: Layout, state: FlatState) -> None:
+        self.layout, self._state = layout, state
+        self.clip = job.gradient_clip_val
+        tensors: list[Any] = list(state_of(model, layout))
+        self._parameters = [(index, tensors[index]) for index in layout.trainable]
+        if not self._parameters:
+            raise JobError("model", "it has no trainable parameter", "set requires_grad on what is to be trained")
+        self.optimizer = _optimizer(job, model)
+        self.scheduler = _scheduler(job, self.optimizer)
+        self.scale = LossScale() if job.precision == "fp16" else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What workers multiply losses with at the current version."""
+        return 1.0 if self.scale is None else self.scale.value
+
+    @torch.no_grad()
+    def apply(self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int]) -> Applied:
+        """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
+        buckets = self.layout.result_buckets
+        divisor = samples * self.loss_scale
+        for bucket in buckets:
+            if self.layout.groups[bucket.group].role == "grad":
+                piece = root.buckets[bucket.index]
+                piece.div_(divisor) if present[bucket.index] else piece.zero_()
+        for index, parameter in self._parameters:
+            gradient = root.gradients[index]
+            assert gradient is not None
+            parameter.grad = None if index in untouched else gradient.to(parameter.dtype)
+        norm = self._norm(root)
+        finite = math.isfinite(norm)
+        if self.scale is not None:
+            self.scale.update(finite=finite)
+        if not finite:
+            self._forget_gradients()
+            return Applied(skipped=True, gradient_norm=norm, learning_rate=learning_rate, changed=())
+        with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self._forget_gradients()
+        changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
+        for bucket in buckets:
+            role = self.layout.groups[bucket.group].role
+            if role != "grad" and present[bucket.index]:
+                mine, result = self._state.bucket(bucket), root.buckets[bucket.index]
+                if role == "mean":
+                    mine.copy_(mine.float().add_(result.div_(samples)))
+                else:
+                    # Entries that no leaf changed hold the maximum's neutral element.
+                    mine.copy_(torch.where(result == torch.iinfo(torch.int64).min, mine.to(torch.int64), result))
+                changed.append(bucket.index)
+        return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
+
+    def _norm(self, root: ResultVector) -> float:
+        if self.clip is not None:
+            return float(nn.utils.clip_grad_norm_([p for _, p in self._parameters], self.clip))
+        groups = [root.group(g.index) for g in self.layout.groups if g.role == "grad"]
+        return math.hypot(*(float(torch.linalg.vector_norm(group)) for group in groups))
+
+    def _forget_gradients(self) -> None:
+        for _, parameter in self._parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters: plain containers, numbers and tensors."""
+        return {
+            "rule": self.name,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scale": None if self.scale is None else [self.scale.value, self.scale.good_steps],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another optimizer or scheduler."""
+        if (state["scheduler"] is None) != (self.scheduler is None):
+            raise ValueError("the checkpoint and the job do not agree on whether there is a scheduler")
+        if (state["scale"] is None) != (self.scale is None):
+            raise ValueError("the checkpoint and the job do not agree on fp16 loss scaling")
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scale is not None:
+            self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
+
+
+def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    made = job.optimizer(model)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise JobError("optimizer", f"returned {type(made).__name__}, not a torch.optim.Optimizer")
+    if isinstance(made, torch.optim.LBFGS):
+        raise JobError("optimizer", "LBFGS evaluates the loss several times a step", "use an optimizer without closure")
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
+        raise JobError("optimizer", "holds a parameter that is not the model's", "make it from model.parameters()")
+    return made
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
+    if job.scheduler is None:
+        return None
+    made = job.scheduler(optimizer)
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError(
+            "scheduler", "ReduceLROnPlateau needs a metric at each step", "use a schedule of the step number"
+        )
+    if not (hasattr(made, "step") and hasattr(made, "state_dict") and hasattr(made, "load_state_dict")):
+        raise JobError("scheduler", f"returned {type(made).__name__}, not a torch LRScheduler")
+    return made
