@@ -112,9 +112,12 @@ class FramedLink:
     async def send(self, chunks: Sequence[Buffer]) -> None:
         if self._sending:
             raise LocalError(f"two sends at once on the link to {self.peer}")
+        left = self._stream.write_now(chunks)
+        if left is None:
+            return
         self._sending = True
         try:
-            await self._stream.write(chunks)
+            await self._stream.write(left)
         except LinkLost:
             # The receiving side stays: what the peer said before it went (a refusal, say) is still to be read.
             raise
@@ -153,9 +156,18 @@ class FramedLink:
             if accept is None:
                 raise RemoteError(f"{type(message).__name__} came with {len(specs)} buffers where none is expected")
             buffers = accept(message, specs)
-            _check_views(buffers, specs)
-            for view in buffers:
-                await stream.readinto(view)
+            if len(buffers) != len(specs):
+                raise LocalError(f"accept returned {len(buffers)} views for {len(specs)} buffers")
+            for view, spec in zip(buffers, specs, strict=True):
+                size = spec.nbytes
+                if not size == len(view) == view.nbytes:
+                    raise LocalError(f"accept returned {view.nbytes} bytes for buffer {spec.name!r} of {size}")
+                start = stream.start
+                if stream.end - start >= size:
+                    view[:] = stream.ahead[start : start + size]
+                    stream.start = start + size
+                else:
+                    await stream.readinto(view)
             return Received(message, specs, buffers)
         except RemoteError as error:
             self._refused = f"nothing is read after a protocol error ({error})"
@@ -173,17 +185,10 @@ class FramedLink:
             self._receiving = False
 
     async def aclose(self) -> None:
+        self._refused = self._refused or CLOSED_HERE
         if self._sending:
             self._stream.abort()  # a frame cut in half cannot end in good order
         await self._stream.aclose()
 
     def abort(self) -> None:
         self._stream.abort()
-
-
-def _check_views(views: Sequence[memoryview], specs: tuple[BufferSpec, ...]) -> None:
-    if len(views) != len(specs):
-        raise LocalError(f"accept returned {len(views)} views for {len(specs)} buffers")
-    for view, spec in zip(views, specs, strict=True):
-        if view.nbytes != spec.nbytes or view.format != "B" or view.ndim != 1 or view.readonly:
-            raise LocalError(f"accept returned a view that does not fit buffer {spec.name!r} of {spec.nbytes} bytes")

@@ -93,6 +93,10 @@ class Stream(ABC):
     async def receive(self, view: memoryview, least: int) -> int:
         """Store between ``least`` and ``len(view)`` bytes; how many. Raises LinkLost."""
 
+    def write_now(self, chunks: Sequence[Buffer]) -> Sequence[Buffer] | None:
+        """Hand over what goes without waiting: None when that was all, else what to give to ``write``."""
+        return chunks
+
     @abstractmethod
     async def write(self, chunks: Sequence[Buffer]) -> None:
         """Returns when every byte has been handed over and the chunks may be overwritten. Raises LinkLost."""
@@ -156,25 +160,32 @@ class _Outgoing:
 
     __slots__ = ("_chunks", "_index", "left")
 
-    def __init__(self, chunks: Sequence[Buffer]) -> None:
+    def __init__(self, chunks: Sequence[Buffer], sent: int) -> None:
         self._chunks = list(chunks)
         self._index = 0
-        self.left = sum(map(len, chunks))
+        self.left = sum(map(len, chunks)) - sent
+        self._advance(sent)
 
     def pump(self, sock: socket.socket, budget: int) -> None:
         """Hand over until nothing is left, ``budget`` is spent or the kernel is full (BlockingIOError)."""
-        chunks = self._chunks
         while self.left and budget > 0:
-            sent = sock.sendmsg(chunks[self._index : self._index + IOV_MAX])
+            sent = sock.sendmsg(self._chunks[self._index : self._index + IOV_MAX])
             self.left -= sent
             budget -= sent + CALL_BYTES
-            while sent:
-                size = len(chunks[self._index])
-                if sent < size:
-                    chunks[self._index] = memoryview(chunks[self._index])[sent:]
-                    break
-                sent -= size
-                self._index += 1
+            self._advance(sent)
+
+    def rest(self) -> list[Buffer]:
+        return self._chunks[self._index :]
+
+    def _advance(self, sent: int) -> None:
+        chunks = self._chunks
+        while sent:
+            size = len(chunks[self._index])
+            if sent < size:
+                chunks[self._index] = memoryview(chunks[self._index])[sent:]
+                break
+            sent -= size
+            self._index += 1
 
 
 class SocketStream(Stream):
@@ -192,17 +203,17 @@ class SocketStream(Stream):
         self._reading: asyncio.Future[None] | None = None
         self._target = self.ahead
         self._got = self._least = 0
+        self._drained = False  # the last receive took all that there was
         self._writing: asyncio.Future[None] | None = None
         self._outgoing: _Outgoing | None = None
 
     async def receive(self, view: memoryview, least: int) -> int:
-        self._check()
-        return await self._receive(view, least)
-
-    async def _receive(self, view: memoryview, least: int) -> int:
+        if self._closed:
+            self._check()
         self._target, self._got, self._least = view, 0, least
         try:
-            self._pull()
+            if not self._drained:
+                self._pull()
             while self._got < least:
                 if self._bulk is not None and least - self._got >= BULK_BYTES:
                     self._got += await self._in_thread(0, _pump_in, self._sock, view[self._got :])
@@ -229,14 +240,21 @@ class SocketStream(Stream):
     def _pull(self) -> None:
         """Take what the kernel has for the pending receive, a turn's worth at most."""
         view, budget = self._target, TURN_BYTES
-        with suppress(BlockingIOError):
+        try:
             while self._got < self._least and budget > 0:
-                got = self._sock.recv_into(view[self._got :] if self._got else view)
+                rest = view[self._got :] if self._got else view
+                got = self._sock.recv_into(rest)
                 if not got:
                     raise LinkLost(self.peer, CLOSED_BY_PEER)
                 self._got += got
                 budget -= got
                 self._turn += got + CALL_BYTES
+                if got < len(rest):  # the kernel has no more: another try would only raise
+                    self._drained = True
+                    return
+            self._drained = False
+        except BlockingIOError:
+            self._drained = True
 
     def _on_readable(self) -> None:
         # The descriptor stays watched over a series of receives; it is forgotten when it fires unasked.
@@ -255,13 +273,26 @@ class SocketStream(Stream):
                 return
         waiting.set_result(None)
 
+    def write_now(self, chunks: Sequence[Buffer]) -> Sequence[Buffer] | None:
+        if self.lost is not None:
+            raise LinkLost(self.peer, self.lost)
+        try:
+            sent = self._sock.sendmsg(chunks if len(chunks) <= IOV_MAX else chunks[:IOV_MAX])
+        except BlockingIOError:
+            return chunks
+        except OSError as error:
+            raise LinkLost(self.peer, ended_by(error)) from None
+        self.bytes_sent += sent
+        self._turn += sent + CALL_BYTES
+        if sent < sum(map(len, chunks)):
+            return _Outgoing(chunks, sent).rest()
+        return None if self._turn < TURN_BYTES else ()
+
     async def write(self, chunks: Sequence[Buffer]) -> None:
         self._check()
-        outgoing = _Outgoing(chunks)
+        outgoing = _Outgoing(chunks, 0)
         total = outgoing.left
         try:
-            with suppress(BlockingIOError):
-                outgoing.pump(self._sock, TURN_BYTES)
             while outgoing.left:
                 if self._bulk is not None and outgoing.left >= BULK_BYTES:
                     await self._in_thread(None, _pump_out, self._sock, outgoing)
@@ -276,7 +307,6 @@ class SocketStream(Stream):
                     await self._writing
                 finally:
                     self._writing = self._outgoing = None
-            self._turn += total + CALL_BYTES
             if self._turn >= TURN_BYTES:
                 await self._yield_turn()
         except OSError as error:
@@ -284,6 +314,7 @@ class SocketStream(Stream):
             raise LinkLost(self.peer, ended_by(error)) from None
         finally:
             self.bytes_sent += total - outgoing.left
+            self._turn += total - outgoing.left
 
     def _on_writable(self) -> None:
         waiting, outgoing = self._writing, self._outgoing
@@ -342,7 +373,7 @@ class SocketStream(Stream):
             self._sock.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(LINGER_S):
                 while True:  # until the peer's end; closing over unread bytes would reset what it has not read yet
-                    await self._receive(self.ahead, 1)
+                    await self.receive(self.ahead, 1)
         except (OSError, LinkLost):
             pass
         finally:
@@ -375,12 +406,10 @@ class SocketStream(Stream):
 def _pump_in(sock: socket.socket, view: memoryview) -> int:
     """In a thread: receive until ``view`` is full or the socket idles; how many bytes. Raises EOFError, OSError."""
     done, size = 0, len(view)
-    while done < size:
+    while done < size and _ready(sock, receive=True):
         try:
             got = sock.recv_into(view[done:])
         except BlockingIOError:
-            if not _ready(sock, receive=True):
-                break
             continue
         if not got:
             raise ConnectionAbortedError

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from w5xde_async.errors import LinkLost
 from w5xde_async.net.stream import (
@@ -51,13 +52,12 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
     # -- what the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit it
         tls = transport.get_extra_info("ssl_object")
         if tls is not None:
             self.certificate = tls.getpeercert(binary_form=True) or b""
         # asyncio's TLS compares with >=, its plain transports with >: both mean "anything unsent".
-        transport.set_write_buffer_limits(high=0 if tls is None else 1, low=0)
+        self._transport.set_write_buffer_limits(high=0 if tls is None else 1, low=0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:
