@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
 
 from w5xde_async.errors import MalformedFrame
 
@@ -19,6 +19,7 @@ __all__ = [
     "MESSAGES",
     "PROTOCOL_VERSION",
     "Bye",
+    "ByeCode",
     "Challenge",
     "Done",
     "Drain",
@@ -92,8 +93,12 @@ class Message:
 MESSAGES: dict[int, type[Message]] = {}
 
 
-def _message(kind: int) -> Callable[[type], Any]:
-    def register(cls: type) -> Any:
+_M = TypeVar("_M", bound="Message")
+
+
+@dataclass_transform(frozen_default=True)
+def _message(kind: int) -> Callable[[type[_M]], type[_M]]:
+    def register(cls: type[_M]) -> type[_M]:
         made: Any = dataclass(frozen=True, slots=True)(cls)
         hints = get_type_hints(made)
         names = [f.name for f in fields(made)]
@@ -103,7 +108,8 @@ def _message(kind: int) -> Callable[[type], Any]:
         if kind in MESSAGES:
             raise ValueError(f"message number {kind} is taken")
         MESSAGES[kind] = made
-        return made
+        result: type[_M] = made
+        return result
 
     return register
 
@@ -115,6 +121,16 @@ class VerdictCode(IntEnum):
     STALE = 1
     DUPLICATE = 2
     REJECTED = 3
+
+
+class ByeCode(IntEnum):
+    """Why the sender ends the link. On the wire in BYE; never renumbered."""
+
+    FINISHED = 0  # the run is complete: a worker may exit
+    STOPPING = 1  # the coordinator stops and may come back: a worker keeps trying
+    FAILED = 2  # the run cannot go on: a worker exits with an error
+    LEAVING = 3  # a worker goes, in good order
+    MISMATCH = 4  # a worker built another model than the coordinator's
 
 
 @_message(1)
@@ -297,7 +313,7 @@ class Drain(Message):
 
 @_message(16)
 class Bye(Message):
-    """The last message on a link. ``code`` is errors.ExitCode's idea of how the sender ends: 0 is a clean end."""
+    """The last message on a link. ``code`` is ByeCode."""
 
     code: int
     reason: str
