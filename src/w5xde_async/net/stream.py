@@ -6,8 +6,8 @@ descriptors (asyncio's on POSIX, uvloop). It moves bytes itself with ``recv_into
 protocol between, and "written" means that the kernel has it. TLS and other loops: ``net.transport``.
 
 Bulk work: with an executor, a payload that has ``BULK_BYTES`` or more left is pumped by a thread (the copies release
-the GIL), so that the event loop goes on and several links copy at once. A thread never waits on an idle socket for
-more than ``PUMP_IDLE_S``; then the loop waits for it. A descriptor is closed only when no thread uses it.
+the GIL), so that the event loop goes on and several links copy at once. A thread leaves a socket that idles for
+``PUMP_IDLE_S`` or trickles, and the loop goes on with it. A descriptor is closed only when no thread uses it.
 
 Invariants: a stream that ended raises LinkLost with the first reason, for ever; nothing here is read and dropped
 before the end; memory beyond the caller's own is ``READ_AHEAD_BYTES`` a stream.
@@ -51,7 +51,11 @@ FILL_BYTES = 32 * 1024
 DIRECT_BYTES = 16 * 1024
 #: A payload with this much left is worth a thread (a hop costs about 55 us, 512 KiB about 100 us).
 BULK_BYTES = 512 * 1024
+#: The loop takes this much itself first; only a link that has more at hand gets the thread, a slow one stays here.
+BITE_BYTES = 256 * 1024
 PUMP_IDLE_S = 0.0015
+#: A thread also leaves a link that gives less than this after a wait, so many times in a row.
+PUMP_TRICKLE_BYTES, PUMP_TRICKLES = 64 * 1024, 4
 #: How long a graceful close waits for the peer's own end, so that its unread last words are not reset away.
 LINGER_S = 0.5
 #: What one stream may move without letting the event loop run something else.
@@ -215,10 +219,10 @@ class SocketStream(Stream):
             if not self._drained:
                 self._pull()
             while self._got < least:
-                if self._bulk is not None and least - self._got >= BULK_BYTES:
+                if self._bulk is not None and not self._drained and least - self._got >= BULK_BYTES:
                     self._got += await self._in_thread(0, _pump_in, self._sock, view[self._got :])
-                    if self._got >= least:
-                        break
+                    self._drained = True
+                    continue
                 self._reading = self._loop.create_future()
                 if not self._watching_in:
                     self._loop.add_reader(self._fd, self._on_readable)
@@ -239,7 +243,8 @@ class SocketStream(Stream):
 
     def _pull(self) -> None:
         """Take what the kernel has for the pending receive, a turn's worth at most."""
-        view, budget = self._target, TURN_BYTES
+        view = self._target
+        budget = TURN_BYTES if self._bulk is None else BITE_BYTES
         try:
             while self._got < self._least and budget > 0:
                 rest = view[self._got :] if self._got else view
@@ -263,19 +268,20 @@ class SocketStream(Stream):
             self._loop.remove_reader(self._fd)
             self._watching_in = False
             return
-        if self._bulk is None or self._least - self._got < BULK_BYTES:
-            try:
-                self._pull()
-            except (OSError, LinkLost) as error:
-                waiting.set_exception(error)
-                return
-            if self._got < self._least:
-                return
-        waiting.set_result(None)
+        try:
+            self._pull()
+        except (OSError, LinkLost) as error:
+            waiting.set_exception(error)
+            return
+        left = self._least - self._got
+        if left <= 0 or (self._bulk is not None and not self._drained and left >= BULK_BYTES):
+            waiting.set_result(None)
 
     def write_now(self, chunks: Sequence[Buffer]) -> Sequence[Buffer] | None:
         if self.lost is not None:
             raise LinkLost(self.peer, self.lost)
+        if self._bulk is not None and sum(map(len, chunks)) >= BULK_BYTES:
+            return chunks
         try:
             sent = self._sock.sendmsg(chunks if len(chunks) <= IOV_MAX else chunks[:IOV_MAX])
         except BlockingIOError:
@@ -292,12 +298,13 @@ class SocketStream(Stream):
         self._check()
         outgoing = _Outgoing(chunks, 0)
         total = outgoing.left
+        full = False  # the kernel's buffer, as far as we know
         try:
             while outgoing.left:
-                if self._bulk is not None and outgoing.left >= BULK_BYTES:
+                if self._bulk is not None and not full and outgoing.left >= BULK_BYTES:
                     await self._in_thread(None, _pump_out, self._sock, outgoing)
-                    if not outgoing.left:
-                        break
+                    full = True
+                    continue
                 self._outgoing = outgoing
                 self._writing = self._loop.create_future()
                 if not self._watching_out:
@@ -307,6 +314,7 @@ class SocketStream(Stream):
                     await self._writing
                 finally:
                     self._writing = self._outgoing = None
+                full = False
             if self._turn >= TURN_BYTES:
                 await self._yield_turn()
         except OSError as error:
@@ -322,16 +330,17 @@ class SocketStream(Stream):
             self._loop.remove_writer(self._fd)
             self._watching_out = False
             return
-        if self._bulk is None or outgoing.left < BULK_BYTES:
-            try:
-                with suppress(BlockingIOError):
-                    outgoing.pump(self._sock, TURN_BYTES)
-            except OSError as error:
-                waiting.set_exception(error)
-                return
+        bulk = self._bulk is not None and outgoing.left >= BULK_BYTES
+        try:
+            outgoing.pump(self._sock, BITE_BYTES if bulk else TURN_BYTES)
+        except BlockingIOError:
             if outgoing.left:
                 return
-        waiting.set_result(None)
+        except OSError as error:
+            waiting.set_exception(error)
+            return
+        if not outgoing.left or bulk:
+            waiting.set_result(None)
 
     async def _in_thread(self, idle: _T, pump: Callable[..., _T], *args: Any) -> _T:
         """Run ``pump`` in the executor and always wait for it: it uses the caller's memory and our descriptor."""
@@ -404,9 +413,9 @@ class SocketStream(Stream):
 
 
 def _pump_in(sock: socket.socket, view: memoryview) -> int:
-    """In a thread: receive until ``view`` is full or the socket idles; how many bytes. Raises EOFError, OSError."""
-    done, size = 0, len(view)
-    while done < size and _ready(sock, receive=True):
+    """In a thread: receive until ``view`` is full or the socket idles or trickles; how many bytes. Raises OSError."""
+    done, size, trickles = 0, len(view), 0
+    while done < size and trickles < PUMP_TRICKLES and _ready(sock, receive=True):
         try:
             got = sock.recv_into(view[done:])
         except BlockingIOError:
@@ -414,6 +423,7 @@ def _pump_in(sock: socket.socket, view: memoryview) -> int:
         if not got:
             raise ConnectionAbortedError
         done += got
+        trickles = trickles + 1 if got < PUMP_TRICKLE_BYTES else 0
     return done
 
 
