@@ -1,0 +1,86 @@
+"""What a coordinator can be told, beside the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from w5xde_async.errors import UsageError
+from w5xde_async.plan.pacing import PacingConfig
+
+__all__ = ["CoordinatorConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """Settings of one coordinator.
+
+    host, port              where it listens; port 0 picks a free one. Off loopback a token is required
+    token                   the shared secret that workers prove; empty: none, loopback only
+    min_workers             the first lease waits for that many
+    max_workers             more are refused
+    max_steps, epochs       override the job's
+    max_time_s              stop, with a checkpoint, after that long
+    checkpoint_every        steps between checkpoints; one is always written at the end
+    keep_checkpoints        how many are kept
+    resume                  ``auto``: go on from the newest whole checkpoint; ``never``: start afresh, the old run is
+                            set aside; a path: go on from that checkpoint
+    bucket_bytes            the unit on the wire and in the reducer
+    loader_threads, loader_processes, prefetch_leaves   how the dataset is read, and how far ahead
+    bulk_threads            threads that copy big payloads to and from sockets (0: the event loop does)
+    heartbeat_s, silence_s  how often each side says that it lives; after how long a silent peer counts as gone
+    handshake_s             an unauthenticated connection has that long
+    grace_s                 a stop waits that long for the step under way
+    max_leaf_failures       attempts on one leaf before the run stops
+    max_nonfinite_steps     steps in a row with a non-finite gradient before the run stops
+    evaluate                False switches the job's evaluation off
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 5555
+    token: str = field(default="", repr=False)
+    min_workers: int = 1
+    max_workers: int = 256
+    max_steps: int | None = None
+    epochs: int | None = None
+    max_time_s: float | None = None
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 3
+    resume: str = "auto"
+    bucket_bytes: int = 4 << 20
+    loader_threads: int = 1
+    loader_processes: int = 0
+    prefetch_leaves: int = 64
+    bulk_threads: int = 2
+    heartbeat_s: float = 3.0
+    silence_s: float = 15.0
+    handshake_s: float = 10.0
+    grace_s: float = 10.0
+    max_leaf_failures: int = 3
+    max_nonfinite_steps: int = 50
+    evaluate: bool = True
+    pacing: PacingConfig = field(default_factory=PacingConfig)
+
+    def __post_init__(self) -> None:
+        def need(holds: bool, text: str) -> None:
+            if not holds:
+                raise UsageError(text)
+
+        need(0 <= self.port <= 65535, f"port is {self.port}; give a number from 0 to 65535")
+        for name in ("min_workers", "max_workers", "checkpoint_every", "keep_checkpoints", "prefetch_leaves",
+                     "max_leaf_failures", "max_nonfinite_steps"):  # fmt: skip
+            need(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give a number >= 1")
+        for name in ("max_steps", "epochs"):
+            need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give >= 1")
+        for name in ("heartbeat_s", "silence_s", "handshake_s"):
+            need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; give seconds > 0")
+        need(self.grace_s >= 0, f"grace_s is {self.grace_s}; give seconds >= 0")
+        need(self.min_workers <= self.max_workers, "min_workers is more than max_workers")
+        need(self.silence_s > self.heartbeat_s, "silence_s must be longer than heartbeat_s")
+        need(64 << 10 <= self.bucket_bytes <= 1 << 30, "bucket_bytes lies between 64 KiB and 1 GiB")
+        need(self.bulk_threads >= 0 and self.loader_threads >= 0 and self.loader_processes >= 0, "threads are >= 0")
+        need(self.max_time_s is None or self.max_time_s > 0, "max_time_s is more than 0")
+        need(
+            bool(self.token) or self.host in ("127.0.0.1", "::1", "localhost"),
+            f"without a token the coordinator listens on loopback only, not on {self.host}; set W5XDE_TOKEN or "
+            "--token-file on both sides",
+        )

@@ -1,0 +1,298 @@
+"""One worker's connection, as the coordinator sees it: handshake, frames in, frames out.
+
+A session owns its link and its outbox and knows nothing of training: it asks its ``Host`` what to do. Results are
+received straight into the memory that the host lends, once an open lease explains them at exactly the layout's size;
+results that nothing explains any more (their lease was given to another) are received into scratch and dropped.
+
+The outbox is bounded by what is put into it: the leases a worker may hold, one version of the parameters (a newer
+version takes the place of what is still unsent of an older one) and small messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteError, W5xdeError
+from w5xde_async.net.link import Link
+from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
+from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, prove, verify
+from w5xde_async.wire.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    ByeCode,
+    Challenge,
+    Done,
+    Drain,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    Proof,
+    Ready,
+    Refusal,
+    Result,
+    Welcome,
+)
+
+__all__ = ["Host", "Session"]
+
+_SEND_BYTES = 1 << 20  # small frames are gathered up to this into one send
+_GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
+
+
+class Host(Protocol):
+    """What a session needs of the training."""
+
+    def admit(self, session: Session) -> Refusal | None:
+        """A worker has proved itself; None lets it in."""
+
+    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
+        """The run, for a new worker."""
+
+    async def make_room(self, session: Session) -> None:
+        """Return when no other connection of the same worker is left."""
+
+    def joined(self, session: Session, ready: Ready) -> Refusal | None:
+        """The worker has built its model; None makes it a member."""
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> memoryview | None:
+        """Memory for a result, None where no open lease explains it. Raises RemoteError for a wrong size."""
+
+    def arrived(self, session: Session, result: Result) -> None:
+        """A placed result is complete."""
+
+    def done(self, session: Session, done: Done) -> None: ...
+
+    def failed(self, session: Session, failed: Failed) -> None: ...
+
+    def draining(self, session: Session, drain: Drain) -> None: ...
+
+    def left(self, session: Session, reason: str, *, clean: bool) -> None: ...
+
+
+class _Item(NamedTuple):
+    version: int  # of parameters; -1 for everything else
+    chunks: list[Buffer]
+    sent: Callable[[], None] | None
+
+
+class Session:
+    """One connection from its first byte to its last."""
+
+    def __init__(self, link: Link, host: Host, *, token: str, handshake_s: float, incarnation: int) -> None:
+        self.link, self.incarnation = link, incarnation
+        self.worker_id, self.name = "", ""
+        self.hello: Hello | None = None
+        self.state = State.GREETING
+        self.receiving: int | None = None  # the lease whose result is being received into lent memory
+        self.current_version = -1  # the version that the host has published
+        self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
+        self.seen_bytes = 0
+        self.ended = asyncio.Event()
+        self.last_message = ""
+        self._host, self._token, self._handshake_s = host, token, handshake_s
+        self._outbox: deque[_Item] = deque()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._scratch = bytearray()
+        self._garbage = 0
+        self._end_reason = ""
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve the worker until either side ends. Never raises for what the peer does."""
+        reason, clean, member = "", False, False
+        try:
+            async with asyncio.timeout(self._handshake_s):
+                if not await self._greet():
+                    return
+            member = True
+            await self._serve()
+            reason, clean = self._end_reason or "said goodbye", True
+        except TimeoutError:
+            reason = f"silent for {self._handshake_s:.0f} s before it had proved itself"
+        except RemoteError as error:
+            reason = f"broke the protocol: {error}"
+            await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, str(error)[:500], "")))
+        except LinkLost as error:
+            reason = self._end_reason or error.reason
+            clean = self.state is State.CLOSED or self._closing
+        except asyncio.CancelledError:
+            reason, clean = self._end_reason or "coordinator closed", True
+            raise
+        finally:
+            self.link.abort() if reason and not clean else None
+            if member or reason:
+                self._host.left(self, reason, clean=clean)
+            self.ended.set()
+
+    async def _greet(self) -> bool:
+        received = await self.link.recv()
+        hello = received.message
+        self.state = advance(COORDINATOR, self.state, hello)
+        assert isinstance(hello, Hello)
+        self.hello, self.worker_id, self.name = hello, hello.worker_id[:64], _printable(hello.name)
+        if hello.protocol != PROTOCOL_VERSION:
+            await self._refuse(
+                RefusalCode.PROTOCOL_VERSION,
+                f"this coordinator speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}",
+                "install the same version of w5xde-async on both sides",
+            )
+            return False
+        if not 16 <= len(hello.nonce) <= 64:
+            raise MalformedFrame("the nonce has between 16 and 64 bytes")
+        nonce, secret = os.urandom(NONCE_BYTES), self._token.encode()
+        auth = bool(secret)
+        own = prove(secret, "coordinator", hello.nonce, nonce) if auth else b""
+        await self.link.send(encode(Challenge(PROTOCOL_VERSION, nonce, auth, own)))
+        received = await self.link.recv()
+        self.state = advance(COORDINATOR, self.state, received.message)
+        assert isinstance(received.message, Proof)
+        if auth and not verify(received.message.proof, secret, "worker", hello.nonce, nonce):
+            await self._refuse(
+                RefusalCode.AUTHENTICATION,
+                "the token is missing or wrong",
+                "set the coordinator's token in W5XDE_TOKEN or --token-file",
+            )
+            return False
+        refusal = self._host.admit(self)
+        if refusal is not None:
+            await self._say(encode(refusal))
+            return False
+        self.link.caps = SESSION_CAPS
+        message, buffers = self._host.welcome()
+        await self.link.send(encode(message, buffers))
+        return True
+
+    async def _serve(self) -> None:
+        writer = asyncio.create_task(self._write(), name=f"write {self.name}")
+        try:
+            await self._read()
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while self.state is not State.CLOSED:
+            try:
+                message, _, _ = await self.link.recv(self._accept)
+            finally:
+                placed, self.receiving = self.receiving, None
+            if type(message) is Result:
+                if placed is not None:
+                    self._garbage = 0
+                    self._host.arrived(self, message)
+                continue
+            self.state = advance(COORDINATOR, self.state, message)
+            if type(message) is Done:
+                self._host.done(self, message)
+            elif type(message) is Failed:
+                self._host.failed(self, message)
+            elif type(message) is Heartbeat:
+                self.last_message = message.activity[:200]
+            elif type(message) is Drain:
+                self._host.draining(self, message)
+            elif type(message) is Bye:
+                self._end_reason = _printable(message.reason, 300)
+            elif type(message) is Ready:
+                await self._host.make_room(self)
+                refusal = self._host.joined(self, message)
+                if refusal is not None:
+                    await self._say(encode(refusal))
+                    self._end_reason = refusal.reason
+                    return
+
+    def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        self.state = advance(COORDINATOR, self.state, message)
+        if type(message) is not Result or len(specs) != 1:
+            raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
+        view = self._host.place(self, message, specs[0])
+        if view is not None:
+            self.receiving = message.lease
+            return (view,)
+        nbytes = specs[0].nbytes
+        self._garbage += nbytes
+        if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
+            raise RemoteError("it keeps sending results that no lease explains")
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        return (memoryview(self._scratch)[:nbytes],)
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
+        """Queue a message."""
+        self._post(_Item(-1, encode(message, buffers), None))
+
+    def post_bucket(self, version: int, chunks: list[Buffer], sent: Callable[[], None]) -> None:
+        """Queue one bucket of a version; ``sent`` is called when it has left."""
+        self._post(_Item(version, chunks, sent))
+
+    def supersede(self, version: int) -> None:
+        """Forget queued buckets of versions before ``version``."""
+        if any(0 <= item.version < version for item in self._outbox):
+            self._outbox = deque(item for item in self._outbox if not 0 <= item.version < version)
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits to be sent."""
+        return not self._outbox
+
+    def say_goodbye(self, code: ByeCode, reason: str) -> None:
+        """The last message; the worker then closes."""
+        self._closing = True
+        self._end_reason = reason
+        self.post(Bye(code, reason))
+
+    def abort(self, reason: str) -> None:
+        """End at once; ``run`` returns with that reason."""
+        self._end_reason = self._end_reason or reason
+        self.link.abort()
+
+    def _post(self, item: _Item) -> None:
+        self._outbox.append(item)
+        self._wake.set()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                if not self._outbox:
+                    self._wake.clear()
+                    await self._wake.wait()
+                batch: list[Buffer] = []
+                notes: list[Callable[[], None]] = []
+                nbytes = 0
+                while self._outbox and nbytes < _SEND_BYTES:
+                    _, chunks, sent = self._outbox.popleft()
+                    batch.extend(chunks)
+                    nbytes += sum(map(len, chunks))
+                    if sent is not None:
+                        notes.append(sent)
+                if batch:
+                    await self.link.send(batch)
+                for note in notes:
+                    note()
+        except W5xdeError:
+            pass  # the reader sees the same end, with its reason, after what the peer said last
+
+    async def _refuse(self, code: RefusalCode, reason: str, hint: str) -> None:
+        await self._say(encode(Refusal(code, reason, hint)))
+
+    async def _say(self, chunks: list[Buffer]) -> None:
+        """A last word before closing; whether it arrives is not ours to know."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self.link.send(chunks)
+                await self.link.aclose()
+        except (W5xdeError, TimeoutError):
+            self.link.abort()
+
+
+def _printable(text: str, limit: int = 64) -> str:
+    """A peer's text, fit for a terminal and a log."""
+    return "".join(character if character.isprintable() else "?" for character in text[:limit])

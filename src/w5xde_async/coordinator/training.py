@@ -1,0 +1,566 @@
+"""The training itself: leases out, results in, one commit after the other. The aggregator lives here.
+
+One task (``run``) owns the parameters: it drains what sessions have received, has the reducer add it in tree order and
+the update rule apply the root, both in one executor thread, then publishes the new version. Everything else on this
+object runs on the event loop's thread between its awaits and never blocks.
+
+The parameters that are being sent are the live ones, not a copy. An optimizer step may overwrite them while a slow
+worker is still being sent the version before; what that worker makes of it can only be results of a step that is
+already complete, which are stale by the ledger (docs/decisions/0004-live-parameters.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from w5xde_async.coordinator.accounts import Accounts
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.dispatch import Dispatch
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.publisher import Publisher
+from w5xde_async.coordinator.session import Session
+from w5xde_async.errors import LeafFailed, RefusalCode, RemoteError, W5xdeError
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import Reducer, VectorPool
+from w5xde_async.plan.ledger import Culprit, Ledger
+from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.pacing import Pacing
+from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.plan.tree import Block, Frontier, Merge
+from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting, Warned, WorkerJoined, WorkerLeft
+from w5xde_async.updates.sync import Applied, SyncRule
+from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.messages import (
+    ByeCode,
+    Done,
+    Drain,
+    Failed,
+    Ready,
+    Refusal,
+    Result,
+    Revoke,
+    Verdict,
+    VerdictCode,
+    Welcome,
+)
+
+__all__ = ["Commit", "NonFinite", "Training"]
+
+#: Reductions of fewer bytes than this are done on the loop: they take less than the way to a thread and back.
+_INLINE_BYTES = 64 << 10
+
+
+class NonFinite(W5xdeError):
+    """Too many steps in a row had a non-finite gradient. Fields: ``step``, ``count``."""
+
+    def __init__(self, step: int, count: int) -> None:
+        self.step, self.count = step, count
+        super().__init__(
+            f"the gradient was not finite in {count} steps in a row, up to step {step}: training diverges; "
+            "lower the learning rate, set gradient_clip_val, or look at the data"
+        )
+
+
+class _Arrival(NamedTuple):
+    bucket: int
+    start: int
+    present: bool
+    merges: list[Merge]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One commit, for whoever follows the run. ``step`` counts commits from 1."""
+
+    step: int
+    epoch: int
+    last_of_epoch: bool
+    loss: float
+    applied: Applied
+    event: Callable[[], StepCommitted]
+
+
+@dataclass(slots=True)
+class _StepState:
+    """What the current step has gathered."""
+
+    plan: StepPlan
+    frontiers: list[Frontier]
+    losses: list[float]
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    untouched: set[int] | None = None
+    applied: dict[Session, list[int]] = field(default_factory=dict)
+    began: float = 0.0
+    reduce_s: float = 0.0
+
+
+class Training:
+    """One run from ``first_step`` to ``total_steps``. Implements ``session.Host``."""
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        loader: Loader,
+        layout: Layout,
+        state: FlatState,
+        rule: SyncRule,
+        welcome: Welcome,
+        config: CoordinatorConfig,
+        bus: Bus,
+        first_step: int,
+        total_steps: int,
+    ) -> None:
+        self.sampler, self.loader, self.layout, self.state, self.rule = sampler, loader, layout, state, rule
+        self.config, self.bus = config, bus
+        self.version, self.total_steps = first_step, total_steps
+        self.samples_applied = 0
+        self.last_loss: float | None = None
+        self.sessions: dict[str, Session] = {}
+        self.membership = Membership(config.silence_s)
+        self.pacing = Pacing(config.pacing)
+        self.ledger = Ledger(num_buckets=len(layout.result_buckets), max_failures=config.max_leaf_failures)
+        self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
+        self.on_commit: Callable[[Commit], None] = lambda commit: None
+        self.accounts = Accounts()
+        self.publisher = Publisher(layout, state)
+        self.publisher.begin(first_step, rule.loss_scale)
+        self._welcome = welcome
+        self._layout_text = layout.describe()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+        self._pool = VectorPool(layout)
+        self._reducer = Reducer(layout, self._pool)
+        self._inbox: list[_Arrival] = []
+        self._wake = asyncio.Event()
+        self._step: _StepState | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._stop_at = 0.0
+        self._begun = False
+        self._nonfinite = 0
+        self._bytes_before = (0, 0)
+        self._last_commit = time.monotonic()
+        self._devices: set[tuple[str, int]] = set()
+        loader.on_ready = self._schedule
+        loader.on_error = self.fail
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Commit steps until the end, a stop or a failure (which is raised)."""
+        self._last_commit = time.monotonic()
+        while self.version < self.total_steps and not self._stopping:
+            self._open_steps()
+            self.ledger.begin(self.version, time.monotonic())
+            self._schedule()
+            if not await self._collect():
+                break
+            await self._commit()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End after the step under way, or after ``grace_s`` where that takes longer."""
+        if not self._stopping:
+            self._stopping = True
+            self._stop_at = time.monotonic() + self.config.grace_s
+        self._wake.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End now; ``run`` raises ``error``."""
+        self._failure = self._failure or error
+        self._wake.set()
+
+    @property
+    def executor(self) -> ThreadPoolExecutor:
+        """The aggregator's thread: what is submitted here sees the parameters between two commits."""
+        return self._executor
+
+    async def aclose(self) -> None:
+        """Wait for the aggregator's thread."""
+        await self.loader.aclose()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True))
+
+    def _open_steps(self) -> None:
+        """The current step and the next are open, so that a worker's next lease is there before the version is."""
+        now = time.monotonic()
+        for step in range(self.version, min(self.version + 2, self.total_steps)):
+            if step not in self.ledger.open_steps:
+                plan = self.sampler.plan(step)
+                self.ledger.open(step, plan.num_leaves, now)
+                self.loader.open(plan)
+        if self._step is None:
+            plan = self.sampler.plan(self.version)
+            frontiers = [Frontier(plan.num_leaves) for _ in self.layout.result_buckets]
+            self._step = _StepState(plan, frontiers, [0.0] * plan.num_leaves, began=time.monotonic())
+
+    async def _collect(self) -> bool:
+        """Reduce what arrives until the step is complete. False where the run ends before that."""
+        loop = asyncio.get_running_loop()
+        while self._failure is None:
+            if self.ledger.complete(self.version):
+                return True
+            if self._inbox:
+                arrivals, self._inbox = self._inbox, []
+                nbytes = sum(self.layout.result_nbytes(self.layout.buckets[a.bucket]) for a in arrivals if a.merges)
+                if nbytes > _INLINE_BYTES:
+                    await loop.run_in_executor(self._executor, self._reduce, arrivals)
+                else:
+                    self._reduce(arrivals)
+                continue
+            self._wake.clear()
+            if not self._stopping:
+                await self._wake.wait()
+                continue
+            if not any(grant.step == self.version for held in self.sessions for grant in self.ledger.held(held)):
+                return False  # nobody works on this step: what is left of it is done after the resume
+            try:
+                async with asyncio.timeout(max(0.0, self._stop_at - time.monotonic())):
+                    await self._wake.wait()
+            except TimeoutError:
+                return False
+        return False
+
+    def _reduce(self, arrivals: Sequence[_Arrival]) -> None:
+        began = time.perf_counter()
+        for bucket, start, present, merges in arrivals:
+            self._reducer.put(bucket, start, present=present)
+            for left, right in merges:
+                self._reducer.merge(bucket, left, right)
+        if self._step is not None:
+            self._step.reduce_s += time.perf_counter() - began
+
+    async def _commit(self) -> None:
+        step = self._step
+        assert step is not None
+        arrivals, self._inbox = self._inbox, []
+        waited = time.monotonic()
+        timings: dict[str, float] = {}
+
+        def apply() -> Applied:
+            self._reduce(arrivals)
+            began = time.perf_counter()
+            root, present = self._reducer.root()
+            applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
+            timings["apply"] = time.perf_counter() - began
+            return applied
+
+        loop = asyncio.get_running_loop()
+        applied = await loop.run_in_executor(self._executor, apply)
+        published = time.perf_counter()
+        self._reducer.clear()
+        self.version += 1
+        self._publish(applied.changed, step.applied)
+        self.ledger.close(step.plan.step)
+        self.loader.close_step(step.plan.step)
+        self._step = None
+        now = time.monotonic()
+        timings = {
+            "wait": max(0.0, waited - step.began - step.reduce_s),
+            "reduce": step.reduce_s,
+            **timings,
+            "publish": time.perf_counter() - published,
+        }
+        self._note(step, applied, now, timings)
+
+    def _publish(self, changed: Sequence[int], applied: dict[Session, list[int]]) -> None:
+        self.publisher.begin(self.version, self.rule.loss_scale)
+        for session in self.sessions.values():
+            leases = applied.get(session)
+            if leases:
+                session.post(Verdict(tuple(leases), VerdictCode.APPLIED, ""))
+            self.publisher.send(session, changed)
+
+    def _note(self, step: _StepState, applied: Applied, now: float, timings: dict[str, float]) -> None:
+        plan = step.plan
+        samples = [plan.samples_in(leaf) for leaf in range(plan.num_leaves)]
+        loss = sum(n * value for n, value in zip(samples, step.losses, strict=True)) / plan.num_samples
+        self.last_loss = loss
+        self.samples_applied += plan.num_samples
+        seconds, self._last_commit = now - self._last_commit, now
+        self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
+        if applied.skipped and self.rule.scale is None:
+            self._warn(f"step {self.version} was skipped: its gradient is not finite")
+        if self._nonfinite >= self.config.max_nonfinite_steps:
+            self.fail(NonFinite(self.version, self._nonfinite))
+        version, workers, clip_norm = self.version, len(self.sessions), applied.gradient_norm
+
+        def event() -> StepCommitted:
+            sent, received = self.accounts.traffic(self.sessions.values())
+            before, self._bytes_before = self._bytes_before, (sent, received)
+            return StepCommitted(
+                step=version,
+                epoch=plan.epoch,
+                loss=loss,
+                metrics={
+                    name: sum(n * value for n, value in zip(samples, values, strict=True)) / plan.num_samples
+                    for name, values in step.metrics.items()
+                },
+                samples=plan.num_samples,
+                leaves=plan.num_leaves,
+                learning_rate=applied.learning_rate,
+                gradient_norm=clip_norm,
+                loss_scale=self.rule.loss_scale,
+                skipped=applied.skipped,
+                seconds=seconds,
+                num_workers=workers,
+                bytes_sent=sent - before[0],
+                bytes_received=received - before[1],
+                phases_s=timings,
+            )
+
+        last = version % self.sampler.steps_per_epoch == 0
+        commit = Commit(
+            step=version, epoch=plan.epoch, last_of_epoch=last, loss=loss, applied=applied, event=event
+        )  # fmt: skip
+        if self.bus.active:
+            self.bus.publish(event())
+        self.on_commit(commit)
+
+    def _warn(self, text: str) -> None:
+        self.bus.publish(Warned(text=text))
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Give work to whoever has room for it."""
+        ready = [member.worker_id for member in self.membership.ready()]
+        if not self._begun:
+            if len(ready) < self.config.min_workers:
+                self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
+                return
+            self._begun = True
+        steps = self.ledger.open_steps
+        if self._stopping:
+            steps = steps[:1]
+        for worker, lease in self.dispatch.leases(ready, steps, time.monotonic()):
+            self.sessions[worker].post(lease.message, lease.buffers)
+
+    def tick(self, now: float) -> None:
+        """Revoke what is overdue, drop who is silent, tell the others that we live. Called every ``heartbeat_s``."""
+        for session in self.sessions.values():
+            received = session.link.bytes_received
+            member = self.membership.members.get(session.worker_id)
+            if member is not None and received != session.seen_bytes:
+                session.seen_bytes, member.last_seen = received, now
+        for member in self.membership.silent(now):
+            silent = self.sessions.get(member.worker_id)
+            if silent is not None:
+                silent.abort(f"silent for {now - member.last_seen:.0f} s")
+        for grant in self.ledger.overdue(now):
+            holder = self.sessions.get(grant.worker)
+            if holder is not None and holder.receiving == grant.lease:
+                # Its bytes are on their way into the block's memory: only the end of the link frees that.
+                holder.abort("its lease's deadline passed in the middle of a result")
+                continue
+            self.ledger.give_back(grant.lease)
+            self._warn(f"lease {grant.lease} of {self._name(grant.worker)} was overdue and is given to another")
+            if holder is not None:
+                holder.post(Revoke(grant.lease, "its deadline passed"))
+        self._schedule()
+
+    def _name(self, worker_id: str) -> str:
+        session = self.sessions.get(worker_id)
+        return session.name if session is not None else worker_id
+
+    # -- session.Host --------------------------------------------------------------------------------------
+
+    def admit(self, session: Session) -> Refusal | None:
+        if session.hello is not None and session.hello.last_term > self._welcome.term:
+            return Refusal(
+                RefusalCode.TERM,
+                f"the worker has served term {session.hello.last_term} of this run, this coordinator is of "
+                f"term {self._welcome.term}",
+                "a newer coordinator is or was running; stop this one",
+            )
+        if self._stopping or self._failure is not None:
+            return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
+        if len(self.sessions) >= self.config.max_workers and session.worker_id not in self.sessions:
+            return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
+        return None
+
+    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
+        text = self._layout_text
+        return self._welcome, [(BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)]
+
+    async def make_room(self, session: Session) -> None:
+        older = self.sessions.get(session.worker_id)
+        if older is not None:
+            # Its leases may be given out again only once nothing writes into their memory any more.
+            older.abort("the same worker has connected anew")
+            await older.ended.wait()
+
+    def joined(self, session: Session, ready: Ready) -> Refusal | None:
+        if ready.fingerprint != self.layout.fingerprint:
+            return Refusal(
+                RefusalCode.MODEL_MISMATCH,
+                "the worker's model differs from the coordinator's",
+                "use the same job file on both sides",
+            )
+        now = time.monotonic()
+        self.membership.join(
+            Member(
+                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
+                threads=ready.threads, incarnation=session.incarnation, joined_at=now, last_seen=now,
+            )
+        )  # fmt: skip
+        self.sessions[session.worker_id] = session
+        self._compare_devices(ready)
+        self.bus.publish(
+            WorkerJoined(
+                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
+                threads=ready.threads, num_workers=len(self.sessions),
+            )
+        )  # fmt: skip
+        self.publisher.welcome(session)
+        self._schedule()
+        return None
+
+    def _compare_devices(self, ready: Ready) -> None:
+        self._devices.add((ready.device_name, ready.threads))
+        if len(self._devices) == 2:
+            listed = " and ".join(f"{name} with {threads} thread(s)" for name, threads in sorted(self._devices))
+            self._warn(
+                f"workers differ ({listed}): the run stays exact in what it counts, but its last bits may depend on "
+                "which of them computed what; --threads makes them alike"
+            )
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> memoryview | None:
+        buckets = self.layout.result_buckets
+        if result.bucket >= len(buckets):
+            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
+        bucket = buckets[result.bucket]
+        dtype = str(self.layout.groups[bucket.group].result_dtype).removeprefix("torch.")
+        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
+            raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
+        grant = self.ledger.get(result.lease)
+        if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
+            return None
+        if grant.step != self.version:
+            raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
+        if self.ledger.filled(result.lease, result.bucket):
+            return None
+        return self._reducer.vector(grant.block.start).bucket_bytes[result.bucket]
+
+    def arrived(self, session: Session, result: Result) -> None:
+        grant = self.ledger.get(result.lease)
+        if grant is not None and grant.worker == session.worker_id:
+            self._fill(result.lease, grant.block, result.bucket, present=True)
+
+    def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
+        assert self._step is not None
+        if self.ledger.fill(lease, bucket):
+            merges = self._step.frontiers[bucket].fill(block)
+            self._inbox.append(_Arrival(bucket, block.start, present, merges))
+            if merges:
+                self._wake.set()
+
+    def done(self, session: Session, done: Done) -> None:
+        grant = self.ledger.get(done.lease)
+        if grant is None or grant.worker != session.worker_id:
+            session.post(Verdict((done.lease,), VerdictCode.STALE, "the lease was given to another"))
+            return
+        step, block = self._step, grant.block
+        assert step is not None
+        leaves = block.num_leaves
+        if grant.step != self.version or len(done.losses) != leaves:
+            raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
+        if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
+            raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
+        for bucket in done.absent:
+            if bucket >= len(self.layout.result_buckets):
+                raise RemoteError(f"it reported bucket {bucket} as absent")
+            self._fill(done.lease, block, bucket, present=False)
+        missing = self.ledger.missing(done.lease)
+        if missing:
+            raise RemoteError(f"it reported lease {done.lease} done without bucket {missing[0]}")
+        self.ledger.finish(done.lease)
+        self.loader.finished(grant.step, block)
+        step.losses[block.start : block.stop] = done.losses
+        for index, name in enumerate(done.metric_names):
+            values = step.metrics.setdefault(name, [float("nan")] * step.plan.num_leaves)
+            values[block.start : block.stop] = done.metrics[index :: len(done.metric_names)]
+        untouched = set(done.untouched)
+        step.untouched = untouched if step.untouched is None else step.untouched & untouched
+        step.applied.setdefault(session, []).append(done.lease)
+        self.pacing.observe(session.worker_id, leaves, done.compute_s)
+        member = self.membership.members.get(session.worker_id)
+        if member is not None:
+            member.leaves += leaves
+            member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*block))
+            member.compute_s += done.compute_s
+            member.wait_s += done.wait_s
+            if member.standing is Standing.DRAINING and not self.ledger.num_held(session.worker_id):
+                session.say_goodbye(ByeCode.LEAVING, "drained")
+        self._wake.set()
+        self._schedule()
+
+    def failed(self, session: Session, failed: Failed) -> None:
+        grant = self.ledger.get(failed.lease)
+        if grant is None or grant.worker != session.worker_id:
+            return
+        leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
+        culprit = self.ledger.fail(failed.lease, leaf)
+        if culprit is None:
+            self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
+            self._schedule()
+            return
+        self._blame(culprit, failed.traceback[-8000:])
+
+    def _blame(self, culprit: Culprit, traceback: str) -> None:
+        indices = self.sampler.plan(culprit.step).leaf_indices(culprit.leaf).tolist()
+        self.fail(LeafFailed(culprit.step, culprit.leaf, indices, culprit.attempts, traceback))
+
+    def draining(self, session: Session, drain: Drain) -> None:
+        member = self.membership.members.get(session.worker_id)
+        if member is not None:
+            member.standing = Standing.DRAINING
+        for grant in self.ledger.held(session.worker_id)[1:]:
+            # The oldest is being computed; the others have not been begun and are better given to somebody else.
+            self.ledger.give_back(grant.lease)
+            session.post(Revoke(grant.lease, "draining"))
+        if not self.ledger.num_held(session.worker_id):
+            session.say_goodbye(ByeCode.LEAVING, "drained")
+        self._schedule()
+
+    def left(self, session: Session, reason: str, *, clean: bool) -> None:
+        self.accounts.close(session)
+        member = self.membership.leave(session.worker_id, session.incarnation)
+        if self.sessions.get(session.worker_id) is not session:
+            if member is None and not clean and session.worker_id:
+                self._warn(f"{session.name or session.link.peer} did not join: {reason}")
+            return
+        del self.sessions[session.worker_id]
+        returned = self._return_leases(session)
+        if member is not None:
+            self.accounts.remember(session, member)
+        self.bus.publish(
+            WorkerLeft(
+                worker_id=session.worker_id, name=session.name, reason=reason, clean=clean,
+                leases_returned=returned, num_workers=len(self.sessions),
+            )
+        )  # fmt: skip
+        self._wake.set()
+        if not self._stopping and self._failure is None and self.version < self.total_steps:
+            self._schedule()
+
+    def _return_leases(self, session: Session) -> int:
+        grants, culprit = self.ledger.lose(session.worker_id)
+        self.dispatch.forget(session.worker_id)
+        if culprit is not None and self._failure is None:
+            self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")
+        return len(grants)
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """Copies of every tensor, by entry name. Runs on the aggregator's thread, between two commits."""
+        with torch.no_grad():
+            return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}
