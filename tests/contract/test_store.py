@@ -328,8 +328,9 @@ def test_a_crash_between_any_two_calls_loses_nothing_that_was_saved(tmp_path: Pa
         store = CheckpointStore(directory, keep=2)
         store.sweep()
         assert leftovers(directory) == []
-        loaded, skipped = store.latest()
-        assert skipped == []
+        for path in directory.iterdir():
+            store.load(path)  # no record may look damaged, older ones included
+        loaded, _ = store.latest()
         assert loaded is not None
         if loaded.meta.get("again"):
             assert loaded.step == step

@@ -230,16 +230,19 @@ class CheckpointStore:
         step = _order(saved)[0]
         others = [path for path in self._paths() if path != saved]
         kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
-        for path in others:
-            if _order(path)[0] in kept:
-                continue
-            try:
-                # Renamed first, so that a half-removed record never looks like a damaged one.
-                doomed = temporary_beside(path)
-                self._filesystem.rename(path, doomed)
-                self._filesystem.remove(doomed)
-            except OSError as error:
-                logger.warning("checkpoint not pruned path=%s reason=%s", path, explain(error))
+        doomed = []
+        try:
+            for path in others:
+                if _order(path)[0] not in kept:
+                    # Renamed first, durably, so that a half-removed record never looks like a damaged one.
+                    doomed.append(temporary_beside(path))
+                    self._filesystem.rename(path, doomed[-1])
+            if doomed:
+                self._filesystem.sync_directory(self._directory)
+            for path in doomed:
+                self._filesystem.remove(path)
+        except OSError as error:
+            logger.warning("checkpoint not pruned path=%s reason=%s", self._directory, explain(error))
 
     # --- reading
 

@@ -1,0 +1,360 @@
+"""The run on stderr: a bar on a terminal, lines elsewhere, JSON where a machine reads.
+
+What happens is shown when it happens (joins, leaves, evaluations, warnings); steps are not, they only move the bar,
+at most every ``refresh_s``. Off a terminal a line stands in for the bar, at most every 5 to 60 seconds (the longer
+the run, the rarer) or ten per cent. A step that is not shown costs a few hundred nanoseconds. Lines never tear the
+bar: everything goes through one screen, ``handler()`` included, from any thread.
+
+Events are to come from one thread. The environment is not read here: ``config.color`` is where NO_COLOR ends up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from tqdm import tqdm
+
+from w5xde_async.telemetry import wording
+from w5xde_async.telemetry.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    Waiting,
+    Warned,
+    WorkerJoined,
+    WorkerLeft,
+)
+from w5xde_async.telemetry.records import to_line, to_record
+
+__all__ = ["Progress", "ProgressConfig"]
+
+_ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHARACTER}": "?"})
+_STYLES = {logging.WARNING: "warn", logging.ERROR: "bad", logging.CRITICAL: "bad"}
+_RATE_MEMORY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressConfig:
+    """How much is shown, and as what."""
+
+    #: silent shows warnings and failures alone, verbose adds checkpoints and where each step's time went.
+    mode: Literal["silent", "normal", "verbose"] = "normal"
+    #: json writes an object per line instead of text and bar.
+    log_format: Literal["text", "json"] = "text"
+    #: False where NO_COLOR is set; colours appear on terminals alone in any case.
+    color: bool = True
+    #: Shortest time between two paintings of the bar.
+    refresh_s: float = 0.1
+    #: Shortest time between two lines about steps in verbose mode.
+    phases_s: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.refresh_s <= 0 or self.phases_s <= 0:
+            raise ValueError("refresh_s and phases_s must be above 0")
+
+
+class Progress:
+    """A subscriber of the event bus that shows the run. ``close()`` leaves the terminal clean; it may come twice."""
+
+    def __init__(
+        self,
+        config: ProgressConfig | None = None,
+        *,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        columns: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """``terminal`` None asks the stream; ``clock`` paces, ``wall`` only dates JSON lines."""
+        self._config = config or ProgressConfig()
+        stream = stream or sys.stderr
+        self._terminal = stream.isatty() if terminal is None else terminal
+        self._json = self._config.log_format == "json"
+        self._screen = _Screen(stream, columns or (lambda: _columns(stream)))
+        self._paint = wording.colored if self._terminal and self._config.color and not self._json else wording.plain
+        self._clock, self._wall = clock, wall
+        self._interval_s = self._config.refresh_s
+        self._next_at = -math.inf
+        self._next_step = 0
+        self._phases_at = -math.inf
+        self._began = 0.0
+        self._first_step = self._total_steps = self._num_workers = 0
+        self._waiting = ""
+        self._last: StepCommitted | None = None
+        self._shown: StepCommitted | None = None
+        self._samples = 0
+        self._rates = _Rates()
+
+    def __call__(self, event: Event) -> None:
+        if type(event) is StepCommitted:  # the one that comes a thousand times a second
+            self._step(event)
+        elif self._json:
+            self._as_json(event)
+        else:
+            self._as_text(event)
+
+    def handler(self) -> logging.Handler:
+        """A logging handler that writes above the bar: warnings, and in verbose mode information too."""
+        handler = _ScreenHandler(self._screen, self._paint, self._wall if self._json else None)
+        handler.setLevel(logging.INFO if self._config.mode == "verbose" else logging.WARNING)
+        return handler
+
+    def close(self) -> None:
+        """Show the last step and let go of the bar; lines can still be written."""
+        if self._last is not None and self._last is not self._shown and self._config.mode != "silent":
+            self._show_step(self._last, self._clock())
+        self._screen.close_bar()
+
+    # --- steps
+
+    def _step(self, event: StepCommitted) -> None:
+        self._last = event
+        self._samples += event.samples
+        if self._config.mode == "silent":
+            return
+        now = self._clock()
+        if self._config.mode == "verbose" and now >= self._phases_at:
+            self._phases_at = now + self._config.phases_s
+            self._screen.write(self._dated(event) if self._json else wording.phases(event, self._paint))
+        if now >= self._next_at or event.step >= self._next_step:
+            self._show_step(event, now)
+
+    def _show_step(self, event: StepCommitted, now: float) -> None:
+        self._num_workers = event.num_workers
+        self._waiting = ""
+        self._shown = event
+        bar = self._terminal and not self._json
+        if bar:
+            self._next_at, self._next_step = now + self._config.refresh_s, sys.maxsize
+        else:
+            self._next_at = now + min(max((now - self._began) / 20, 5.0), 60.0)
+            self._next_step = event.step + max(1, (self._total_steps - self._first_step) // 10)
+        self._rates.update(now, event.step, self._samples)
+        if bar:
+            self._draw()
+        elif not self._json:
+            share = f" ({100 * event.step // self._total_steps} %)" if self._total_steps else ""
+            self._screen.write(f"step {event.step:,}/{self._total_steps:,}{share} · {self._status(0)}")
+        elif self._config.mode != "verbose":
+            self._screen.write(self._dated(event))
+
+    def _draw(self) -> None:
+        event = self._last
+        step = event.step if event else self._first_step
+        done = f"{step:,}/{self._total_steps:,}"
+        self._screen.draw(
+            step, [f"{done} · {self._status(terse)}" if event else self._idle(done) for terse in range(4)]
+        )
+
+    def _idle(self, done: str) -> str:
+        return f"{done} · waiting: {wording.clean(self._waiting, limit=60)}" if self._waiting else done
+
+    def _status(self, terse: int) -> str:
+        assert self._last is not None
+        return wording.status(
+            self._last,
+            samples_per_s=self._rates.samples_per_s,
+            eta_s=self._rates.eta_s(self._total_steps - self._last.step),
+            waiting=self._waiting,
+            num_workers=self._num_workers,
+            terse=terse,
+        )
+
+    # --- everything else
+
+    def _as_text(self, event: Event) -> None:
+        silent = self._config.mode == "silent"
+        match event:
+            case RunStarted():
+                self._start(event)
+                if not silent:
+                    self._screen.write("\n".join(wording.header(event, self._paint)))
+                    if self._terminal:
+                        self._screen.open_bar(event.total_steps, event.resumed_step, color=self._config.color)
+                        self._draw()
+            case RunFinished():
+                self.close()
+                if not silent or event.outcome == "failed":
+                    lines = wording.summary(event, first_step=self._first_step, paint=self._paint)
+                    self._screen.write("\n".join(lines))
+            case Warned():
+                self._screen.write(f"{self._paint('warn', '!')} {wording.clean(event.text)}")
+            case Waiting():
+                self._wait(event.reason)
+            case CheckpointSaved() if self._config.mode != "verbose":
+                pass
+            case _:
+                if isinstance(event, WorkerJoined | WorkerLeft):
+                    self._num_workers = event.num_workers
+                text = wording.line(event, self._paint)
+                if text is not None and (not silent or isinstance(event, CheckpointFailed)):
+                    self._screen.write(text)
+
+    def _wait(self, reason: str) -> None:
+        if reason == self._waiting or self._config.mode == "silent":
+            return
+        self._waiting = reason
+        self._rates.pause()
+        if self._terminal:
+            self._draw()
+        else:
+            self._screen.write(f"waiting: {wording.clean(reason)}")
+
+    def _as_json(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._start(event)
+        if isinstance(event, RunFinished):
+            self.close()
+        failed = isinstance(event, RunFinished) and event.outcome == "failed"
+        if self._config.mode != "silent" or failed or isinstance(event, Warned | CheckpointFailed):
+            self._screen.write(self._dated(event))
+
+    def _start(self, event: RunStarted) -> None:
+        self._began = self._clock()
+        self._first_step, self._total_steps = event.resumed_step, event.total_steps
+        self._next_step = 0
+        self._rates = _Rates()
+
+    def _dated(self, event: Event) -> str:
+        return to_line({"time": round(self._wall(), 3), **to_record(event)}).rstrip("\n")
+
+
+class _Rates:
+    """Steps and samples per second, smoothed over about ``_RATE_MEMORY_S``, whatever the pace of ``update``."""
+
+    def __init__(self) -> None:
+        self.samples_per_s: float | None = None
+        self._steps_per_s: float | None = None
+        self._seen: tuple[float, int, int] | None = None
+
+    def update(self, now: float, step: int, samples: int) -> None:
+        if self._seen is not None:
+            seconds = now - self._seen[0]
+            if seconds <= 0:
+                return
+            weight = 1 - math.exp(-seconds / _RATE_MEMORY_S)
+            self._steps_per_s = _blend(self._steps_per_s, (step - self._seen[1]) / seconds, weight)
+            self.samples_per_s = _blend(self.samples_per_s, (samples - self._seen[2]) / seconds, weight)
+        self._seen = (now, step, samples)
+
+    def pause(self) -> None:
+        """Leave the time until the next ``update`` out: nobody was there to work."""
+        self._seen = None
+
+    def eta_s(self, steps_left: int) -> float | None:
+        if steps_left <= 0:
+            return 0.0
+        return steps_left / self._steps_per_s if self._steps_per_s else None
+
+
+def _blend(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else old + weight * (new - old)
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 80
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # at run time it takes none
+    monitor_interval = 0  # no watching thread: the pace is ours
+
+
+_LOCK = threading.RLock()
+_Bar.set_lock(_LOCK)  # tqdm's own would also make a semaphore for other processes
+
+
+class _Screen:
+    """A stream with at most one bar at its end; every method may be called from any thread."""
+
+    def __init__(self, stream: TextIO, columns: Callable[[], int]) -> None:
+        self._stream = stream
+        self._columns = columns
+        self._bar: _Bar | None = None
+        self._unicode = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+
+    def write(self, text: str) -> None:
+        """A line, or several, above the bar."""
+        with _LOCK:
+            if self._bar is not None:
+                self._bar.clear()
+            self._stream.write(self._encodable(text) + "\n")
+            if self._bar is not None:
+                self._bar.refresh()
+            self._stream.flush()
+
+    def open_bar(self, total: int, initial: int, *, color: bool) -> None:
+        self.close_bar()
+        self._bar = _Bar(
+            total=total or None,
+            initial=initial,
+            file=self._stream,
+            ascii=not self._unicode,
+            colour="green" if color else None,
+            bar_format="{desc}",
+            mininterval=0,
+            miniters=sys.maxsize,
+            leave=True,
+            gui=False,
+        )
+
+    def draw(self, step: int, texts: list[str]) -> None:
+        """Move the bar; the first of ``texts`` that leaves room for a bar stands beside it."""
+        if self._bar is None:
+            return
+        columns = self._columns() - 1  # a full last column makes some terminals wrap
+        text = next((text for text in texts if len(text) + 16 <= columns), texts[-1])
+        width = min(columns - len(text) - 8, 40)
+        with _LOCK:
+            self._bar.n = step
+            self._bar.ncols = columns
+            self._bar.bar_format = f"{{percentage:3.0f}}% |{{bar:{width}}}| {{desc}}" if width >= 4 else "{desc}"
+            self._bar.set_description_str(self._encodable(text), refresh=False)
+            self._bar.refresh()
+
+    def close_bar(self) -> None:
+        with _LOCK:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def _encodable(self, text: str) -> str:
+        if self._unicode:
+            return text
+        encoding = self._stream.encoding
+        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+
+
+class _ScreenHandler(logging.Handler):
+    def __init__(self, screen: _Screen, paint: wording.Paint, wall: Callable[[], float] | None) -> None:
+        super().__init__()
+        self._screen, self._paint, self._wall = screen, paint, wall
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = self.format(record)
+            level = record.levelname.lower()
+            if self._wall is not None:
+                where = {"event": "log", "level": level, "logger": record.name, "message": message}
+                self._screen.write(to_line({"time": round(self._wall(), 3), **where}).rstrip("\n"))
+            else:
+                style = (
+                    "bad" if record.levelno >= logging.ERROR else "warn" if record.levelno >= logging.WARNING else "dim"
+                )
+                self._screen.write(f"{self._paint(style, level)} {wording.clean(message, limit=20000)}")
+        except Exception:
+            self.handleError(record)

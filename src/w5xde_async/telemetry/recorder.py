@@ -1,0 +1,171 @@
+"""The run as ``metrics.jsonl``: one JSON object per event, in order, written by a thread of its own.
+
+``recorder(event)`` only appends to a bounded buffer; the thread writes about once per ``flush_s``. A line is whole
+or absent: what a failed or dying write left of one is cut off. On resume, records of steps after the resumed one
+go, for those steps are done again. A full disk is named once and the run goes on; how many events were lost is
+recorded (``{"event": "dropped", "count": n}``) as soon as the disk takes lines again.
+
+The worker command is not recorded: it may hold the join secret.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+from w5xde_async.telemetry.events import Event
+from w5xde_async.telemetry.records import to_line, to_record
+
+__all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
+
+_SECRET = ("worker_command",)
+
+
+class Recorder:
+    """A subscriber of the event bus that keeps everything. Close it, or the last second is lost."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resumed_step: int = 0,
+        flush_s: float | None = 1.0,
+        capacity: int = 50_000,
+        wall: Callable[[], float] = time.time,
+        open_file: Callable[[Path], FileIO] = lambda path: FileIO(path, "ab"),
+    ) -> None:
+        """Touches no disk yet. ``flush_s`` None starts no thread: the owner calls ``flush``.
+
+        At most ``capacity`` events wait to be written; those beyond are dropped and counted.
+        """
+        self._path = path
+        self._resumed_step = resumed_step
+        self._flush_s = flush_s
+        self._capacity = capacity
+        self._wall = wall
+        self._open_file = open_file
+        self._pending: list[tuple[float, Event]] = []
+        self._dropped = 0
+        self._warned = False
+        self._closed = False
+        self._wake = threading.Condition()  # guards the five above
+        self._file: FileIO | None = None
+        self._size = 0  # of the whole lines in the file
+        self._disk = threading.Lock()  # guards the two above; taken before _wake
+        self._thread: threading.Thread | None = None
+        if flush_s is not None:
+            self._thread = threading.Thread(target=self._write_on, name="w5xde-recorder", daemon=True)
+            self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        with self._wake:
+            if len(self._pending) >= self._capacity or self._closed:
+                self._dropped += 1
+                return
+            self._pending.append((self._wall(), event))
+            if len(self._pending) == self._capacity // 2:
+                self._wake.notify()
+
+    def flush(self) -> None:
+        """Write what waits; never raises for the disk's sake. Blocking."""
+        with self._disk:
+            with self._wake:
+                pending, self._pending = self._pending, []
+                dropped, self._dropped = self._dropped, 0
+            if not pending and not dropped:
+                return
+            lines = [to_line({"time": round(when, 3), **to_record(event, omit=_SECRET)}) for when, event in pending]
+            if dropped:
+                lines.append(to_line({"time": round(self._wall(), 3), "event": "dropped", "count": dropped}))
+            try:
+                self._append("".join(lines).encode())
+            except OSError as error:
+                self._lose(len(pending) + dropped, error)
+
+    def close(self) -> None:
+        """Write the rest and let go of the file. Blocking; calling it twice is fine."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self.flush()
+        with self._disk:
+            if self._file is not None:
+                with suppress(OSError):
+                    os.fsync(self._file.fileno())
+                self._file.close()
+                self._file = None
+
+    def _write_on(self) -> None:
+        while True:
+            with self._wake:
+                if not self._closed:
+                    self._wake.wait(self._flush_s)
+                closed = self._closed
+            self.flush()
+            if closed:
+                return
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None:
+            _drop_redone(self._path, self._resumed_step)
+            self._file = self._open_file(self._path)
+            self._size = self._file.seek(0, os.SEEK_END)
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            # Half a line would spoil the next one too.
+            with suppress(OSError):
+                self._file.truncate(self._size)
+            raise
+        self._size += len(data)
+
+    def _lose(self, count: int, error: OSError) -> None:
+        with self._wake:
+            self._dropped += count
+            first, self._warned = not self._warned, True
+        if first:
+            reason = error.strerror or str(error)
+            logger.warning("metrics not recorded path=%s reason=%s (the run goes on)", self._path, reason)
+
+
+def _drop_redone(path: Path, resumed_step: int) -> None:
+    """Rewrite the file without records of later steps and without a torn last line, if it has any."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
+    try:
+        with path.open("rb") as old:
+            if all(_stays(line, resumed_step) for line in old):
+                return
+            old.seek(0)
+            with temporary.open("xb") as new:
+                new.writelines(line for line in old if _stays(line, resumed_step))
+                new.flush()
+                os.fsync(new.fileno())
+        os.replace(temporary, path)
+    except FileNotFoundError:
+        return
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _stays(line: bytes, resumed_step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        step = json.loads(line).get("step", 0)
+        return not isinstance(step, int) or step <= resumed_step
+    except (ValueError, AttributeError):
+        return True  # not ours to judge; readers pass over it

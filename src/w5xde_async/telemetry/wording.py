@@ -1,0 +1,256 @@
+"""What a person reads about a run: pure functions from events to lines of text.
+
+Text that came from elsewhere (names of workers, reasons, user code) loses its control characters here, so that no
+peer can steer the terminal. ``paint(style, text)`` adds colour, or gives the text back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from w5xde_async.telemetry.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    WorkerJoined,
+    WorkerLeft,
+)
+
+__all__ = ["Paint", "clean", "colored", "header", "line", "phases", "plain", "status", "summary"]
+
+Paint = Callable[[str, str], str]
+
+_CODES = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "accent": "36"}
+_LABEL = 11
+_SEPARATOR = " · "
+
+
+def plain(style: str, text: str) -> str:
+    """The ``Paint`` that adds nothing."""
+    return text
+
+
+def colored(style: str, text: str) -> str:
+    """The ``Paint`` of a terminal with colours."""
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text else text
+
+
+def clean(text: str, *, limit: int = 2000) -> str:
+    """``text`` with everything unprintable but line ends replaced, and cut at ``limit``."""
+    kept = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
+    return kept + ("…" if len(text) > limit else "")
+
+
+def _name(text: str) -> str:
+    return clean(text.replace("\n", " "), limit=40)
+
+
+# --- numbers
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+def _plural(value: int, noun: str) -> str:
+    return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def _short(value: float) -> str:
+    """Three significant figures: 12.4k."""
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}" if unit or value < 100 else f"{value:.0f}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    days, rest = divmod(whole, 86400)
+    clock = (
+        f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"
+    )
+    return f"{days} d {clock}" if days else clock
+
+
+def _brief(seconds: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def _value(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{_name(name)} {_value(value)}" for name, value in metrics.items())
+
+
+# --- the start
+
+
+def header(event: RunStarted, paint: Paint) -> list[str]:
+    """What runs, on what, how others join: shown once."""
+
+    def row(label: str, *parts: str) -> str:
+        return "  " + paint("dim", f"{label:<{_LABEL}}") + _SEPARATOR.join(part for part in parts if part)
+
+    resumed = paint("good", f"resumed at step {_count(event.resumed_step)}") if event.resumed_step else ""
+    batch = f"batch {_count(event.batch_size)}"
+    if event.leaves_per_step > 1:
+        batch += f" in {event.leaves_per_step} leaves"
+    epochs = f"{_count(event.steps_per_epoch)} per epoch" if event.steps_per_epoch else ""
+    title = f"{paint('bold', 'w5xde-async')} {event.version}{_SEPARATOR}run {paint('bold', _name(event.run_name))}"
+    size = f"{_count(event.num_parameters)} parameters"
+    lines = [
+        "",
+        f"{title}{_SEPARATOR}{paint('dim', f'{event.run_id}, term {event.term}')}",
+        "",
+        row("model", _name(event.model), size, f"fingerprint {event.fingerprint[:16]}"),
+        row("data", _name(event.dataset), _plural(event.num_samples, "sample"), batch),
+        row("update", event.update_rule, f"codec {event.codec}", event.precision),
+        row("steps", f"to step {_count(event.total_steps)}", epochs, resumed),
+        row("listening", paint("accent", event.address), clean(event.security)),
+        row("files", clean(event.run_dir)),
+        "",
+    ]
+    if event.worker_command:
+        # On a line of its own and undecorated, to be copied whole.
+        command = paint("accent", clean(event.worker_command))
+        lines += ["  Start a worker, here or on another machine:", "", f"    {command}", ""]
+    return lines
+
+
+# --- on the way
+
+
+def line(event: object, paint: Paint) -> str | None:
+    """One line about an event that is shown when it happens; None for any other event."""
+    match event:
+        case WorkerJoined():
+            machine = f"{_name(event.peer)}, {_name(event.device)}, {_plural(event.threads, 'thread')}"
+            text = f"{_name(event.name)} joined {paint('dim', f'({machine})')}"
+            return f"{paint('good', '+')} {text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
+        case WorkerLeft():
+            returned = f", {_plural(event.leases_returned, 'lease')} to redo" if event.leases_returned else ""
+            sign = paint("dim", "-") if event.clean else paint("warn", "-")
+            text = f"{sign} {_name(event.name)} left: {clean(event.reason, limit=200)}{returned}"
+            return f"{text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
+        case Evaluated():
+            took = paint("dim", f"({_brief(event.seconds)})")
+            return f"{paint('accent', '*')} step {_count(event.step)} evaluated: {_metrics(event.metrics)} {took}"
+        case CheckpointSaved():
+            cost = paint("dim", f"({_bytes(event.nbytes)}, {_brief(event.seconds)}, paused {_brief(event.pause_s)})")
+            return f"{paint('dim', '*')} step {_count(event.step)} saved: {clean(event.path)} {cost}"
+        case CheckpointFailed():
+            text = f"no checkpoint of step {_count(event.step)}: {clean(event.reason)}"
+            return f"{paint('warn', '!')} {text}"
+        case _:
+            return None
+
+
+def status(
+    event: StepCommitted,
+    *,
+    samples_per_s: float | None,
+    eta_s: float | None,
+    waiting: str,
+    num_workers: int,
+    terse: int,
+) -> str:
+    """The figures beside the bar; each ``terse`` level above 0 is shorter and says less."""
+    wide = terse == 0
+    parts = [f"loss {_value(event.loss)}"]
+    if waiting:
+        return _SEPARATOR.join([*parts, f"waiting: {clean(waiting, limit=60)}"])
+    rate = "-" if samples_per_s is None else _short(samples_per_s)
+    parts.append(f"{rate} samples/s" if wide else f"{rate}/s")
+    if terse < 2:
+        parts.append(_plural(num_workers, "worker") if wide else f"{num_workers} w")
+    if terse < 3 and eta_s != 0:
+        parts.append(f"ETA {'-' if eta_s is None else _duration(eta_s)}")
+    return _SEPARATOR.join(parts)
+
+
+def phases(event: StepCommitted, paint: Paint) -> str:
+    """Where one step's time went, for ``verbose``."""
+    spent = "  ".join(f"{name} {_brief(seconds)}" for name, seconds in event.phases_s.items())
+    norm = "" if event.gradient_norm is None else f"  |g| {event.gradient_norm:.3g}"
+    traffic = f"out {_bytes(event.bytes_sent)}  in {_bytes(event.bytes_received)}"
+    skipped = f"  skipped (scale {event.loss_scale:g})" if event.skipped else ""
+    text = f"step {_count(event.step)}  loss {_value(event.loss)}  lr {event.learning_rate:.3g}{norm}"
+    return paint("dim", f"{text}  {_brief(event.seconds)}: {spent}  {traffic}{skipped}")
+
+
+# --- the end
+
+
+def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
+    """The table at the end."""
+
+    def row(label: str, *parts: str) -> str:
+        return "  " + paint("dim", f"{label:<{_LABEL}}") + _SEPARATOR.join(part for part in parts if part)
+
+    style = {"finished": "good", "failed": "bad"}.get(event.outcome, "warn")
+    reason = f": {clean(event.reason)}" if event.reason and event.outcome != "finished" else ""
+    redone = f"{_count(event.step - first_step)} in this session" if first_step else ""
+    rate = f"{_short(event.samples / event.seconds)} samples/s" if event.seconds > 0 and event.samples else ""
+    lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
+    lines.append(row("steps", f"{_count(event.step)} of {_count(event.total_steps)}", redone))
+    lines.append(row("samples", _count(event.samples), rate))
+    if event.loss is not None:
+        lines.append(row("loss", _value(event.loss)))
+    lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]
+    lines.append(row("time", _duration(event.seconds)))
+    lines.append(row("network", f"{_bytes(event.bytes_sent)} sent", f"{_bytes(event.bytes_received)} received"))
+    places = {"model": event.model_path, "metrics": event.metrics_path, "plot": event.plot_path}
+    lines += [row(label, clean(path)) for label, path in places.items() if path]
+    if event.digest:
+        lines.append(row("digest", event.digest))
+    if event.shares:
+        lines += ["", *_shares(event, paint)]
+    return [*lines, ""]
+
+
+def _shares(event: RunFinished, paint: Paint) -> list[str]:
+    total = sum(share.leaves for share in event.shares) or 1
+    rows: list[Sequence[str]] = [("worker", "device", "share", "leaves", "samples", "computing", "sent", "received")]
+    rows += [
+        (
+            _name(share.name),
+            _name(share.device),
+            f"{100 * share.leaves / total:.0f} %",
+            _count(share.leaves),
+            _count(share.samples),
+            f"{100 * share.compute_s / busy:.0f} %" if (busy := share.compute_s + share.wait_s) > 0 else "-",
+            _bytes(share.bytes_sent),
+            _bytes(share.bytes_received),
+        )
+        for share in sorted(event.shares, key=lambda share: -share.leaves)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for number, cells in enumerate(rows):
+        left = "  ".join(cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
+        right = "  ".join(cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
+        lines.append("  " + (paint("dim", f"{left}  {right}") if number == 0 else f"{left}  {right}"))
+    return lines

@@ -1,0 +1,165 @@
+"""A picture comes of any run, long or short, and of none an explanation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from w5xde_async.telemetry import plot
+from w5xde_async.telemetry.plot import draw_loss
+
+pytestmark = pytest.mark.allow_leaks  # matplotlib keeps the font files of its first picture open for good
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def line(event: str, **fields: Any) -> str:
+    return json.dumps({"event": event, **fields}) + "\n"
+
+
+def run(num_steps: int, *, evaluate: tuple[str, ...] = (), resumed: int = 0) -> str:
+    text = line("run_started", run_name="digits", resumed_step=0)
+    for step in range(1, num_steps + 1):
+        text += line("step_committed", step=step, loss=2.3 * math.exp(-step / num_steps))
+        if evaluate and step % max(1, num_steps // 5) == 0:
+            text += line("evaluated", step=step, metrics={name: step / num_steps for name in evaluate})
+        if step == resumed:
+            text += line("run_started", run_name="digits", resumed_step=step)
+    return text
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Draws a text of records; gives the figure that was saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+
+    def draw(text: str) -> Figure:
+        (tmp_path / "metrics.jsonl").write_text(text)
+        assert draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+        assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+        return figures[-1]
+
+    return draw
+
+
+def labels(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_short_run(drawn: Any) -> None:
+    figure = drawn(run(10))
+    (axes,) = figure.axes
+    assert labels(figure) == ["loss"]
+    assert axes.get_xlabel() == "step"
+    assert axes.get_ylabel() == "loss"
+    assert len(axes.lines[0].get_xdata()) == 10
+    assert drawn(run(1)).axes[0].get_xlim() == (0, 2)
+
+
+def test_loss_and_metrics_have_their_axes(drawn: Any) -> None:
+    figure = drawn(run(200, evaluate=("accuracy", "val_loss"), resumed=100))
+    left, right = figure.axes
+    assert right.get_ylabel() == "accuracy"
+    assert [entry.get_label() for entry in right.lines] == ["accuracy, evaluated"]
+    shown = ["loss, each step", "loss, smoothed", "resumed", "val_loss, evaluated", "accuracy, evaluated"]
+    assert labels(figure) == shown
+    assert [entry.get_label() for entry in left.lines] == shown[:4]
+
+
+def test_a_step_done_again_counts_once_as_it_was_last(drawn: Any) -> None:
+    figure = drawn(run(10) + line("step_committed", step=10, loss=7.0))
+    assert list(figure.axes[0].lines[0].get_ydata())[-1] == 7.0
+    assert len(figure.axes[0].lines[0].get_ydata()) == 10
+
+
+def test_a_wide_range_is_logarithmic(drawn: Any) -> None:
+    wide = "".join(line("step_committed", step=step, loss=10.0 ** (-step / 10)) for step in range(1, 41))
+    assert drawn(wide).axes[0].get_yscale() == "log"
+    assert drawn(run(10)).axes[0].get_yscale() == "linear"
+
+
+def test_odd_records_and_names_are_passed_over(drawn: Any) -> None:
+    text = line("run_started", run_name="a $\\frac{ b_", resumed_step="x") + "[1]\nnot json\n"
+    text += line("step_committed", step="x", loss=1) + line("step_committed", step=2, loss="nan")
+    text += line("step_committed", step=3, loss=None) + line("step_committed", step=4, loss=1.0)
+    text += line("evaluated", step=4, metrics={"_$x^": 1.0, "inf": "inf"}) + '{"event": "step_comm'
+    assert "$x^, evaluated".replace("$", r"\$") in labels(drawn(text))
+    drawn(line("step_committed", step=1, loss="nan"))
+
+
+def test_a_spike_in_a_long_run_is_still_seen() -> None:
+    steps = np.arange(1.0, 1_000_001.0)
+    losses = np.ones_like(steps)
+    losses[123_456], losses[654_321], losses[777_777] = 50.0, -3.0, np.nan
+    began = time.process_time()
+    x, y = plot._thinned(steps, losses)
+    smooth = plot._smoothed(losses)
+    assert time.process_time() - began < 2
+    assert len(x) <= 2000
+    assert y.max() == 50.0
+    assert y.min() == -3.0
+    assert (np.diff(x) > 0).all()
+    assert np.isfinite(smooth).all()
+    assert 0.9 < smooth.min() <= smooth.max() < 1.1
+    assert len(plot._sampled(steps, smooth)[0]) == 1000
+
+
+def test_smoothing_leaves_a_straight_line_alone() -> None:
+    line_ = np.arange(1000.0)
+    smooth = plot._smoothed(line_)
+    assert np.allclose(smooth[5:-5], line_[5:-5])
+    assert np.abs(smooth - line_).max() < 5
+
+
+def test_without_matplotlib_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert not draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert [record.getMessage() for record in caplog.records] == [
+        "no plot: matplotlib is not installed (pip install 'w5xde-async[plot]')"
+    ]
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    assert not draw_loss(metrics, picture)
+    assert "No such file" in caplog.text
+    metrics.write_text(line("run_started", run_name="x", resumed_step=0))
+    assert not draw_loss(metrics, picture)
+    assert "no step is recorded" in caplog.text
+    metrics.write_text(run(3))
+    assert not draw_loss(metrics, tmp_path / "absent" / "loss.png")
+    assert len(caplog.records) == 3
+    assert list(tmp_path.iterdir()) == [metrics]
+
+
+def test_an_old_picture_stays_when_drawing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text(run(3))
+    (tmp_path / "loss.png").write_text("old")
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert not draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2

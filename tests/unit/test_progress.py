@@ -1,0 +1,380 @@
+"""What a person sees, on a terminal, in a file and as JSON; and what it costs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from w5xde_async.telemetry.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    Waiting,
+    Warned,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerShare,
+)
+from w5xde_async.telemetry.progress import Progress, ProgressConfig
+from w5xde_async.telemetry.wording import clean
+
+START = RunStarted(
+    version="0.1.0",
+    run_name="digits",
+    run_dir="runs/digits",
+    run_id="3f2a99c01b7d4e55",
+    term=2,
+    model="Net",
+    num_parameters=1_234_567,
+    fingerprint="9f3b2c1d00aa11bb22cc",
+    dataset="Digits",
+    num_samples=1797,
+    batch_size=64,
+    leaves_per_step=8,
+    update_rule="sync",
+    codec="raw",
+    precision="fp32",
+    address="127.0.0.1:5555",
+    worker_command="python -m w5xde_async.worker --join-file runs/digits/join",
+    security="TLS, token",
+    resumed_step=0,
+    total_steps=1000,
+    steps_per_epoch=28,
+    memory_bound_bytes=10**9,
+)
+JOINED = WorkerJoined(worker_id="a", name="anna", peer="10.0.0.3:4", device="cpu", threads=8, num_workers=1)
+LEFT = WorkerLeft(worker_id="a", name="anna", reason="killed", clean=False, leases_returned=2, num_workers=0)
+SAVED = CheckpointSaved(step=5, path="p", nbytes=1500, pause_s=0.002, seconds=0.3)
+FINISHED = RunFinished(
+    outcome="finished",
+    reason="",
+    step=1000,
+    total_steps=1000,
+    samples=64_000,
+    loss=0.1234,
+    metrics={"accuracy": 0.9712},
+    seconds=192.0,
+    bytes_sent=1_230_000,
+    bytes_received=4_560_000_000,
+    digest="d1e5",
+    model_path="runs/digits/model.safetensors",
+    metrics_path="runs/digits/metrics.jsonl",
+    plot_path="",
+    shares=(
+        WorkerShare(
+            name="bert",
+            device="cuda:0",
+            leaves=250,
+            samples=16_000,
+            compute_s=30.0,
+            wait_s=10.0,
+            bytes_sent=1,
+            bytes_received=2,
+        ),
+        WorkerShare(
+            name="anna",
+            device="cpu",
+            leaves=750,
+            samples=48_000,
+            compute_s=0.0,
+            wait_s=0.0,
+            bytes_sent=1,
+            bytes_received=2,
+        ),
+    ),
+)
+
+
+def step(number: int, **changes: Any) -> StepCommitted:
+    event = StepCommitted(
+        step=number,
+        epoch=0,
+        loss=0.5,
+        metrics={},
+        samples=64,
+        leaves=8,
+        learning_rate=1e-3,
+        gradient_norm=0.5,
+        loss_scale=1.0,
+        skipped=False,
+        seconds=0.01,
+        num_workers=2,
+        bytes_sent=100,
+        bytes_received=200,
+        phases_s={"wait": 0.008, "reduce": 0.00005},
+    )
+    return replace(event, **changes)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Shown:
+    """A progress on a stream that can be read, at a time that is set."""
+
+    def __init__(self, *, terminal: bool = False, columns: int = 100, **config: Any) -> None:
+        self.stream = io.StringIO()
+        self.clock = Clock()
+        self.progress = Progress(
+            ProgressConfig(**config),
+            stream=self.stream,
+            terminal=terminal,
+            columns=lambda: columns,
+            clock=self.clock,
+            wall=lambda: 1e9,
+        )
+
+    def __call__(self, *events: Any) -> str:
+        """What these events wrote."""
+        before = len(self.stream.getvalue())
+        for event in events:
+            self.progress(event)
+        return self.stream.getvalue()[before:]
+
+    def steps(self, first: int, last: int, every_s: float) -> str:
+        before = len(self.stream.getvalue())
+        for number in range(first, last + 1):
+            self.clock.now += every_s
+            self.progress(step(number))
+        return self.stream.getvalue()[before:]
+
+
+def test_the_header_says_what_runs_and_how_to_join() -> None:
+    text = Shown()(replace(START, resumed_step=500))
+    for part in (
+        "w5xde-async 0.1.0",
+        "run digits",
+        "Net · 1,234,567 parameters · fingerprint 9f3b2c1d00aa11bb\n",
+        "1,797 samples · batch 64 in 8 leaves",
+        "sync · codec raw · fp32",
+        "resumed at step 500",
+        "127.0.0.1:5555 · TLS, token",
+        "\n    python -m w5xde_async.worker --join-file runs/digits/join\n",
+    ):
+        assert part in text
+    assert "resumed" not in Shown()(START)
+    assert "Start a worker" not in Shown()(replace(START, worker_command=""))
+
+
+def test_what_happens_is_said_when_it_happens() -> None:
+    shown = Shown()
+    shown(START)
+    assert shown(JOINED) == "+ anna joined (10.0.0.3:4, cpu, 8 threads) · 1 worker\n"
+    assert shown(LEFT) == "- anna left: killed, 2 leases to redo · 0 workers\n"
+    assert shown(Waiting(reason="0 of 2 workers"), Waiting(reason="0 of 2 workers")) == "waiting: 0 of 2 workers\n"
+    assert shown(Evaluated(step=5, metrics={"acc": 0.5}, seconds=1.2)) == "* step 5 evaluated: acc 0.5000 (1.2 s)\n"
+    assert shown(CheckpointFailed(step=5, reason="disk full")) == "! no checkpoint of step 5: disk full\n"
+    assert shown(Warned(text="mind")) == "! mind\n"
+    assert shown(SAVED) == ""
+
+
+def test_off_a_terminal_a_line_comes_every_five_seconds_or_ten_per_cent() -> None:
+    shown = Shown()
+    shown(replace(START, total_steps=100_000))
+    lines = shown.steps(1, 300, every_s=0.125).splitlines()  # 37.5 s, 0.3 %
+    assert len(lines) == 8
+    assert lines[1] == "step 41/100,000 (0 %) · loss 0.5000 · 512 samples/s · 2 workers · ETA 3:28:15"
+    quick = Shown()
+    quick(START)
+    assert len(quick.steps(1, 1000, every_s=0.0001).splitlines()) == 10
+    slow = Shown()
+    slow(replace(START, total_steps=10**9))
+    assert len(slow.steps(1, 8 * 3600, every_s=1).splitlines()) < 600  # a night fits a screen or ten
+    assert "\x1b" not in shown.stream.getvalue()
+    assert "\r" not in shown.stream.getvalue()
+
+
+def test_the_bar_is_painted_at_most_ten_times_a_second() -> None:
+    shown = Shown(terminal=True, color=False)
+    shown(START)
+    text = shown.steps(1, 500, every_s=0.001)
+    assert 4 <= text.count("loss") <= 6
+    assert "samples/s · 2 workers · ETA" in text
+    assert shown(step(501)) == ""
+    shown.clock.now += 1
+    assert " 50% |" in shown(step(502))
+
+
+def test_the_last_step_is_shown_before_the_table() -> None:
+    shown = Shown(terminal=True, color=False)
+    shown(START, step(1), step(1000, loss=0.25))
+    text = shown(FINISHED)
+    assert text.index("1,000/1,000 · loss 0.2500") < text.index("finished")
+    assert "ETA" not in text
+    shown.progress.close()
+    shown.progress.close()
+
+
+def test_lines_go_above_the_bar() -> None:
+    shown = Shown(terminal=True, color=False)
+    shown(START, step(1))
+    text = shown(JOINED)
+    # The bar's line is wiped, the line written, the bar painted again below it.
+    assert re.fullmatch(r"\r +\r\+ anna joined .*\n\r +0% \|.*1/1,000 .*", text)
+    handler = shown.progress.handler()
+    before = len(shown.stream.getvalue())
+    handler.handle(logging.LogRecord("x", logging.WARNING, "f", 1, "link lost peer=%s", ("b",), None))
+    assert re.fullmatch(r"\r +\rwarning link lost peer=b\n\r +0% \|.*", shown.stream.getvalue()[before:])
+
+
+def test_the_bar_never_exceeds_the_terminal() -> None:
+    for columns in range(20, 200, 7):
+        shown = Shown(terminal=True, columns=columns, color=False)
+        shown(replace(START, total_steps=1_000_000))
+        text = shown.steps(1, 100, every_s=0.1)
+        assert max(len(line.rstrip()) for line in text.split("\r")) < columns
+        assert "loss" in text or columns < 40
+
+
+def test_waiting_stands_beside_the_bar_and_is_not_counted() -> None:
+    shown = Shown(terminal=True, color=False)
+    assert "0/1,000 · waiting: 0 of 2 workers" in shown(START, Waiting(reason="0 of 2 workers"))
+    shown.clock.now += 1000
+    assert "640 samples/s · 2 workers · ETA 1:30" in shown.steps(1, 100, every_s=0.1)
+    assert "waiting: 1 of 2" in shown(Waiting(reason="1 of 2"))
+    shown.clock.now += 1000
+    assert "640 samples/s" in shown.steps(101, 110, every_s=0.1)
+
+
+def test_colour_is_for_terminals_that_want_it() -> None:
+    assert "\x1b[1m" in Shown(terminal=True)(START, FINISHED)
+    for plain in (Shown(terminal=True, color=False), Shown(), Shown(terminal=True, log_format="json")):
+        assert "\x1b[3" not in plain(START, JOINED, step(1), FINISHED)
+        assert "\x1b[1m" not in plain.stream.getvalue()
+
+
+def test_the_table_at_the_end() -> None:
+    text = Shown()(START, FINISHED)
+    for part in (
+        "finished\n",
+        "steps      1,000 of 1,000\n",
+        "samples    64,000 · 333 samples/s",
+        "loss       0.1234",
+        "accuracy   0.9712",
+        "time       3:12",
+        "1.23 MB sent · 4.56 GB received",
+        "model      runs/digits/model.safetensors",
+        "metrics    runs/digits/metrics.jsonl",
+        "digest     d1e5",
+    ):
+        assert part in text
+    assert "plot" not in text
+    shares = [line.split() for line in text.splitlines() if line.startswith(("  anna", "  bert"))]
+    assert [row[:4] for row in shares] == [["anna", "cpu", "75", "%"], ["bert", "cuda:0", "25", "%"]]
+    failed = Shown()(
+        START, replace(FINISHED, outcome="failed", reason="leaf 3 failed", shares=(), samples=0, loss=None)
+    )
+    assert "failed: leaf 3 failed" in failed
+
+
+def test_silent_shows_warnings_and_failure_alone() -> None:
+    shown = Shown(terminal=True, mode="silent", color=False)
+    assert shown(START, JOINED, LEFT, step(1), SAVED, Waiting(reason="x"), FINISHED) == ""
+    assert shown(Warned(text="mind")) == "! mind\n"
+    assert shown(CheckpointFailed(step=1, reason="full")) == "! no checkpoint of step 1: full\n"
+    assert "failed: why" in shown(replace(FINISHED, outcome="failed", reason="why"))
+    assert shown.progress.handler().level == logging.WARNING
+
+
+def test_verbose_adds_phases_at_most_a_few_a_second() -> None:
+    shown = Shown(mode="verbose")
+    shown(START)
+    lines = shown.steps(1, 1000, every_s=0.001).splitlines()
+    phases = [line for line in lines if "wait" in line]
+    assert 3 <= len(phases) <= 5
+    assert "10 ms: wait 8 ms  reduce 50 µs  out 100 B  in 200 B" in phases[0]
+    assert "step 5 saved: p (1.5 kB, 300 ms, paused 2 ms)" in shown(SAVED)
+    assert shown.progress.handler().level == logging.INFO
+
+
+@pytest.mark.parametrize("mode", ["silent", "normal", "verbose"])
+def test_json_is_one_object_per_line(mode: Any) -> None:
+    shown = Shown(terminal=True, log_format="json", mode=mode)
+    shown(START, JOINED)
+    shown.steps(1, 1000, every_s=0.001)
+    shown(Warned(text="a\nb"), Evaluated(step=1, metrics={"acc": float("nan")}, seconds=1.0), FINISHED)
+    shown.progress.handler().handle(logging.LogRecord("x.y", logging.ERROR, "f", 1, "bad %s", ("é",), None))
+    records = [json.loads(line) for line in shown.stream.getvalue().splitlines()]
+    kinds = [record["event"] for record in records]
+    assert {record["time"] for record in records} == {1e9}
+    assert records[-1] == {"time": 1e9, "event": "log", "level": "error", "logger": "x.y", "message": "bad é"}
+    if mode == "silent":
+        assert kinds == ["warned", "log"]
+    else:
+        assert kinds[:2] == ["run_started", "worker_joined"]
+        assert 3 <= kinds.count("step_committed") <= 12
+        assert next(record for record in records if record["event"] == "evaluated")["metrics"] == {"acc": "nan"}
+        assert records[-2]["shares"][0]["name"] == "bert"
+
+
+def test_no_peer_steers_the_terminal() -> None:
+    shown = Shown(terminal=True, color=False)
+    text = shown(
+        START,
+        replace(JOINED, name="\x1b[2Jx\ny" + "z" * 100),
+        replace(LEFT, reason="\x1b]0;title\x07"),
+        Warned(text="\x9b31m"),
+        replace(FINISHED, shares=(replace(FINISHED.shares[0], name="\x1b[2J"),)),
+    )
+    assert "\x1b[2J" not in text
+    assert "\x1b]" not in text
+    assert "\x07" not in text
+    assert "\x9b" not in text
+    assert "x yzz" in text
+    assert "z" * 50 not in text
+    assert clean("a\nb\tc") == "a\nb\N{REPLACEMENT CHARACTER}c"
+
+
+def test_an_ascii_stream_gets_ascii() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    progress = Progress(ProgressConfig(color=False), stream=stream, terminal=True, columns=lambda: 100)
+    for event in (START, JOINED, step(1), Warned(text="naïve"), FINISHED):
+        progress(event)
+    stream.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "127.0.0.1:5555" in text
+    assert "! na?ve" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_thousand_steps_a_second_cost_under_one_per_cent(terminal: bool) -> None:
+    shown = Shown(terminal=terminal, color=False)
+    shown(START)
+    events = [step(number) for number in range(1, 1001)]
+
+    def cost_s() -> float:
+        began = time.process_time()
+        for event in events:
+            shown.clock.now += 0.001
+            shown.progress(event)
+        return time.process_time() - began
+
+    # A second of run; the best of a few tries, for this machine has other things to do.
+    assert min(cost_s() for _ in range(10)) < 0.01
+
+
+async def test_showing_is_fit_for_an_event_loop() -> None:
+    shown = Shown(terminal=True, mode="verbose")
+    shown(START, JOINED, step(1), Waiting(reason="x"), Warned(text="mind"), FINISHED)
+    assert "finished" in shown.stream.getvalue()
+
+
+def test_a_config_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="refresh_s"):
+        ProgressConfig(refresh_s=0)

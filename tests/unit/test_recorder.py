@@ -1,0 +1,203 @@
+"""metrics.jsonl: every event once, in whole lines, and never the run's problem."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import math
+import threading
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from w5xde_async.telemetry.events import Evaluated, Event, RunStarted, StepCommitted, Warned
+from w5xde_async.telemetry.recorder import Recorder
+from w5xde_async.telemetry.records import number
+
+
+def step(number: int, loss: float = 0.5) -> StepCommitted:
+    return StepCommitted(
+        step=number,
+        epoch=0,
+        loss=loss,
+        metrics={"accuracy": 0.5},
+        samples=64,
+        leaves=8,
+        learning_rate=1e-3,
+        gradient_norm=None,
+        loss_scale=1.0,
+        skipped=False,
+        seconds=0.01,
+        num_workers=2,
+        bytes_sent=100,
+        bytes_received=200,
+        phases_s={"wait": 0.008},
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, *events: Event, **arguments: Any) -> Recorder:
+    recorder = Recorder(path, flush_s=None, wall=lambda: 5.0, **arguments)
+    for event in events:
+        recorder(event)
+    recorder.flush()
+    return recorder
+
+
+def test_events_become_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), Evaluated(step=1, metrics={"accuracy": 0.9}, seconds=0.2), resumed_step=0).close()
+    first, second = read(path)
+    assert first["event"] == "step_committed"
+    assert first["time"] == 5.0
+    assert first["loss"] == 0.5
+    assert first["gradient_norm"] is None
+    assert first["phases_s"] == {"wait": 0.008}
+    assert second == {"time": 5.0, "event": "evaluated", "step": 1, "metrics": {"accuracy": 0.9}, "seconds": 0.2}
+
+
+def test_what_is_no_number_is_a_string_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1, math.nan), Evaluated(step=1, metrics={"a": math.inf, "b": -math.inf}, seconds=1.0)).close()
+    first, second = read(path)
+    assert first["loss"] == "nan"
+    assert second["metrics"] == {"a": "inf", "b": "-inf"}
+    assert [number(value) for value in ("inf", 1, 0.5)] == [math.inf, 1.0, 0.5]
+    assert math.isnan(number("nan"))
+    assert math.isnan(number(None))
+
+
+def test_the_join_command_is_not_recorded(tmp_path: Path) -> None:
+    fields = {name: "x" for name in RunStarted.__dataclass_fields__}
+    path = tmp_path / "metrics.jsonl"
+    write(path, RunStarted(**(fields | {"worker_command": "--join w5xde://secret"}))).close()  # type: ignore[arg-type]
+    assert "secret" not in path.read_text()
+    assert read(path)[0]["run_name"] == "x"
+
+
+def test_a_resumed_run_goes_on_where_it_stood(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    events = [step(1), step(2), Warned(text="kept"), Evaluated(step=2, metrics={}, seconds=1.0), step(3), step(4)]
+    write(path, *events).close()
+    write(path, step(3, loss=0.25), resumed_step=2).close()
+    records = read(path)
+    assert [(r["event"], r.get("step"), r.get("loss")) for r in records] == [
+        ("step_committed", 1, 0.5),
+        ("step_committed", 2, 0.5),
+        ("warned", None, None),
+        ("evaluated", 2, None),
+        ("step_committed", 3, 0.25),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_torn_last_line_is_cut_off_and_foreign_lines_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe not json\n[1]\n{"step": "x"}\n{"step": 2, "lo')
+    write(path, step(3), resumed_step=2).close()
+    lines = path.read_bytes().splitlines()
+    assert lines[:4] == [b'{"step": 1}', b"\xff\xfe not json", b"[1]", b'{"step": "x"}']
+    assert json.loads(lines[4])["step"] == 3
+    assert len(lines) == 5
+
+
+def test_a_whole_file_is_not_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1)).close()
+    inode = path.stat().st_ino
+    write(path, step(2), resumed_step=1).close()
+    assert path.stat().st_ino == inode
+    assert [record["step"] for record in read(path)] == [1, 2]
+
+
+class FullDisk(FileIO):
+    """Takes ``room`` bytes, then half of what it is given, then none."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        taken = min(len(data), self.room)
+        self.room -= taken
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data[:taken])
+
+
+def test_a_full_disk_is_named_once_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    files: list[FullDisk] = []
+
+    def open_file(path: Path) -> FileIO:
+        files.append(FullDisk(path, "ab"))
+        files[0].room = 10_000
+        return files[0]
+
+    recorder = write(path, step(1), open_file=open_file)
+    files[0].room = 100  # less than a line
+    for number_ in (2, 3):
+        recorder(step(number_))
+        recorder.flush()
+        assert path.read_bytes().endswith(b"}\n")  # no half line stays
+    assert caplog.text.count("metrics not recorded") == 1
+    assert "No space left on device" in caplog.text
+    files[0].room = 10_000
+    recorder(step(4))
+    recorder.close()
+    assert [(r["event"], r.get("step"), r.get("count")) for r in read(path)] == [
+        ("step_committed", 1, None),
+        ("step_committed", 4, None),
+        ("dropped", None, 2),
+    ]
+
+
+def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    write(tmp_path / "file" / "metrics.jsonl", step(1)).close()
+    assert caplog.text.count("metrics not recorded") == 1
+
+
+def test_the_buffer_is_bounded_and_says_what_it_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = write(path, *(step(number) for number in range(1, 8)), capacity=4)
+    recorder(step(8))
+    recorder.close()
+    recorder(step(9))  # too late, and no error
+    assert [r.get("step", r.get("count")) for r in read(path)] == [1, 2, 3, 4, 3, 8]
+
+
+def test_a_thread_writes_and_ends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = threading.active_count()
+    recorder = Recorder(path, flush_s=60.0, capacity=4)
+    written = threading.Event()
+    flush = recorder.flush
+
+    def flushed() -> None:
+        flush()
+        if path.exists():
+            written.set()
+
+    recorder.flush = flushed  # type: ignore[method-assign]
+    recorder(step(1))
+    recorder(step(2))  # half full: woken long before the minute is over
+    assert written.wait(10)
+    recorder(step(3))
+    recorder.close()
+    recorder.close()
+    assert threading.active_count() == before
+    assert [record["step"] for record in read(path)] == [1, 2, 3]
+
+
+async def test_an_event_is_taken_at_once(tmp_path: Path) -> None:
+    """On an event loop, where blocking calls fail; the file appears only when the thread has written it."""
+    recorder = Recorder(tmp_path / "metrics.jsonl", flush_s=60.0)
+    recorder(step(1))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    await asyncio.to_thread(recorder.close)
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1]
