@@ -307,6 +307,7 @@ def test_json_is_one_object_per_line(mode: Any) -> None:
     shown = Shown(terminal=True, log_format="json", mode=mode)
     shown(START, JOINED)
     shown.steps(1, 1000, every_s=0.001)
+    shown(CheckpointFailed(step=1, reason="full"))
     shown(Warned(text="a\nb"), Evaluated(step=1, metrics={"acc": float("nan")}, seconds=1.0), FINISHED)
     shown.progress.handler().handle(logging.LogRecord("x.y", logging.ERROR, "f", 1, "bad %s", ("é",), None))
     records = [json.loads(line) for line in shown.stream.getvalue().splitlines()]
@@ -314,7 +315,7 @@ def test_json_is_one_object_per_line(mode: Any) -> None:
     assert {record["time"] for record in records} == {1e9}
     assert records[-1] == {"time": 1e9, "event": "log", "level": "error", "logger": "x.y", "message": "bad é"}
     if mode == "silent":
-        assert kinds == ["warned", "log"]
+        assert kinds == ["checkpoint_failed", "warned", "log"]
     else:
         assert kinds[:2] == ["run_started", "worker_joined"]
         assert 3 <= kinds.count("step_committed") <= 12
