@@ -121,7 +121,7 @@ class PortInUse(UsageError):
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
-        super().__init__(f"{host}:{port} is in use; stop what listens there or choose another --port (0 picks a free one)")
+        super().__init__(f"{host}:{port} is in use; stop what listens there or choose another --port (0: any free one)")
 
 
 class RemoteError(W5xdeError):

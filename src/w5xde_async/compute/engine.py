@@ -96,7 +96,11 @@ def choose_device(name: str) -> torch.device:
 
 
 class Engine:
-    """Forward and backward of one job on one device. All methods but ``release`` run on one compute thread."""
+    """Forward and backward of one job on one device. All methods but ``release`` run on one compute thread.
+
+    ``seed``, ``precision``, ``microbatch_samples`` and ``accumulate`` are the job's own unless given: a worker takes
+    the coordinator's, so that a job file edited on one machine does not change what is computed.
+    """
 
     def __init__(
         self,
@@ -105,12 +109,16 @@ class Engine:
         device: torch.device | str = "cpu",
         seed: int | None = None,
         precision: str | None = None,
+        microbatch_samples: int | None = None,
+        accumulate: int | None = None,
         bucket_bytes: int = 4 << 20,
     ) -> None:
         self.job = job
         self.device = torch.device(device)
         self.seed = job.seed if seed is None else seed
         self.precision = precision or job.precision
+        self._microbatch = microbatch_samples or job.microbatch_samples
+        self._accumulate = accumulate or job.accumulate_grad_batches
         self.model = build_model(job).to(self.device)
         self.layout = layout = Layout.of(self.model, bucket_bytes=bucket_bytes)
         self._step = step_function(job)
@@ -166,7 +174,7 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 # Partial sums are lost with the vectors; what was emitted is final and stays.
                 self._abandon(block)
-                smallest = max(1, min(self.job.microbatch_samples, *task.samples))
+                smallest = max(1, min(self._microbatch, *task.samples))
                 if self._pieces >= smallest:
                     raise LeafError(task.start + block.leaf, error) from error
                 self._pieces *= 2
@@ -224,13 +232,13 @@ class Engine:
     @property
     def _lands_directly(self) -> bool:
         # A leaf of several microbatches is summed by itself first; other dtypes are cast on the way.
-        return self.job.accumulate_grad_batches == 1 and self._pieces == 1 and not self._native
+        return self._accumulate == 1 and self._pieces == 1 and not self._native
 
     def _leaf(self, block: _Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
         seed_all(seed_for(self.seed, step, leaf), self.device)
         self._buffers.restore()
-        size = -(-self.job.microbatch_samples // self._pieces)
+        size = -(-self._microbatch // self._pieces)
         loss_sum: Tensor | None = None
         for begin in range(0, samples, size):
             end = min(begin + size, samples)

@@ -37,7 +37,7 @@ class Publisher:
     def send(self, session: Session, changed: Iterable[int]) -> None:
         """Queue every bucket that the worker lacks, ``changed`` ones included, at the current version."""
         version = self._version
-        session.supersede(version)
+        session.outbox.supersede(version)
         session.current_version = version
         session.unsent.update(changed)
         unsent = sorted(session.unsent)
@@ -50,7 +50,7 @@ class Publisher:
                 if session.current_version == version:
                     session.unsent.discard(bucket)
 
-            session.post_bucket(version, self._frame(bucket, len(unsent)), sent)
+            session.outbox.post(self._frame(bucket, len(unsent)), sent=sent, version=version)
 
     def _frame(self, number: int, num_buckets: int) -> list[Buffer]:
         chunks = self._encoded.get((number, num_buckets))

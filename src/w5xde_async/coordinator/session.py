@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
 
 from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteError, W5xdeError
 from w5xde_async.net.link import Link
+from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, prove, verify
 from w5xde_async.wire.messages import (
@@ -40,7 +41,6 @@ from w5xde_async.wire.messages import (
 
 __all__ = ["Host", "Session"]
 
-_SEND_BYTES = 1 << 20  # small frames are gathered up to this into one send
 _GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
 
 
@@ -74,12 +74,6 @@ class Host(Protocol):
     def left(self, session: Session, reason: str, *, clean: bool) -> None: ...
 
 
-class _Item(NamedTuple):
-    version: int  # of parameters; -1 for everything else
-    chunks: list[Buffer]
-    sent: Callable[[], None] | None
-
-
 class Session:
     """One connection from its first byte to its last."""
 
@@ -95,8 +89,7 @@ class Session:
         self.ended = asyncio.Event()
         self.last_message = ""
         self._host, self._token, self._handshake_s = host, token, handshake_s
-        self._outbox: deque[_Item] = deque()
-        self._wake = asyncio.Event()
+        self.outbox = Outbox(link)
         self._closing = False
         self._scratch = bytearray()
         self._garbage = 0
@@ -227,21 +220,7 @@ class Session:
 
     def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
         """Queue a message."""
-        self._post(_Item(-1, encode(message, buffers), None))
-
-    def post_bucket(self, version: int, chunks: list[Buffer], sent: Callable[[], None]) -> None:
-        """Queue one bucket of a version; ``sent`` is called when it has left."""
-        self._post(_Item(version, chunks, sent))
-
-    def supersede(self, version: int) -> None:
-        """Forget queued buckets of versions before ``version``."""
-        if any(0 <= item.version < version for item in self._outbox):
-            self._outbox = deque(item for item in self._outbox if not 0 <= item.version < version)
-
-    @property
-    def idle(self) -> bool:
-        """True when nothing waits to be sent."""
-        return not self._outbox
+        self.outbox.post(encode(message, buffers))
 
     def say_goodbye(self, code: ByeCode, reason: str) -> None:
         """The last message; the worker then closes."""
@@ -254,31 +233,10 @@ class Session:
         self._end_reason = self._end_reason or reason
         self.link.abort()
 
-    def _post(self, item: _Item) -> None:
-        self._outbox.append(item)
-        self._wake.set()
-
     async def _write(self) -> None:
-        try:
-            while True:
-                if not self._outbox:
-                    self._wake.clear()
-                    await self._wake.wait()
-                batch: list[Buffer] = []
-                notes: list[Callable[[], None]] = []
-                nbytes = 0
-                while self._outbox and nbytes < _SEND_BYTES:
-                    _, chunks, sent = self._outbox.popleft()
-                    batch.extend(chunks)
-                    nbytes += sum(map(len, chunks))
-                    if sent is not None:
-                        notes.append(sent)
-                if batch:
-                    await self.link.send(batch)
-                for note in notes:
-                    note()
-        except W5xdeError:
-            pass  # the reader sees the same end, with its reason, after what the peer said last
+        # A link that breaks here breaks for the reader too, which knows the reason and what the peer said last.
+        with suppress(LinkLost):
+            await self.outbox.run()
 
     async def _refuse(self, code: RefusalCode, reason: str, hint: str) -> None:
         await self._say(encode(Refusal(code, reason, hint)))

@@ -43,6 +43,7 @@ from w5xde_async.wire.messages import (
     Done,
     Drain,
     Failed,
+    Heartbeat,
     Ready,
     Refusal,
     Result,
@@ -348,6 +349,8 @@ class Training:
     def tick(self, now: float) -> None:
         """Revoke what is overdue, drop who is silent, tell the others that we live. Called every ``heartbeat_s``."""
         for session in self.sessions.values():
+            if session.outbox.idle:
+                session.post(Heartbeat(f"step {self.version} of {self.total_steps}"))
             received = session.link.bytes_received
             member = self.membership.members.get(session.worker_id)
             if member is not None and received != session.seen_bytes:

@@ -115,11 +115,9 @@ class Stream(ABC):
 
     async def fill(self, num_bytes: int) -> None:
         """Have at least ``num_bytes`` (at most FILL_BYTES) read ahead, and as many more as are there."""
-        held = self.end - self.start
-        if held >= num_bytes:
-            return
-        self._compact(num_bytes)
-        self.end += await self.receive(self.ahead[self.end :], num_bytes - held)
+        while self.end - self.start < num_bytes:
+            self._compact(num_bytes)
+            self.end += await self.receive(self.ahead[self.end :], 1)
 
     def _compact(self, num_bytes: int) -> None:
         """Move what is held to the front where ``num_bytes`` would not fit behind it, or hardly more would."""
@@ -247,7 +245,7 @@ class SocketStream(Stream):
         budget = TURN_BYTES if self._bulk is None else BITE_BYTES
         try:
             while self._got < self._least and budget > 0:
-                rest = view[self._got :] if self._got else view
+                rest = view[self._got : self._got + budget]
                 got = self._sock.recv_into(rest)
                 if not got:
                     raise LinkLost(self.peer, CLOSED_BY_PEER)
@@ -330,17 +328,16 @@ class SocketStream(Stream):
             self._loop.remove_writer(self._fd)
             self._watching_out = False
             return
-        bulk = self._bulk is not None and outgoing.left >= BULK_BYTES
-        try:
-            outgoing.pump(self._sock, BITE_BYTES if bulk else TURN_BYTES)
-        except BlockingIOError:
+        if self._bulk is None or outgoing.left < BULK_BYTES:
+            try:
+                with suppress(BlockingIOError):
+                    outgoing.pump(self._sock, TURN_BYTES)
+            except OSError as error:
+                waiting.set_exception(error)
+                return
             if outgoing.left:
                 return
-        except OSError as error:
-            waiting.set_exception(error)
-            return
-        if not outgoing.left or bulk:
-            waiting.set_result(None)
+        waiting.set_result(None)
 
     async def _in_thread(self, idle: _T, pump: Callable[..., _T], *args: Any) -> _T:
         """Run ``pump`` in the executor and always wait for it: it uses the caller's memory and our descriptor."""

@@ -11,7 +11,6 @@ piece of ciphertext waits outside the kernel; in both cases the caller may overw
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -43,7 +42,7 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._gone = self._loop.create_future()
-        self._paused = False
+        self._tls = self._paused = False
         self._reading: asyncio.Future[None] | None = None
         self._target: memoryview | None = None  # what is left of the caller's memory, lent to the transport
         self._needed = 0
@@ -54,6 +53,7 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit it
         tls = transport.get_extra_info("ssl_object")
+        self._tls = tls is not None
         if tls is not None:
             self.certificate = tls.getpeercert(binary_form=True) or b""
         # asyncio's TLS compares with >=, its plain transports with >: both mean "anything unsent".
@@ -63,13 +63,15 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
         if self._target is not None:
             return self._target
         if self.lost is not None:
-            self.start = self.end = 0  # closing: what still comes is dropped
-        elif self.start == self.end:
+            return memoryview(bytearray(PUSH_BYTES))  # what still comes is dropped; what is read ahead stays
+        if self.start == self.end:
             self.start = self.end = 0
         return self.ahead[self.end :]
 
     def buffer_updated(self, nbytes: int) -> None:
         self.bytes_received += nbytes
+        if self.lost is not None:
+            return
         if self._target is not None:
             if nbytes < len(self._target):
                 self._target = self._target[nbytes:]
@@ -77,7 +79,7 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
             self._target = None
         else:
             self.end += nbytes
-            if READ_AHEAD_BYTES - self.end < PUSH_BYTES and self.lost is None:
+            if READ_AHEAD_BYTES - self.end < PUSH_BYTES:
                 self._transport.pause_reading()
                 self._paused = True
             if self.end - self.start < self._needed:
@@ -158,13 +160,13 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
                 if self._paused:
                     self._paused = False
                     self._transport.resume_reading()
-                if self._transport.can_write_eof():
+                if not self._tls:
                     self._transport.write_eof()  # the peer's end, in answer, closes the transport
                 else:
                     self._transport.close()
                 await asyncio.shield(self._gone)
-        except (OSError, RuntimeError, ssl.SSLError):
-            pass
+        except OSError:
+            pass  # too slow, or the peer was faster
         finally:
             self._transport.abort()
 

@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """The coordinator listens. ``total_steps`` is the step at which the run ends; ``resumed_step`` 0 is a fresh start."""
+    """The coordinator listens. The run ends at step ``total_steps``; ``resumed_step`` 0 is a fresh start."""
 
     version: str
     run_name: str

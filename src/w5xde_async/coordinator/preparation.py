@@ -1,0 +1,205 @@
+"""From a job and a run directory to a run that can start: build, check, and take up where it was left.
+
+Everything here blocks (it imports kernels, reads disks) and runs in an executor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import CheckpointMismatch, JobError, MalformedFrame, UsageError
+from w5xde_async.job import Job, build_model
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.store.checkpoint import CheckpointStore, Record
+from w5xde_async.store.rundir import RunDir
+from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.updates.sync import SyncRule
+
+__all__ = ["Prepared", "prepare", "record_of"]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that a run is made of. ``evaluator`` is a copy of the model to evaluate with, where the job evaluates."""
+
+    job: Job
+    sampler: Sampler
+    model: nn.Module
+    evaluator: nn.Module | None
+    layout: Layout
+    state: FlatState
+    rule: SyncRule
+    run_dir: RunDir | None
+    store: CheckpointStore | None
+    run_id: str
+    term: int
+    first_step: int
+    total_steps: int
+    samples: int
+    notes: list[str]
+
+
+def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_id: Callable[[], str]) -> Prepared:
+    """Build the run. Raises JobError, StoreError, CheckpointMismatch, UsageError; then nothing is held."""
+    sampler = Sampler(
+        num_samples=len(job.dataset),
+        batch_size=job.batch_size,
+        leaf_samples=job.leaf_samples,
+        seed=job.seed,
+        shuffle=job.shuffle,
+        drop_last=job.drop_last,
+    )
+    total_steps = _total_steps(job, config, sampler)
+    model = build_model(job)
+    if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
+        raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
+    try:
+        layout = Layout.of(model, bucket_bytes=config.bucket_bytes)
+    except ValueError as error:
+        raise JobError("model", str(error)) from error
+    evaluator = copy.deepcopy(model) if job.evaluate is not None and config.evaluate else None
+    state = FlatState(layout)
+    state.copy_from(model)
+    state.adopt(model)
+    rule = SyncRule(job, model, layout, state)
+    pack_state(rule.state_dict())  # an optimizer that cannot be saved is refused now, not at the first checkpoint
+    prepared = Prepared(
+        job=job, sampler=sampler, model=model, evaluator=evaluator, layout=layout, state=state, rule=rule, run_dir=None,
+        store=None, run_id="", term=1, first_step=0, total_steps=total_steps, samples=0, notes=[],
+    )  # fmt: skip
+    if run_path is None:
+        if config.resume not in ("auto", "never"):
+            raise UsageError("resume names a checkpoint but there is no run directory")
+        prepared.run_id = new_run_id()
+        return prepared
+    run_dir = RunDir.open(run_path, resume=config.resume != "never")
+    try:
+        _take_up(prepared, run_dir, config)
+    except BaseException:
+        run_dir.close()
+        raise
+    return prepared
+
+
+def _total_steps(job: Job, config: CoordinatorConfig, sampler: Sampler) -> int:
+    # What is given for this start takes the place of what the job says, both limits together.
+    if config.max_steps is not None or config.epochs is not None:
+        epochs, max_steps = config.epochs, config.max_steps
+    else:
+        epochs, max_steps = job.epochs, job.max_steps
+    limits = [] if epochs is None else [epochs * sampler.steps_per_epoch]
+    if max_steps is not None:
+        limits.append(max_steps)
+    return min(limits)
+
+
+def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> None:
+    prepared.run_dir = run_dir
+    prepared.run_id = run_dir.run_id
+    if run_dir.set_aside is not None:
+        prepared.notes.append(f"the run that was here lies in {run_dir.set_aside} now")
+    store = prepared.store = CheckpointStore(run_dir.checkpoints_path, keep=config.keep_checkpoints)
+    store.sweep()
+    record: Record | None = None
+    if config.resume == "auto":
+        record, skipped = store.latest()
+        for passed in skipped:
+            prepared.notes.append(f"checkpoint {passed.path} was passed over: {passed.reason}")
+        if record is None and skipped:
+            raise CheckpointMismatch(
+                str(run_dir.checkpoints_path),
+                f"none of the {len(skipped)} checkpoints is whole ({skipped[0].reason}); "
+                "--resume never starts afresh and sets them aside",
+            )
+    elif config.resume != "never":
+        record = store.load(Path(config.resume))
+    if record is not None:
+        _restore(prepared, record, str(run_dir.path))
+        prepared.notes.extend(f"{path} belongs to another course of the run" for path in
+                              store.abandon_after(record.step))  # fmt: skip
+    prepared.term = run_dir.next_term()
+
+
+def _identity(prepared: Prepared) -> dict[str, Any]:
+    """What must be the same for a run to go on, by the name that a person knows it by."""
+    job = prepared.job
+    return {
+        "dataset length": len(job.dataset),
+        "batch_size": job.batch_size,
+        "microbatch_size": job.microbatch_samples,
+        "accumulate_grad_batches": job.accumulate_grad_batches,
+        "seed": job.seed,
+        "shuffle": job.shuffle,
+        "drop_last": job.drop_last,
+        "precision": job.precision,
+        "optimizer": type(prepared.rule.optimizer).__name__,
+        "update rule": prepared.rule.name,
+    }
+
+
+def _restore(prepared: Prepared, record: Record, where: str) -> None:
+    fresh = "--resume never starts afresh and sets the old run aside"
+    try:
+        theirs = Layout.parse(json.dumps(record.meta["layout"]).encode())
+        identity: Any = record.meta["identity"]
+        cursor: Any = record.meta["cursor"]
+        samples = int(cursor["samples"])
+    except (KeyError, TypeError, ValueError, MalformedFrame) as error:
+        raise CheckpointMismatch(
+            where, f"its checkpoint was not written by this version ({error!r}); {fresh}"
+        ) from None
+    difference = prepared.layout.first_difference(theirs)
+    if difference:
+        raise CheckpointMismatch(
+            where, f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
+        )  # fmt: skip
+    for name, value in _identity(prepared).items():
+        if identity.get(name) != value:
+            raise CheckpointMismatch(
+                where,
+                f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",
+            )
+    tensors = record.groups["model"]
+    for entry, view in zip(prepared.layout.entries, prepared.state.views, strict=True):
+        view.copy_(tensors[entry.name])
+    try:
+        prepared.rule.load_state_dict(unpack_state(record.meta["rule"], record.groups["rule"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointMismatch(where, f"its optimizer state does not fit the job's ({error}); {fresh}") from error
+    prepared.first_step, prepared.samples = record.step, samples
+
+
+def record_of(prepared: Prepared, step: int, samples: int) -> Record:
+    """A consistent copy of everything that a resume needs. Runs between two commits; copies, writes nothing."""
+    with torch.no_grad():
+        model: dict[str, Tensor] = {
+            entry.name: view.detach().clone()
+            for entry, view in zip(prepared.layout.entries, prepared.state.views, strict=True)
+        }
+    skeleton, tensors = pack_state(prepared.rule.state_dict())
+    return Record(
+        step=step,
+        meta={
+            "run_id": prepared.run_id,
+            "term": prepared.term,
+            "cursor": {
+                "step": step, "epoch": step // prepared.sampler.steps_per_epoch,
+                "step_in_epoch": step % prepared.sampler.steps_per_epoch, "samples": samples,
+            },
+            "identity": _identity(prepared),
+            "layout": json.loads(prepared.layout.describe()),
+            "rule": skeleton,
+        },
+        groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},
+    )  # fmt: skip

@@ -1,0 +1,496 @@
+"""The coordinator: one run, from its directory to its last checkpoint.
+
+A guest in the caller's event loop: it installs no signal handler and no loop policy. Its tasks live in one TaskGroup
+inside one task; everything that blocks runs in executors. Shutting down is a ladder: stop accepting, stop leasing,
+finish the step or give it up, checkpoint, say goodbye, close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+import w5xde_async
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.preparation import Prepared, prepare, record_of
+from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.training import Commit, Training
+from w5xde_async.errors import LocalError, StoreError, W5xdeError
+from w5xde_async.job import Job
+from w5xde_async.net.endpoint import Listener, format_address, listen
+from w5xde_async.net.link import Link
+from w5xde_async.params.flat import state_of
+from w5xde_async.store.rundir import export_model
+from w5xde_async.telemetry.events import (
+    Bus,
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    RunFinished,
+    RunStarted,
+    Warned,
+)
+from w5xde_async.telemetry.plot import draw_loss
+from w5xde_async.telemetry.recorder import Recorder
+from w5xde_async.wire.messages import ByeCode, Welcome
+
+__all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters."""
+
+    outcome: str
+    reason: str
+    step: int
+    loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    digest: str = ""
+    seconds: float = 0.0
+    model_path: Path | None = None
+    metrics_path: Path | None = None
+    plot_path: Path | None = None
+
+
+def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
+    """Most bytes of tensors that a coordinator holds for its workers, beside the model, optimizer and dataset.
+
+    Result vectors: an open block per lease in hand and, between them, at most log2(leaves) merged ones; data: each
+    lease's batch of at most 64 MiB (or one leaf); plus 256 KiB of read-ahead and one scratch bucket a connection.
+    """
+    open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
+    vectors = min(num_leaves, (open_blocks + 1) * max(1, num_leaves.bit_length())) + 4
+    per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
+    leases = config.max_workers * config.pacing.leases_ahead * (64 << 20)
+    return vectors * vector_bytes + config.max_workers * per_link + leases
+
+
+class Coordinator:
+    """Trains ``job`` on the workers that connect.
+
+    >>> async with Coordinator(job, run_dir="runs/digits") as coordinator:
+    ...     result = await coordinator.wait()
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        run_dir: Path | str | None = None,
+        name: str = "",
+        config: CoordinatorConfig | None = None,
+        bus: Bus | None = None,
+        job_reference: str = "",
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        """``run_dir`` None keeps nothing on disk. ``settings`` is what ``config.toml`` will hold (no secrets)."""
+        self.job, self.config = job, config or CoordinatorConfig()
+        self.bus = bus or Bus()
+        self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
+        self._run_path = None if run_dir is None else Path(run_dir)
+        self._reference, self._settings = job_reference, settings
+        self._prepared: Prepared | None = None
+        self._training: Training | None = None
+        self._listener: Listener | None = None
+        self._recorder: Recorder | None = None
+        self._bulk: ThreadPoolExecutor | None = None
+        self._evaluate_on: ThreadPoolExecutor | None = None
+        self._main: asyncio.Task[RunResult] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._incarnations = 0
+        self._began = 0.0
+        self._stop_reason = ""
+        self._saving: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        self._checkpoint_wanted = False
+        self._saved_step = -1
+        self._evaluated_step = -1
+        self._metrics: dict[str, float] = {}
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Prepare the run, listen, begin. Raises JobError, StoreError, PortInUse, UsageError; then nothing is left."""
+        if self._main is not None:
+            raise LocalError("a coordinator starts once")
+        loop = asyncio.get_running_loop()
+        self._prepared = prepared = await loop.run_in_executor(
+            None, prepare, self.job, self.config, self._run_path, lambda: os.urandom(8).hex()
+        )
+        try:
+            await self._open(prepared)
+        except BaseException:
+            await self._close()
+            raise
+        self._main = asyncio.create_task(self._run(), name=f"coordinator {self.name}")
+
+    async def wait(self) -> RunResult:
+        """The run's end. Raises what ended it where it failed (LeafFailed, NonFinite). Cancelling leaves it running."""
+        if self._main is None:
+            raise LocalError("the coordinator has not been started")
+        return await asyncio.shield(self._main)
+
+    async def serve_forever(self) -> RunResult:
+        """``start``, ``wait`` and ``aclose`` in one; cancelled, it stops the run in good order first."""
+        await self.start()
+        try:
+            return await self.wait()
+        finally:
+            await self.aclose()
+
+    def request_stop(self, reason: str = "asked to stop") -> None:
+        """End in good order, with a checkpoint: after the step under way or ``grace_s``. Returns at once."""
+        self._stop_reason = self._stop_reason or reason
+        if self._training is not None:
+            self._training.stop()
+
+    def request_checkpoint(self) -> None:
+        """Write a checkpoint after the next commit."""
+        self._checkpoint_wanted = True
+
+    async def aclose(self) -> None:
+        """Stop in good order and free everything. May be called twice; a failure of the run is not raised again."""
+        if self._main is None:
+            return
+        self.request_stop("closed")
+        with suppress(W5xdeError):
+            await asyncio.shield(self._main)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def host(self) -> str:
+        host: str = self._listening.host
+        return host
+
+    @property
+    def port(self) -> int:
+        """The port it listens on (the one that was picked, for port 0)."""
+        port: int = self._listening.port
+        return port
+
+    @property
+    def address(self) -> str:
+        """``host:port``, for workers on this machine."""
+        return format_address(self.host, self.port)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that have joined."""
+        return 0 if self._training is None else len(self._training.sessions)
+
+    @property
+    def step(self) -> int:
+        """Commits so far."""
+        return 0 if self._training is None else self._training.version
+
+    @property
+    def _listening(self) -> Listener:
+        if self._listener is None:
+            raise LocalError("the coordinator does not listen (yet)")
+        return self._listener
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    async def _open(self, prepared: Prepared) -> None:
+        config, job = self.config, self.job
+        if config.bulk_threads:
+            self._bulk = ThreadPoolExecutor(config.bulk_threads, thread_name_prefix="w5xde-bulk")
+        self._listener = await listen(
+            config.host, config.port, self._on_link, bulk=self._bulk, max_links=config.max_workers + 64
+        )
+        loader = Loader(
+            job,
+            prepared.sampler,
+            threads=config.loader_threads,
+            processes=config.loader_processes,
+            prefetch_leaves=config.prefetch_leaves,
+            reference=self._reference or None,
+        )
+        welcome = Welcome(
+            prepared.run_id, self.name, prepared.term, job.seed, job.precision, job.microbatch_samples,
+            job.accumulate_grad_batches, config.bucket_bytes, prepared.layout.fingerprint, config.heartbeat_s,
+            config.silence_s,
+        )  # fmt: skip
+        self._training = Training(
+            sampler=prepared.sampler,
+            loader=loader,
+            layout=prepared.layout,
+            state=prepared.state,
+            rule=prepared.rule,
+            welcome=welcome,
+            config=config,
+            bus=self.bus,
+            first_step=prepared.first_step,
+            total_steps=prepared.total_steps,
+        )
+        self._training.samples_applied = prepared.samples
+        self._training.on_commit = self._on_commit
+        self._saved_step = prepared.first_step if prepared.first_step else -1
+        if prepared.run_dir is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
+            self._recorder = Recorder(prepared.run_dir.metrics_path, resumed_step=prepared.first_step)
+            self.bus.subscribe(self._recorder)
+        self._began = time.monotonic()
+        self.bus.publish(self._started(prepared))
+        for note in prepared.notes:
+            self.bus.publish(Warned(text=note))
+
+    def _started(self, prepared: Prepared) -> RunStarted:
+        job, config = self.job, self.config
+        reference = self._reference or "train.py:job"
+        shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
+        plan = prepared.sampler.plan(0)
+        return RunStarted(
+            version=w5xde_async.__version__,
+            run_name=self.name,
+            run_dir="" if self._run_path is None else str(self._run_path),
+            run_id=prepared.run_id,
+            term=prepared.term,
+            model=type(prepared.model).__name__,
+            num_parameters=prepared.layout.num_parameters,
+            fingerprint=prepared.layout.fingerprint.hex()[:12],
+            dataset=type(job.dataset).__name__,
+            num_samples=len(job.dataset),
+            batch_size=job.batch_size,
+            leaves_per_step=plan.num_leaves,
+            update_rule=prepared.rule.name,
+            codec="raw",
+            precision=job.precision,
+            address=format_address(self.host, self.port),
+            worker_command=f"python -m w5xde_async.worker --server {shown} --job {reference}",
+            security="token" if config.token else "no token, loopback only",
+            resumed_step=prepared.first_step,
+            total_steps=prepared.total_steps,
+            steps_per_epoch=prepared.sampler.steps_per_epoch,
+            memory_bound_bytes=memory_bound_bytes(
+                prepared.layout.vector_bytes, prepared.layout.state_bytes, plan.num_leaves, config
+            ),
+        )
+
+    async def _run(self) -> RunResult:
+        training, prepared = self._training, self._prepared
+        assert training is not None
+        assert prepared is not None
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                ticking = self._tasks.create_task(self._tick(training), name="tick")
+                try:
+                    await training.run()
+                except W5xdeError as error:
+                    failure = error
+                ticking.cancel()
+            result = await self._finish(training, prepared, failure)
+        finally:
+            await self._close()
+        if failure is not None:
+            raise failure
+        return result
+
+    async def _tick(self, training: Training) -> None:
+        config = self.config
+        ends = None if config.max_time_s is None else self._began + config.max_time_s
+        while True:
+            await asyncio.sleep(min(config.heartbeat_s, 1.0))
+            now = time.monotonic()
+            training.tick(now)
+            if ends is not None and now >= ends:
+                self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
+
+    async def _on_link(self, link: Link) -> None:
+        training = self._training
+        if training is None:
+            return
+        self._incarnations += 1
+        session = Session(
+            link, training, token=self.config.token, handshake_s=self.config.handshake_s,
+            incarnation=self._incarnations,
+        )  # fmt: skip
+        await session.run()
+
+    # -- after commits -------------------------------------------------------------------------------------
+
+    def _on_commit(self, commit: Commit) -> None:
+        """Runs before anything else can touch the parameters: what is submitted to the aggregator sees this version."""
+        assert self._tasks is not None
+        due = self._checkpoint_wanted or commit.step % self.config.checkpoint_every == 0
+        if due and self._prepared is not None and self._prepared.store is not None:
+            if self._saving is None or self._saving.done():
+                self._checkpoint_wanted = False
+                self._saving = self._tasks.create_task(self._save(commit.step), name=f"checkpoint {commit.step}")
+            else:
+                self._checkpoint_wanted = True  # the one before is still being written: the next commit tries again
+        every = self.job.evaluate_every
+        wanted = commit.last_of_epoch if every is None else commit.step % every == 0
+        if wanted and self._evaluator and (self._evaluating is None or self._evaluating.done()):
+            self._evaluating = self._tasks.create_task(self._evaluate(commit.step), name=f"evaluate {commit.step}")
+
+    @property
+    def _evaluator(self) -> bool:
+        return self._prepared is not None and self._prepared.evaluator is not None
+
+    async def _save(self, step: int) -> None:
+        training, prepared = self._training, self._prepared
+        assert training is not None
+        assert prepared is not None
+        assert prepared.store is not None
+        loop = asyncio.get_running_loop()
+        samples = training.samples_applied
+
+        def copy() -> tuple[Any, float]:
+            began = time.perf_counter()
+            return record_of(prepared, step, samples), time.perf_counter() - began
+
+        record, pause_s = await loop.run_in_executor(training.executor, copy)
+        try:
+            saved = await loop.run_in_executor(None, prepared.store.save, record)
+        except StoreError as error:
+            self._checkpoint_wanted = True
+            self.bus.publish(CheckpointFailed(step=step, reason=str(error)))
+            return
+        self._saved_step = max(self._saved_step, step)
+        self.bus.publish(
+            CheckpointSaved(
+                step=step, path=str(saved.path), nbytes=saved.nbytes, pause_s=pause_s, seconds=saved.seconds
+            )
+        )
+
+    async def _evaluate(self, step: int) -> None:
+        training, prepared = self._training, self._prepared
+        assert training is not None
+        assert prepared is not None
+        loop = asyncio.get_running_loop()
+        snapshot = await loop.run_in_executor(training.executor, training.snapshot_state)
+        if self._evaluate_on is None:
+            self._evaluate_on = ThreadPoolExecutor(1, thread_name_prefix="w5xde-evaluate")
+        began = time.monotonic()
+        try:
+            metrics = await loop.run_in_executor(self._evaluate_on, _evaluate, prepared, snapshot)
+        except Exception as error:
+            self.bus.publish(Warned(text=f"evaluate raised {type(error).__name__}: {error}; the run goes on"))
+            return
+        self._metrics, self._evaluated_step = metrics, step
+        self.bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    async def _finish(self, training: Training, prepared: Prepared, failure: BaseException | None) -> RunResult:
+        finished = failure is None and training.version >= training.total_steps
+        outcome = "failed" if failure is not None else "finished" if finished else "stopped"
+        reason = str(failure) if failure is not None else "" if finished else self._stop_reason
+        if finished and prepared.first_step >= prepared.total_steps:
+            reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
+        code = ByeCode.FAILED if failure is not None else ByeCode.FINISHED if finished else ByeCode.STOPPING
+        for session in training.sessions.values():
+            session.say_goodbye(code, reason.splitlines()[0][:300] if reason else f"the run is {outcome}")
+        if self._listener is not None:
+            await self._listener.stop_accepting()
+        if finished and self._evaluator and self._evaluated_step != training.version:
+            await self._evaluate(training.version)
+        if prepared.store is not None and self._saved_step != training.version and training.version:
+            await self._save(training.version)
+        await self._wait_for_goodbyes(training)
+        loop = asyncio.get_running_loop()
+        digest = await loop.run_in_executor(training.executor, prepared.state.digest)
+        paths: dict[str, Path | None] = {"model_path": None, "metrics_path": None, "plot_path": None}
+        if prepared.run_dir is not None:
+            paths = await self._write_results(prepared)
+        seconds = time.monotonic() - self._began
+        sent, received = training.accounts.traffic(training.sessions.values())
+        self.bus.publish(
+            RunFinished(
+                outcome=outcome,
+                reason=reason,
+                step=training.version,
+                total_steps=training.total_steps,
+                samples=training.samples_applied,
+                loss=training.last_loss,
+                metrics=self._metrics,
+                seconds=seconds,
+                bytes_sent=sent,
+                bytes_received=received,
+                digest=digest,
+                model_path=str(paths["model_path"] or ""),
+                metrics_path=str(paths["metrics_path"] or ""),
+                plot_path=str(paths["plot_path"] or ""),
+                shares=training.accounts.shares(),
+            )
+        )
+        return RunResult(
+            outcome=outcome, reason=reason, step=training.version, loss=training.last_loss, metrics=self._metrics,
+            digest=digest, seconds=seconds, **paths,
+        )  # fmt: skip
+
+    async def _wait_for_goodbyes(self, training: Training) -> None:
+        """Workers close when they have read the last message; nobody waits long for one that does not."""
+        try:
+            async with asyncio.timeout(2.0):
+                while training.sessions:
+                    await next(iter(training.sessions.values())).ended.wait()
+        except TimeoutError:
+            pass
+
+    async def _write_results(self, prepared: Prepared) -> dict[str, Path | None]:
+        run_dir = prepared.run_dir
+        assert run_dir is not None
+        loop = asyncio.get_running_loop()
+        model_path: Path | None = run_dir.model_path
+        try:
+            await loop.run_in_executor(None, export_model, prepared.model, run_dir.model_path)
+        except StoreError as error:
+            model_path = None
+            self.bus.publish(Warned(text=f"the model was not written: {error}"))
+        plotted = False
+        if self._recorder is not None:
+            await loop.run_in_executor(None, self._recorder.flush)
+            plotted = await loop.run_in_executor(None, draw_loss, run_dir.metrics_path, run_dir.plot_path)
+        return {
+            "model_path": model_path,
+            "metrics_path": run_dir.metrics_path,
+            "plot_path": run_dir.plot_path if plotted else None,
+        }
+
+    async def _close(self) -> None:
+        """Free everything that ``start`` made, in the order of who uses whom."""
+        loop = asyncio.get_running_loop()
+        if self._listener is not None:
+            await self._listener.aclose()
+        if self._training is not None:
+            await self._training.aclose()
+        for executor in (self._bulk, self._evaluate_on):
+            if executor is not None:
+                await loop.run_in_executor(None, executor.shutdown)
+        if self._recorder is not None:
+            await loop.run_in_executor(None, self._recorder.close)
+        if self._prepared is not None and self._prepared.run_dir is not None:
+            self._prepared.run_dir.close()
+
+
+def _evaluate(prepared: Prepared, snapshot: Mapping[str, Tensor]) -> dict[str, float]:
+    model, evaluate = prepared.evaluator, prepared.job.evaluate
+    assert model is not None
+    assert evaluate is not None
+    with torch.no_grad():
+        for entry, tensor in zip(prepared.layout.entries, state_of(model, prepared.layout), strict=True):
+            tensor.copy_(snapshot[entry.name])
+        model.eval()
+        return {str(name): float(value) for name, value in evaluate(model).items()}

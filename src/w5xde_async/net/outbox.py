@@ -1,0 +1,69 @@
+"""What waits to be sent on one link, in order, gathered into few sends.
+
+Bounded by what its owner puts into it: a session holds the leases of its worker, one version of the parameters (what is
+unsent of an older one is superseded) and small messages; a worker holds the results of its leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from w5xde_async.net.link import Link
+from w5xde_async.wire.frame import Buffer
+
+__all__ = ["Outbox"]
+
+_SEND_BYTES = 1 << 20  # frames are gathered up to this into one send
+
+
+class _Item(NamedTuple):
+    version: int  # of parameters; -1 for everything else
+    chunks: list[Buffer]
+    sent: Callable[[], None] | None
+
+
+class Outbox:
+    """A queue of encoded frames and the coroutine that sends them."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._items: deque[_Item] = deque()
+        self._wake = asyncio.Event()
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing waits to be sent."""
+        return not self._items
+
+    def post(self, chunks: list[Buffer], *, sent: Callable[[], None] | None = None, version: int = -1) -> None:
+        """Queue a frame; ``sent`` is called when it has been handed to the kernel whole."""
+        self._items.append(_Item(version, chunks, sent))
+        self._wake.set()
+
+    def supersede(self, version: int) -> None:
+        """Forget queued frames of versions before ``version``."""
+        if any(0 <= item.version < version for item in self._items):
+            self._items = deque(item for item in self._items if not 0 <= item.version < version)
+
+    async def run(self) -> None:
+        """Send until cancelled. Raises LinkLost."""
+        while True:
+            if not self._items:
+                self._wake.clear()
+                await self._wake.wait()
+            batch: list[Buffer] = []
+            notes: list[Callable[[], None]] = []
+            nbytes = 0
+            while self._items and nbytes < _SEND_BYTES:
+                _, chunks, sent = self._items.popleft()
+                batch.extend(chunks)
+                nbytes += sum(map(len, chunks))
+                if sent is not None:
+                    notes.append(sent)
+            if batch:
+                await self._link.send(batch)
+            for note in notes:
+                note()

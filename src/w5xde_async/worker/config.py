@@ -1,0 +1,51 @@
+"""What a worker can be told, beside the job and the coordinator's address."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from w5xde_async.errors import UsageError
+
+__all__ = ["WorkerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Settings of one worker.
+
+    name              shown in the coordinator's lists; default: host name and process id
+    token             the shared secret; needed where the coordinator has one
+    device            auto, cpu, cuda, cuda:N or mps
+    threads           torch's threads for one operation on the CPU; None leaves torch's own choice
+    connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
+    lifetime_s        leave in good order after that long (a spot instance's hour)
+    memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
+    """
+
+    name: str = ""
+    token: str = field(default="", repr=False)
+    device: str = "auto"
+    threads: int | None = None
+    connect_timeout_s: float = 300.0
+    lifetime_s: float | None = None
+    memory_limit_bytes: int = field(default_factory=lambda: _quarter_of_memory())
+
+    def __post_init__(self) -> None:
+        def need(holds: bool, text: str) -> None:
+            if not holds:
+                raise UsageError(text)
+
+        need(self.threads is None or self.threads >= 1, f"threads is {self.threads}; give a number >= 1")
+        need(self.connect_timeout_s > 0, f"connect_timeout is {self.connect_timeout_s}; give seconds > 0")
+        need(self.lifetime_s is None or self.lifetime_s > 0, f"lifetime is {self.lifetime_s}; give seconds > 0")
+        need(self.memory_limit_bytes >= 1 << 20, "memory_limit is less than 1 MiB")
+        kind = self.device.partition(":")[0]
+        need(kind in ("auto", "cpu", "cuda", "mps"), f"device is {self.device!r}; give auto, cpu, cuda, cuda:N or mps")
+
+
+def _quarter_of_memory() -> int:
+    try:
+        return max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return 4 << 30

@@ -1,0 +1,102 @@
+"""The worker's side of the handshake: from a fresh link to a WELCOME."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import w5xde_async
+from w5xde_async.errors import MalformedFrame, RefusalCode, Refused
+from w5xde_async.net.link import Link
+from w5xde_async.params.layout import Layout
+from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
+from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
+from w5xde_async.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Message, Proof, Refusal, Welcome
+
+__all__ = ["Joined", "join", "refused"]
+
+_MAX_LAYOUT_BYTES = 64 << 20
+
+
+class Joined(NamedTuple):
+    """A link on which both sides have proved themselves, and what the coordinator said of the run."""
+
+    link: Link
+    welcome: Welcome
+    layout: Layout
+
+
+async def join(link: Link, *, worker_id: str, name: str, token: str, last_term: int) -> Joined:
+    """Prove each other the secret and learn of the run.
+
+    Raises Refused (by the coordinator, or by us where it cannot prove itself), LinkLost, RemoteError.
+    """
+    secret = token.encode()
+    nonce = os.urandom(NONCE_BYTES)
+    hello = Hello(PROTOCOL_VERSION, nonce, worker_id, name[:64], w5xde_async.__version__, last_term)
+    await link.send(encode(hello))
+    challenge = await _expect(link, State.GREETING)
+    assert isinstance(challenge, Challenge)
+    if challenge.protocol != PROTOCOL_VERSION:
+        raise Refused(
+            RefusalCode.PROTOCOL_VERSION,
+            f"the coordinator speaks protocol {challenge.protocol}, this worker {PROTOCOL_VERSION}",
+            "install the same version of w5xde-async on both sides",
+        )
+    if secret and not challenge.auth:
+        raise Refused(
+            RefusalCode.AUTHENTICATION,
+            "this worker has a token and the coordinator asks for none",
+            "it may not be the coordinator you mean; unset W5XDE_TOKEN if it is",
+        )
+    if challenge.auth and not secret:
+        raise Refused(
+            RefusalCode.AUTHENTICATION,
+            "the coordinator asks for a token and this worker has none",
+            "set the coordinator's token in W5XDE_TOKEN or --token-file",
+        )
+    proof = b""
+    if challenge.auth:
+        if not verify(challenge.proof, secret, "coordinator", nonce, challenge.nonce):
+            raise Refused(
+                RefusalCode.AUTHENTICATION,
+                "the coordinator does not know this worker's token",
+                "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
+            )
+        proof = prove(secret, "worker", nonce, challenge.nonce)
+    await link.send(encode(Proof(proof)))
+    link.caps = SESSION_CAPS
+    text = bytearray()
+
+    def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        if type(message) is not Welcome or len(specs) != 1 or specs[0].dtype != "uint8":
+            raise MalformedFrame(f"{type(message).__name__} came with buffers in place of WELCOME")
+        if specs[0].nbytes > _MAX_LAYOUT_BYTES:
+            raise MalformedFrame(f"a layout of {specs[0].nbytes} bytes")
+        text.extend(bytes(specs[0].nbytes))
+        return [memoryview(text)]
+
+    received = await link.recv(accept)
+    advance(WORKER, State.PROVING, received.message)
+    if isinstance(received.message, Refusal):
+        raise refused(received.message)
+    assert isinstance(received.message, Welcome)
+    return Joined(link, received.message, Layout.parse(bytes(text)))
+
+
+async def _expect(link: Link, state: State) -> Message:
+    message = (await link.recv()).message
+    advance(WORKER, state, message)
+    if isinstance(message, Refusal):
+        raise refused(message)
+    return message
+
+
+def refused(message: Refusal) -> Refused:
+    """The coordinator's refusal as an exception."""
+    try:
+        code = RefusalCode(message.code)
+    except ValueError:
+        code = RefusalCode.PROTOCOL_ERROR
+    return Refused(code, message.reason[:500], message.hint[:500])

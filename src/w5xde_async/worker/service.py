@@ -1,0 +1,230 @@
+"""The worker: joins a run, computes what it is leased, leaves in good order.
+
+A guest in the caller's event loop: no signal handler, no loop policy. It owns the compute thread and the model; a
+connection (``serving``) comes and goes. A lost coordinator is looked for again, with jitter, under the same worker id,
+and the model stays where it is meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import stamina
+import torch
+
+from w5xde_async.compute.engine import Engine, choose_device
+from w5xde_async.errors import (
+    LinkLost,
+    LocalError,
+    RefusalCode,
+    Refused,
+    RemoteError,
+    Unreachable,
+    UsageError,
+    W5xdeError,
+)
+from w5xde_async.job import Job
+from w5xde_async.net.endpoint import connect, format_address, parse_address
+from w5xde_async.params.layout import Layout
+from w5xde_async.wire.messages import Ready, Welcome
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.joining import Joined, join
+from w5xde_async.worker.serving import Departure, RunFailed, Serving
+
+__all__ = ["Departure", "RunFailed", "Worker"]
+
+logger = logging.getLogger(__name__)
+
+_TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL)
+
+
+class _NotNow(W5xdeError):
+    """The coordinator answered but cannot take us now."""
+
+
+class Worker:
+    """One worker.
+
+    >>> await Worker("host:5555", job=job).run()
+    """
+
+    def __init__(self, server: str, *, job: Job, config: WorkerConfig | None = None) -> None:
+        """``server`` is ``host:port``. Raises UsageError for a bad address or a device that is not there."""
+        self.config = config or WorkerConfig()
+        self.host, self.port = parse_address(server)
+        self.worker_id = os.urandom(8).hex()
+        self.name = self.config.name or f"{socket.gethostname()}-{os.getpid()}"
+        self.leases_done = self.leases_stale = 0
+        self._job = job
+        try:
+            self._device = choose_device(self.config.device)
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(str(error)) from error
+        self._engine: Engine | None = None
+        self._engine_key: tuple[object, ...] = ()
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="w5xde-compute", initializer=self._set_threads)
+        self._serving: Serving | None = None
+        self._drain = ""
+        self._joining: asyncio.Task[Joined] | None = None
+        self._last_term = 0
+        self._running = False
+
+    async def run(self) -> Departure:
+        """Work until the run is finished or ``drain`` was called.
+
+        Raises Unreachable (nobody answered for ``connect_timeout_s``), Refused (with the reason), RunFailed.
+        """
+        if self._running:
+            raise LocalError("a worker runs once")
+        self._running = True
+        loop = asyncio.get_running_loop()
+        lifetime: asyncio.TimerHandle | None = None
+        if self.config.lifetime_s is not None:
+            lifetime = loop.call_later(self.config.lifetime_s, self.drain, "its lifetime is over")
+        try:
+            while True:
+                departure = await self._one_connection()
+                if departure is not None:
+                    return departure
+        finally:
+            if lifetime is not None:
+                lifetime.cancel()
+            if self._engine is not None:
+                await loop.run_in_executor(self._compute, self._engine.close)
+            await loop.run_in_executor(None, self._compute.shutdown)
+
+    def drain(self, reason: str = "asked to leave") -> None:
+        """Leave in good order: finish the lease under way, give the others back. Returns at once."""
+        self._drain = self._drain or reason
+        if self._joining is not None:
+            self._joining.cancel()
+        if self._serving is not None:
+            self._serving.drain(self._drain)
+
+    def _leaving(self) -> bool:
+        return bool(self._drain)
+
+    # -- connections ---------------------------------------------------------------------------------------
+
+    async def _one_connection(self) -> Departure | None:
+        """From connecting to the end of that link; None: connect again."""
+        if self._leaving():
+            return Departure.DRAINED
+        self._joining = asyncio.create_task(self._join(), name="join")
+        try:
+            link, welcome, layout = await self._joining
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._leaving() and not (current and current.cancelling()):
+                return Departure.DRAINED
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+            raise
+        finally:
+            self._joining = None
+        logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
+        self._last_term = max(self._last_term, welcome.term)
+        self._serving = serving = Serving(link, welcome, self._compute, self.config.memory_limit_bytes)
+        try:
+            return await serving.run(lambda: self._prepare(welcome, layout))
+        except LinkLost as error:
+            if self._leaving():
+                return Departure.DRAINED
+            logger.warning("coordinator lost, connecting again reason=%s", error.reason)
+            return None
+        except RemoteError as error:
+            logger.warning("coordinator broke the protocol, connecting again reason=%s", error)
+            return None
+        finally:
+            self._serving = None
+            self.leases_done += serving.leases_done
+            self.leases_stale += serving.leases_stale
+            await link.aclose()
+
+    async def _join(self) -> Joined:
+        """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over."""
+        began, limit = time.monotonic(), self.config.connect_timeout_s
+        try:
+            async for attempt in stamina.retry_context(
+                on=(LinkLost, _NotNow, RemoteError), attempts=None, timeout=limit, wait_initial=0.1, wait_max=5.0,
+                wait_jitter=0.5,
+            ):  # fmt: skip
+                with attempt:
+                    return await self._try_to_join(max(limit - (time.monotonic() - began), 0.5))
+        except (LinkLost, _NotNow, RemoteError) as error:
+            reason = error.reason if isinstance(error, LinkLost) else str(error)
+            raise Unreachable(format_address(self.host, self.port), reason, limit) from error
+        raise LocalError("retrying ended without a result")
+
+    async def _try_to_join(self, left_s: float) -> Joined:
+        link = await connect(self.host, self.port, timeout_s=min(left_s, 10.0))
+        try:
+            async with asyncio.timeout(min(left_s, 20.0)):
+                return await join(
+                    link, worker_id=self.worker_id, name=self.name, token=self.config.token, last_term=self._last_term
+                )
+        except BaseException as error:
+            link.abort()
+            if isinstance(error, TimeoutError):
+                raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
+            if isinstance(error, Refused) and error.code in _TRY_AGAIN:
+                raise _NotNow(error.reason) from None
+            raise
+
+    # -- the model -----------------------------------------------------------------------------------------
+
+    async def _prepare(self, welcome: Welcome, theirs: Layout) -> tuple[Engine, Ready]:
+        """Build the model (or keep it) and compare it with the coordinator's. Raises Refused (MODEL_MISMATCH)."""
+        key = (
+            welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate, welcome.bucket_bytes,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        if self._engine is None or self._engine_key != key:
+            if self._engine is not None:
+                await loop.run_in_executor(self._compute, self._engine.close)
+            self._engine = await loop.run_in_executor(self._compute, self._build, welcome)
+            self._engine_key = key
+        engine = self._engine
+        if engine.layout.fingerprint != welcome.fingerprint:
+            difference = engine.layout.first_difference(theirs) or "the layouts differ"
+            raise Refused(
+                RefusalCode.MODEL_MISMATCH,
+                f"this worker's model differs from the coordinator's: {difference}",
+                "use the same job file on both sides",
+            )
+        threads = await loop.run_in_executor(self._compute, torch.get_num_threads)
+        return engine, Ready(
+            engine.layout.fingerprint, str(self._device), _device_name(self._device), threads, torch.__version__
+        )
+
+    def _build(self, welcome: Welcome) -> Engine:
+        try:
+            return Engine(
+                self._job,
+                device=self._device,
+                seed=welcome.seed,
+                precision=welcome.precision,
+                microbatch_samples=welcome.microbatch_size,
+                accumulate=welcome.accumulate,
+                bucket_bytes=welcome.bucket_bytes,
+            )
+        except W5xdeError:
+            raise
+        except Exception as error:
+            raise UsageError(f"building the job's model raised {type(error).__name__}: {error}") from error
+
+    def _set_threads(self) -> None:
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,324 @@
+"""One link after joining: leases and versions in, results out.
+
+Reader, writer and heartbeat are tasks of one TaskGroup; forward and backward run on the worker's compute thread, which
+takes from a queue while there is anything in it, so that nothing waits for the loop between two blocks. Results of a
+big model leave bucket by bucket while backward goes on; those of a small one leave with their DONE, in one send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from enum import Enum
+
+from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task
+from w5xde_async.errors import LinkLost, MalformedFrame, Refused, W5xdeError
+from w5xde_async.net.link import Link
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.handshake import WORKER, State, advance
+from w5xde_async.wire.messages import (
+    Bye,
+    ByeCode,
+    Done,
+    Drain,
+    Failed,
+    Heartbeat,
+    Lease,
+    Message,
+    Params,
+    Ready,
+    Refusal,
+    Result,
+    Revoke,
+    Verdict,
+    VerdictCode,
+    Welcome,
+)
+from w5xde_async.worker.inbox import HeldLease, Inbox, Version
+from w5xde_async.worker.joining import refused
+
+__all__ = ["Departure", "RunFailed", "Serving"]
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
+
+
+class Departure(Enum):
+    """Why a worker's ``run`` returned."""
+
+    FINISHED = "the run is finished"
+    DRAINED = "it was asked to leave"
+
+
+class RunFailed(W5xdeError):
+    """The coordinator ended the run with an error. Field: ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the coordinator ended the run: {reason}")
+
+
+class Serving:
+    """One link from READY to its end."""
+
+    def __init__(self, link: Link, welcome: Welcome, compute: Executor, memory_limit_bytes: int) -> None:
+        self.link, self.welcome = link, welcome
+        self.outbox = Outbox(link)
+        self.leases_done = self.leases_stale = 0
+        self._compute, self._limit = compute, memory_limit_bytes
+        self._state = State.JOINING
+        self._activity = "building the model"
+        self._queue: deque[HeldLease | Version] = deque()
+        self._thread: asyncio.Future[None] | None = None
+        self._revoked: set[int] = set()
+        self._stopping = False
+        self._drain = ""
+        self._failure: BaseException | None = None
+        self._idle_since = time.perf_counter()
+
+    async def run(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> Departure | None:
+        """Serve until the end. None: the coordinator stops and may come back.
+
+        Raises LinkLost, Refused, RunFailed, RemoteError, and whatever ``prepare`` raises.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(self.outbox.run(), name="write"),
+                    tasks.create_task(self._beat(), name="heartbeat"),
+                ]
+                try:
+                    await self._prepare(prepare)
+                    return await self._read()
+                finally:
+                    for task in helpers:
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            await self._stop()
+
+    def drain(self, reason: str) -> None:
+        """Ask the coordinator to let us go. Returns at once."""
+        if self._drain:
+            return
+        self._drain = reason
+        if self._state in (State.READY, State.DRAINING):
+            self.outbox.post(encode(Drain(reason[:200], 0.0)))
+
+    async def _prepare(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> None:
+        try:
+            engine, ready = await prepare()
+        except Refused as error:
+            await self.link.send(encode(Bye(ByeCode.MISMATCH, error.reason[:500])))
+            raise
+        except W5xdeError as error:
+            await self.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))
+            raise
+        layout = engine.layout
+        self._engine, self._inbox = engine, Inbox(layout, engine.incoming, self._limit)
+        self._together = layout.vector_bytes <= _TOGETHER_BYTES
+        self._specs = [
+            BufferSpec(
+                "",
+                str(layout.groups[bucket.group].result_dtype).removeprefix("torch."),
+                (bucket.numel,),
+                "raw",
+                layout.result_nbytes(bucket),
+            )
+            for bucket in layout.result_buckets
+        ]
+        self._activity = "waiting for work"
+        self.outbox.post(encode(ready))
+        self._idle_since = time.perf_counter()
+        self._state = State.READY
+        if self._drain:
+            self.outbox.post(encode(Drain(self._drain[:200], 0.0)))
+
+    # -- in ------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> Departure | None:
+        while True:
+            message = (await self.link.recv(self._accept)).message
+            if self._failure is not None:
+                raise self._failure
+            if type(message) is Params:
+                version = self._inbox.params(message)
+                if version is not None:
+                    self._queue.append(version)
+                    self._feed()
+            elif type(message) is Lease:
+                self._inbox.lease(message)
+                self._feed()
+            else:
+                self._state = advance(WORKER, self._state, message)
+                if type(message) is Verdict:
+                    if message.code != VerdictCode.APPLIED:
+                        self.leases_stale += len(message.leases)
+                        logger.info("leases not applied leases=%s reason=%s", message.leases[:8], message.reason[:200])
+                elif type(message) is Revoke:
+                    self._revoked.add(message.lease)
+                    self._inbox.revoke(message.lease)
+                elif type(message) is Drain:
+                    self._activity = "draining"
+                elif type(message) is Refusal:
+                    raise refused(message)
+                elif type(message) is Bye:
+                    return self._goodbye(message)
+
+    def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        self._state = advance(WORKER, self._state, message)
+        if type(message) is Params:
+            return self._inbox.place_params(message, specs)
+        if type(message) is Lease:
+            return self._inbox.place_lease(message, specs)
+        raise MalformedFrame(f"{type(message).__name__} came with buffers")
+
+    def _goodbye(self, bye: Bye) -> Departure | None:
+        if bye.code == ByeCode.FINISHED:
+            return Departure.FINISHED
+        if bye.code == ByeCode.LEAVING or self._drain:
+            return Departure.DRAINED
+        if bye.code == ByeCode.STOPPING:
+            logger.warning("coordinator stops, waiting for it to come back reason=%s", bye.reason[:300])
+            return None
+        raise RunFailed(bye.reason[:1000])
+
+    # -- computing -----------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        """Queue what can be computed now and see that the compute thread is at it."""
+        self._queue.extend(self._inbox.take())
+        if self._queue and self._thread is None and not self._stopping:
+            self._thread = self._loop.run_in_executor(self._compute, self._work)
+            self._thread.add_done_callback(self._worked)
+
+    def _worked(self, thread: asyncio.Future[None]) -> None:
+        self._thread = None
+        error = None if thread.cancelled() else thread.exception()
+        if error is not None:
+            self._failure = error
+            self.link.abort()
+        else:
+            self._feed()
+
+    def _work(self) -> None:
+        """On the compute thread: compute until the queue is empty."""
+        version = Version(-1, 1.0, ())
+        while not self._stopping:
+            try:
+                item = self._queue.popleft()
+            except IndexError:
+                return
+            if type(item) is Version:
+                self._engine.load(item.buckets)
+                self._version = version = item
+                continue
+            assert type(item) is HeldLease
+            lease = item.message
+            if version.number < 0:
+                version = self._version
+            if lease.lease in self._revoked or lease.version != version.number:
+                continue
+            self._block(item, version.loss_scale)
+
+    def _block(self, item: HeldLease, loss_scale: float) -> None:
+        lease = item.message
+        began = time.perf_counter()
+        self._activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
+        task = Task(
+            step=lease.step,
+            start=lease.start,
+            samples=lease.samples,
+            loss_scale=loss_scale,
+            structure=lease.structure,
+            packed=lease.packed,
+            tensors=item.tensors,
+        )
+        together: list[tuple[int, ResultVector]] = []
+
+        def emit(bucket: int, vector: ResultVector) -> None:
+            if self._together:
+                together.append((bucket, vector))
+            else:
+                self._loop.call_soon_threadsafe(self._send_result, lease.lease, bucket, vector)
+
+        try:
+            outcome = self._engine.compute(task, emit)
+        except LeafError as error:
+            self._loop.call_soon_threadsafe(self._send_failed, lease.lease, error)
+        else:
+            wait_s = began - self._idle_since
+            self._loop.call_soon_threadsafe(self._send_done, lease.lease, outcome, wait_s, together)
+        self._idle_since = time.perf_counter()
+        self._activity = "waiting for work"
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    def _send_result(self, lease: int, bucket: int, vector: ResultVector) -> None:
+        if lease not in self._revoked:
+            self.outbox.post(encode(Result(lease, bucket), [(self._specs[bucket], vector.bucket_bytes[bucket])]))
+
+    def _send_done(self, lease: int, outcome: Outcome, wait_s: float, together: list[tuple[int, ResultVector]]) -> None:
+        engine = self._engine
+
+        def release() -> None:
+            for vector in outcome.vectors:
+                engine.release(vector)
+
+        if lease in self._revoked:
+            self._revoked.discard(lease)
+            release()
+            return
+        for bucket, vector in together:
+            self._send_result(lease, bucket, vector)
+        done = Done(
+            lease, outcome.losses, outcome.metric_names, outcome.metrics, outcome.untouched, outcome.absent,
+            outcome.splits, outcome.compute_s, max(wait_s, 0.0),
+        )  # fmt: skip
+        self.outbox.post(encode(done), sent=release)
+        self.leases_done += 1
+
+    def _send_failed(self, lease: int, error: LeafError) -> None:
+        logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
+        self.outbox.post(encode(Failed(lease, error.leaf, error.error, error.traceback)))
+
+    async def _beat(self) -> None:
+        """Say that we live, and notice when the coordinator does not."""
+        seen, since = -1, time.monotonic()
+        while True:
+            await asyncio.sleep(self.welcome.heartbeat_s)
+            if self.outbox.idle:
+                self.outbox.post(encode(Heartbeat(self._activity)))
+            now = time.monotonic()
+            if self.link.bytes_received != seen:
+                seen, since = self.link.bytes_received, now
+            elif now - since > self.welcome.silence_s:
+                raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")
+
+    async def _stop(self) -> None:
+        """Wait for the block under way: a thread cannot be cancelled, and the model is not ours until it ends."""
+        self._stopping = True
+        while self._thread is not None:
+            await asyncio.wait([self._thread])
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that says most: not the lost link that follows from another."""
+    errors: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            errors.append(error)
+    return min(errors, key=lambda error: isinstance(error, LinkLost))
