@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError
+from w5xde_async.randomness import random_state, seed_all
 
 __all__ = ["Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "step_function"]
 
@@ -132,18 +131,12 @@ def build_model(job: Job) -> nn.Module:
     """The job's model in train mode; a factory runs with all seeds set and the caller's random state kept."""
     if isinstance(job.model, nn.Module):
         return job.model.train()
-    with torch.random.fork_rng(devices=[]):
-        _seed_all(job.seed)
+    with random_state():
+        seed_all(job.seed)
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
     return model.train()
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
 
 
 def step_function(job: Job) -> StepFunction:
@@ -204,7 +197,7 @@ def load_job(reference: str) -> Job:
     target, colon, attribute = reference.rpartition(":")
     if not colon or not target or not attribute:
         raise JobError(reference, "is not FILE.py:NAME or MODULE:NAME", "for example train.py:job")
-    _seed_all(0)
+    seed_all(0)
     module = _import_file(reference, Path(target)) if target.endswith(".py") else _import_module(reference, target)
     found = module
     for part in attribute.split("."):

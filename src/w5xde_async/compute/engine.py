@@ -23,7 +23,7 @@ from torch import Tensor
 
 from w5xde_async.compute.batch import leaves_of, rows
 from w5xde_async.compute.buffers import BufferMerge
-from w5xde_async.compute.randomness import random_state, seed_all
+from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job, build_model, step_function

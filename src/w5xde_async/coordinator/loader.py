@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.randomness import draws_random, random_state, seed_all
+from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of

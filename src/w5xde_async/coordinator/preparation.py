@@ -48,6 +48,7 @@ class Prepared:
     total_steps: int
     samples: int
     notes: list[str]
+    evaluation_draws: bool | None = None  # whether evaluate uses random numbers; None: not tried yet
 
 
 def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_id: Callable[[], str]) -> Prepared:

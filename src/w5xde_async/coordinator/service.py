@@ -31,6 +31,7 @@ from w5xde_async.job import Job
 from w5xde_async.net.endpoint import Listener, format_address, listen
 from w5xde_async.net.link import Link
 from w5xde_async.params.flat import state_of
+from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import (
     Bus,
@@ -489,8 +490,21 @@ def _evaluate(prepared: Prepared, snapshot: Mapping[str, Tensor]) -> dict[str, f
     model, evaluate = prepared.evaluator, prepared.job.evaluate
     assert model is not None
     assert evaluate is not None
+    found: dict[str, float] = {}
+
+    def run() -> None:
+        found.update({str(name): float(value) for name, value in evaluate(model).items()})
+
     with torch.no_grad():
         for entry, tensor in zip(prepared.layout.entries, state_of(model, prepared.layout), strict=True):
             tensor.copy_(snapshot[entry.name])
         model.eval()
-        return {str(name): float(value) for name, value in evaluate(model).items()}
+        if prepared.evaluation_draws is None:
+            prepared.evaluation_draws = draws_random(run)
+        elif prepared.evaluation_draws:
+            with random_state():
+                seed_all(prepared.job.seed)
+                run()
+        else:
+            run()
+    return found

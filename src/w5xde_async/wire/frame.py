@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from w5xde_async.errors import FrameTooLarge, MalformedFrame
+from w5xde_async.errors import FrameTooLarge, MalformedFrame, ProtocolViolation
 from w5xde_async.wire.messages import MESSAGES, Message
 
 __all__ = [
@@ -73,8 +73,15 @@ class BufferSpec(NamedTuple):
 
 
 def encode(message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> list[Buffer]:
-    """The chunks of one frame, in order: length and header in one piece, then each buffer uncopied."""
-    specs = [spec for spec, _ in buffers]
+    """The chunks of one frame, in order: length and header in one piece, then each buffer uncopied.
+
+    Raises ProtocolViolation where a buffer is not as long as its spec says: the peer would read on out of step.
+    """
+    specs = []
+    for spec, data in buffers:
+        if len(data) != spec.nbytes:
+            raise ProtocolViolation(f"buffer {spec.name!r} has {len(data)} bytes, its spec says {spec.nbytes}")
+        specs.append(spec)
     header: bytes = msgpack.packb((message.TYPE, message.fields(), specs), use_bin_type=True)
     chunks: list[Buffer] = [_LENGTH.pack(len(header)) + header]
     chunks.extend(data for spec, data in buffers if spec.nbytes)
