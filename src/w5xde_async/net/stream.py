@@ -16,6 +16,7 @@ before the end; memory beyond the caller's own is ``READ_AHEAD_BYTES`` a stream.
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 from abc import ABC, abstractmethod
@@ -75,6 +76,8 @@ def ended_by(error: OSError) -> str:
         return CLOSED_BY_PEER
     if isinstance(error, TimeoutError):
         return "peer stopped answering"
+    if error.errno and error.strerror and error.strerror.startswith("Connect call failed"):
+        return os.strerror(error.errno)  # asyncio writes the address where the reason should be
     return error.strerror or str(error) or type(error).__name__
 
 

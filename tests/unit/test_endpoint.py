@@ -1,0 +1,305 @@
+"""connect, listen, parse_address: what they promise when all goes well and when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+
+import pytest
+import trustme
+from hypothesis import given
+from hypothesis import strategies as st
+
+from w5xde_async.errors import LinkLost, PortInUse, Unreachable, UsageError
+from w5xde_async.net import endpoint
+from w5xde_async.net.endpoint import DEFAULT_PORT, connect, format_address, listen, parse_address
+from w5xde_async.net.link import Link
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Heartbeat
+
+# -- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host", ("host", DEFAULT_PORT)),
+        ("host:1234", ("host", 1234)),
+        ("10.0.0.1:0", ("10.0.0.1", 0)),
+        (" host:80 ", ("host", 80)),
+        ("[::1]", ("::1", DEFAULT_PORT)),
+        ("[::1]:5556", ("::1", 5556)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, int]):
+    assert parse_address(text) == expected
+    assert parse_address(format_address(*expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", ":80", "host:", "host:x", "host:-1", "host:65536", "host:999999", "host:8 0", "host:\u0661", "::1",
+     "::1:80", "[::1", "[::1]80", "[]:80", "[host]:80", "::1]:80", "tcp://host:80", "a b:80", "user@host:80"],
+)  # fmt: skip
+def test_nonsense_is_a_usage_error_that_quotes_it(text: str):
+    with pytest.raises(UsageError) as caught:
+        parse_address(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_an_address_or_a_usage_error(text: str):
+    try:
+        host, port = parse_address(text)
+    except UsageError:
+        return
+    assert host
+    assert 0 <= port <= 65535
+
+
+# -- both ends
+
+
+async def echo(link: Link) -> None:
+    while True:
+        received = await link.recv()
+        await link.send(encode(received.message))
+
+
+async def beat(link: Link, text: str = "x") -> None:
+    await link.send(encode(Heartbeat(text)))
+    assert (await link.recv()).message == Heartbeat(text)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", ""])
+async def test_connect_and_listen(host: str):
+    if host == "::1":
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("no IPv6 here")
+    listener = await listen(host, 0, echo)
+    assert listener.port > 0
+    link = await connect(host or "localhost", listener.port, timeout_s=5)
+    await beat(link)
+    assert link.peer == format_address(host or "localhost", listener.port)
+    await asyncio.gather(link.aclose(), listener.aclose())
+
+
+async def test_a_port_in_use_says_so():
+    listener = await listen("127.0.0.1", 0, echo)
+    with pytest.raises(PortInUse) as caught:
+        await listen("127.0.0.1", listener.port, echo)
+    assert (caught.value.host, caught.value.port) == ("127.0.0.1", listener.port)
+    port = listener.port
+    await listener.aclose()
+    again = await listen("127.0.0.1", port, echo)  # at once, though the old one has just gone
+    await again.aclose()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+async def test_an_address_that_is_not_ours_is_a_usage_error(host: str):
+    with pytest.raises(UsageError, match="cannot listen"):
+        await listen(host, 0, echo)
+
+
+async def test_nobody_there():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(Unreachable, match="Connection refused") as caught:
+        await connect("127.0.0.1", port, timeout_s=5)
+    assert caught.value.peer == f"127.0.0.1:{port}"
+
+
+async def test_a_name_that_does_not_resolve():
+    with pytest.raises(Unreachable, match="does not resolve"):
+        await connect("no-such-host.invalid", 1, timeout_s=5)
+
+
+async def test_no_answer_within_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    """Each address has its share of the time, so a dead first one leaves some for the second."""
+    listener = await listen("127.0.0.1", 0, echo)
+    tried = []
+
+    async def addresses(host: str, port: int, **_: object) -> list:
+        return [(socket.AF_INET, ("dead", 1)), (socket.AF_INET, ("127.0.0.1", listener.port))]
+
+    async def connect_one(address: tuple, *args: object, **kwargs: object) -> object:
+        tried.append(address[1][0])
+        if address[1][0] == "dead":
+            await asyncio.Event().wait()
+        return await original(address, *args, **kwargs)
+
+    original = endpoint._connect_one
+    monkeypatch.setattr(endpoint, "_resolve", addresses)
+    monkeypatch.setattr(endpoint, "_connect_one", connect_one)
+    link = await connect("both", 1, timeout_s=0.2)
+    assert tried == ["dead", "127.0.0.1"]
+    await beat(link)
+    await asyncio.gather(link.aclose(), listener.aclose())
+
+    async def only_dead(host: str, port: int, **_: object) -> list:
+        return [(socket.AF_INET, ("dead", 1))]
+
+    monkeypatch.setattr(endpoint, "_resolve", only_dead)
+    with pytest.raises(Unreachable, match="no answer"):
+        await connect("dead", 1, timeout_s=0.02)
+
+
+async def test_a_cancelled_connect_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    listener = await listen("127.0.0.1", 0, echo)
+    connecting = asyncio.create_task(connect("127.0.0.1", listener.port, timeout_s=5))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    if not connecting.cancelled():
+        connecting.result().abort()
+    await listener.aclose()
+
+
+# -- a listener under stress
+
+
+async def test_over_max_links_new_ones_are_closed_at_once():
+    listener = await listen("127.0.0.1", 0, echo, max_links=1)
+    first = await connect("127.0.0.1", listener.port, timeout_s=5)
+    await beat(first)
+    second = await connect("127.0.0.1", listener.port, timeout_s=5)
+    with pytest.raises(LinkLost):
+        await second.recv()
+    await beat(first)
+    await asyncio.gather(first.aclose(), second.aclose())
+    async with asyncio.timeout(5):
+        while listener.num_links:  # noqa: ASYNC110 - until the server has seen the end
+            await asyncio.sleep(0)
+    third = await connect("127.0.0.1", listener.port, timeout_s=5)
+    await beat(third)
+    await asyncio.gather(third.aclose(), listener.aclose())
+
+
+@pytest.mark.both_loops
+async def test_a_silent_tls_handshake_blocks_nobody():
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server)
+    authority.configure_trust(client)
+    listener = await listen("127.0.0.1", 0, echo, ssl=server)
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        link = await connect("localhost", listener.port, timeout_s=5, ssl=client)
+        await beat(link)
+        assert listener.num_links == 2
+        assert ssl.DER_cert_to_PEM_cert(link.certificate)
+        await asyncio.gather(link.aclose(), listener.aclose())
+
+
+async def test_a_tls_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(endpoint, "HANDSHAKE_S", 0.05)
+    authority = trustme.CA()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(server)
+    listener = await listen("127.0.0.1", 0, echo, ssl=server)
+    with socket.create_connection(("127.0.0.1", listener.port)) as silent:
+        silent.setblocking(False)
+        async with asyncio.timeout(5):
+            assert await asyncio.get_running_loop().sock_recv(silent, 1) == b""
+    await listener.aclose()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("wrong", ["authority", "name", "plain"])
+async def test_tls_that_cannot_be_is_unreachable_with_the_reason(wrong: str):
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost" if wrong != "name" else "elsewhere").configure_cert(server)
+    (trustme.CA() if wrong == "authority" else authority).configure_trust(client)
+
+    async def babble(link: Link) -> None:
+        await link.send(encode(Heartbeat("not TLS at all")))
+        await asyncio.Event().wait()
+
+    listener = await listen("127.0.0.1", 0, babble, ssl=None if wrong == "plain" else server)
+    with pytest.raises(Unreachable, match="TLS"):
+        await connect("localhost", listener.port, timeout_s=5, ssl=client)
+    await listener.aclose()
+
+
+async def test_no_descriptors_left_does_not_spin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(endpoint, "EXHAUSTED_S", 0.02)
+    loop = asyncio.get_running_loop()
+    original, attempts, exhausted = loop.sock_accept, [], True
+
+    async def sock_accept(sock: socket.socket) -> object:
+        attempts.append(loop.time())
+        if exhausted:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await original(sock)
+
+    monkeypatch.setattr(loop, "sock_accept", sock_accept)
+    with caplog.at_level(logging.WARNING):
+        listener = await listen("127.0.0.1", 0, echo)
+        connecting = asyncio.create_task(connect("127.0.0.1", listener.port, timeout_s=5))
+        await asyncio.sleep(0.1)
+        assert 1 <= len(attempts) <= 6
+        exhausted = False
+        link = await connecting
+        await beat(link)
+    assert [record.message for record in caplog.records] == ["accept paused reason=Too many open files"]
+    await asyncio.gather(link.aclose(), listener.aclose())
+
+
+async def test_a_handler_that_fails_is_logged_and_its_link_closed(caplog: pytest.LogCaptureFixture):
+    async def fail(link: Link) -> None:
+        await link.recv()
+        raise ZeroDivisionError("a bug")
+
+    listener = await listen("127.0.0.1", 0, fail)
+    link = await connect("127.0.0.1", listener.port, timeout_s=5)
+    await link.send(encode(Heartbeat("x")))
+    with pytest.raises(LinkLost):
+        await link.recv()
+    assert "a bug" in caplog.text
+    other = await connect("127.0.0.1", listener.port, timeout_s=5)
+    await asyncio.gather(link.aclose(), other.aclose(), listener.aclose())
+
+
+async def test_aclose_ends_links_and_may_be_called_twice_and_from_a_handler():
+    ended = []
+
+    async def handler(link: Link) -> None:
+        try:
+            await link.recv()
+            await listener.aclose()
+        finally:
+            ended.append(link.peer)
+
+    listener = await listen("127.0.0.1", 0, handler)
+    links = [await connect("127.0.0.1", listener.port, timeout_s=5) for _ in range(3)]
+    async with asyncio.timeout(5):
+        while listener.num_links < 3:  # noqa: ASYNC110 - until the server has taken them
+            await asyncio.sleep(0)
+    await links[0].send(encode(Heartbeat("close")))
+    for link in links:
+        with pytest.raises(LinkLost):
+            await link.recv()
+    await listener.aclose()
+    assert len(ended) == 3
+    with pytest.raises(Unreachable):
+        await connect("127.0.0.1", listener.port, timeout_s=1)
+
+
+async def test_stop_accepting_keeps_the_links_that_stand():
+    listener = await listen("127.0.0.1", 0, echo)
+    link = await connect("127.0.0.1", listener.port, timeout_s=5)
+    await beat(link)
+    await listener.stop_accepting()
+    with pytest.raises(Unreachable):
+        await connect("127.0.0.1", listener.port, timeout_s=1)
+    await beat(link)
+    await asyncio.gather(link.aclose(), listener.aclose())

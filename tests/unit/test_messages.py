@@ -1,0 +1,128 @@
+"""Messages: every one survives the wire, wrong types never become one, and its bytes are golden."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.wire import messages
+from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, decode_header, encode
+from w5xde_async.wire.messages import MESSAGES, Heartbeat, Message, Result
+
+ALL = sorted(MESSAGES.values(), key=lambda cls: cls.TYPE)
+by_name = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+
+_ints = st.integers(0, (1 << 63) - 1)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: _ints,
+    float: st.floats(),
+    bool: st.booleans(),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=40),
+    tuple[int, ...]: st.lists(_ints, max_size=5).map(tuple),
+    tuple[float, ...]: st.lists(st.floats(), max_size=5).map(tuple),
+    tuple[str, ...]: st.lists(st.text(max_size=5), max_size=5).map(tuple),
+}
+#: For each field type, values that must not pass for it.
+WRONG: dict[Any, list[Any]] = {
+    int: [-1, 1 << 63, True, 1.0, "1", None],
+    float: [1, True, "1.0", None],
+    bool: [0, 1, None, "true"],
+    str: [b"x", 1, None],
+    bytes: ["x", 1, None],
+    tuple[int, ...]: [(-1,), (1.0,), (True,), 1, None, "12"],
+    tuple[float, ...]: [(1,), ("1",), 1.0, None],
+    tuple[str, ...]: [(b"x",), (1,), "xy", None],
+}
+SAMPLES: dict[Any, Callable[[str, int], Any]] = {
+    int: lambda name, i: 7 + i,
+    float: lambda name, i: 0.5 + i,
+    bool: lambda name, i: True,
+    str: lambda name, i: name,
+    bytes: lambda name, i: name.encode(),
+    tuple[int, ...]: lambda name, i: (i, 300, 70000),
+    tuple[float, ...]: lambda name, i: (0.25, float(i)),
+    tuple[str, ...]: lambda name, i: (name, "b"),
+}
+
+
+def hints(cls: type[Message]) -> dict[str, Any]:
+    found = get_type_hints(cls)
+    return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+
+
+def sample(cls: type[Message]) -> Message:
+    """The same instance every time, made of the field names and their places."""
+    return cls(*[SAMPLES[kind](name, i) for i, (name, kind) in enumerate(hints(cls).items())])
+
+
+def over_the_wire(message: Message) -> Message:
+    (chunk,) = encode(message)
+    return decode_header(memoryview(chunk)[4:], SESSION_CAPS)[0]
+
+
+@by_name
+@given(data=st.data())
+def test_round_trip(cls: type[Message], data: st.DataObject):
+    message = cls(*[data.draw(VALUES[kind], name) for name, kind in hints(cls).items()])
+    back = over_the_wire(message)
+    assert type(back) is cls
+    assert repr(back) == repr(message)  # repr, because NaN is not equal to itself
+
+
+@by_name
+def test_a_field_of_the_wrong_type_never_becomes_a_message(cls: type[Message]):
+    right = sample(cls).fields()
+    for place, (name, kind) in enumerate(hints(cls).items()):
+        for value in WRONG[kind]:
+            with pytest.raises(MalformedFrame, match=rf"{cls.__name__}\.{name} "):
+                cls.parse((*right[:place], value, *right[place + 1 :]))
+
+
+@by_name
+def test_too_few_or_too_many_fields_never_become_a_message(cls: type[Message]):
+    right = sample(cls).fields()
+    for values in (right[:-1], (*right, 1)):
+        with pytest.raises(MalformedFrame, match="fields"):
+            cls.parse(values)
+
+
+@by_name
+def test_messages_are_frozen_and_have_no_dict(cls: type[Message]):
+    message = sample(cls)
+    name = next(iter(hints(cls)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(message, name, None)
+    assert not hasattr(message, "__dict__")
+    assert message == sample(cls)
+
+
+@by_name
+def test_golden_frame(cls: type[Message], golden: Callable[[str, bytes], None]):
+    golden(f"frames/{cls.TYPE:02d}-{cls.__name__.lower()}.bin", b"".join(encode(sample(cls))))
+
+
+def test_golden_frame_with_buffers(golden: Callable[[str, bytes], None]):
+    buffers = [
+        (BufferSpec("first", "float32", (2, 2), "raw", 16), bytes(range(16))),
+        (BufferSpec("none", "int64", (0,), "raw", 0), b""),
+        (BufferSpec("coded", "float32", (100,), "topk", 5), b"coded"),
+    ]
+    golden("frames/buffers.bin", b"".join(encode(Result(3, 1), buffers)))
+
+
+def test_numbers_are_one_to_n_without_a_gap():
+    assert [cls.TYPE for cls in ALL] == list(range(1, len(ALL) + 1))
+    assert set(messages.__all__) >= {cls.__name__ for cls in ALL}
+
+
+def test_a_number_is_given_once():
+    with pytest.raises(ValueError, match="taken"):
+        messages._message(Heartbeat.TYPE)(type("Other", (Message,), {"__annotations__": {"x": int}}))
+    assert MESSAGES[Heartbeat.TYPE] is Heartbeat
