@@ -1,0 +1,41 @@
+"""A coordinator and its workers in one loop, over real loopback sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.job import Job
+from w5xde_async.telemetry.events import Bus, Event
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Departure, Worker
+
+QUICK_WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
+
+
+def settings(**kwargs: Any) -> CoordinatorConfig:
+    return CoordinatorConfig(**{"port": 0, "bucket_bytes": 64 << 10, "max_time_s": 15.0, **kwargs})
+
+
+async def train(
+    make_job: Callable[[], Job], *, workers: int = 1, run_dir: Path | None = None, events: list[Event] | None = None,
+    **kwargs: Any,
+) -> RunResult:  # fmt: skip
+    """Run a job to its end; every worker must have left because the run was finished."""
+    bus = Bus()
+    if events is not None:
+        bus.subscribe(events.append)
+    kwargs.setdefault("min_workers", workers)
+    async with Coordinator(make_job(), run_dir=run_dir, config=settings(**kwargs), bus=bus) as coordinator:
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=make_job(), config=QUICK_WORKER).run())
+            for _ in range(workers)
+        ]
+        result = await coordinator.wait()
+        departures = await asyncio.gather(*running)
+    assert result.outcome != "finished" or departures == [Departure.FINISHED] * workers
+    return result

@@ -1,0 +1,273 @@
+"""Small jobs that together use everything a job may have. Named on command lines as tests/support/jobs.py:NAME."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from w5xde_async.job import Job
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8 * 16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.conv(x.view(-1, 1, 8, 8)))), 2)
+        out: Tensor = self.head(self.drop(x.flatten(1)))
+        return out
+
+
+class GPT(nn.Module):
+    """Two blocks, tied embedding, dropout, a constant causal mask as a persistent buffer."""
+
+    def __init__(self, width: int = 32, context: int = 16, vocabulary: int = 96) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        mask = torch.full((context, context), -math.inf).triu(1)
+        self.register_buffer("mask", mask)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        out: Tensor = self.head(self.norm(self.blocks(x, mask=self.mask)))
+        return out
+
+
+class Text(Dataset[tuple[Tensor, Tensor]]):
+    """Windows over a fixed text."""
+
+    def __init__(self, context: int = 16) -> None:
+        text = (__doc__ or "") * 12
+        self.data = torch.tensor([ord(c) % 96 for c in text])
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.data) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        at = index * self.context
+        return self.data[at : at + self.context], self.data[at + 1 : at + 1 + self.context]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3
+    )
+
+
+def _cosine(optimizer: torch.optim.Optimizer) -> Any:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+    then = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [5])
+
+
+def _sgd_kwargs() -> dict[str, Any]:
+    return {"optimizer": _sgd}
+
+
+def _adamw_kwargs() -> dict[str, Any]:
+    return {"optimizer": _adamw, "scheduler": _cosine, "gradient_clip_val": 0.5}
+
+
+def lm_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _mlp(**kwargs: Any) -> Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+
+    x, y = _digits()
+    return Job(
+        model=model, dataset=TensorDataset(x, y), loss=nn.CrossEntropyLoss(), batch_size=200, microbatch_size=24,
+        max_steps=32, seed=3, **kwargs,
+    )  # fmt: skip
+
+
+def _cnn(**kwargs: Any) -> Job:
+    x, y = _digits()
+    return Job(
+        model=CNN, dataset=TensorDataset(x, y), loss=nn.CrossEntropyLoss(), batch_size=112, microbatch_size=16,
+        max_steps=32, seed=5, **kwargs,
+    )  # fmt: skip
+
+
+def _gpt(**kwargs: Any) -> Job:
+    return Job(
+        model=GPT, dataset=Text(), loss=lm_loss, batch_size=20, microbatch_size=4, max_steps=32, seed=7, **kwargs
+    )  # fmt: skip
+
+
+def mlp_sgd() -> Job:
+    return _mlp(**_sgd_kwargs())
+
+
+def mlp_adamw() -> Job:
+    return _mlp(**_adamw_kwargs())
+
+
+def cnn_sgd() -> Job:
+    return _cnn(**_sgd_kwargs())
+
+
+def cnn_adamw() -> Job:
+    return _cnn(**_adamw_kwargs())
+
+
+def gpt_sgd() -> Job:
+    return _gpt(**_sgd_kwargs())
+
+
+def gpt_adamw() -> Job:
+    return _gpt(**_adamw_kwargs())
+
+
+class Odd(nn.Module):
+    """Frozen, unused, sometimes unused, bfloat16 and scalar parameters; integer, bool and constant buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.rare = nn.Parameter(torch.ones(16))
+        self.narrow = nn.Linear(16, 8).to(torch.bfloat16)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("flags", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("table", torch.randn(7, 5))
+        self.register_buffer("running", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.frozen(self.first(x)))
+        if x[0, 0] > 0:  # depends on the data: some leaves touch it, some do not
+            h = h * self.rare
+        with torch.no_grad():
+            self.seen += 1
+            self.flags[int(x.shape[0]) % 4] = True
+            self.running.lerp_(h.mean(0), 0.1)
+        h = self.narrow(h.to(torch.bfloat16)).float() * self.scale
+        out: Tensor = self.head(h)
+        return out
+
+
+def _points(count: int = 150) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 10, generator=generator)
+    return TensorDataset(x, x[:, :4].argmax(1))
+
+
+def odd() -> Job:
+    return Job(
+        model=Odd, dataset=_points(), loss=nn.CrossEntropyLoss(), optimizer=_adamw, batch_size=40, microbatch_size=8,
+        max_steps=12, seed=11, gradient_clip_val=1.0,
+    )  # fmt: skip
+
+
+def accumulated() -> Job:
+    """Leaves of three microbatches, the last leaf and its last microbatch shorter; drops the rest of the epoch."""
+    return Job(
+        model=CNN, dataset=TensorDataset(*_digits()), loss=nn.CrossEntropyLoss(), optimizer=_sgd, batch_size=130,
+        microbatch_size=10, accumulate_grad_batches=3, max_steps=14, seed=2, drop_last=True,
+    )  # fmt: skip
+
+
+class Words(Dataset[dict[str, Any]]):
+    """Dict samples of different lengths, padded by ``pad``; half of them change at random, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 3 + index % 6
+        ids = (torch.arange(length) * (index + 1)) % 96
+        if index % 2:
+            ids = ids.roll(int(torch.randint(length, ()).item()))
+        return {"input_ids": ids, "labels": index % 4, "name": f"sample {index}"}
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = torch.stack([F.pad(sample["input_ids"], (0, longest - len(sample["input_ids"]))) for sample in samples])
+    return {"input_ids": ids, "attention_mask": ids != 0, "labels": torch.tensor([s["labels"] for s in samples])}
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        mask = attention_mask.unsqueeze(-1).float()
+        pooled = (self.embed(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return {"logits": self.head(pooled)}
+
+
+def words() -> Job:
+    return Job(
+        model=Bag, dataset=Words(), collate=pad, loss=nn.CrossEntropyLoss(), optimizer=_sgd, batch_size=24,
+        microbatch_size=6, epochs=4, seed=9,
+    )  # fmt: skip
+
+
+def metrics() -> Job:
+    """A general step with metrics, not shuffled."""
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        out = model(x)
+        return F.cross_entropy(out, y), {"accuracy": (out.argmax(1) == y).float().mean(), "rows": float(len(x))}
+
+    return Job(
+        model=lambda: nn.Linear(10, 4), dataset=_points(), step=step, optimizer=_sgd, batch_size=50, microbatch_size=7,
+        max_steps=9, shuffle=False,
+    )  # fmt: skip
+
+
+def half_precision(precision: Any = "bf16") -> Job:
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4)), dataset=_points(),
+        loss=nn.CrossEntropyLoss(), optimizer=_sgd, batch_size=48, microbatch_size=8, max_steps=12, precision=precision,
+    )  # fmt: skip
+
+
+def fp16() -> Job:
+    return half_precision("fp16")
+
+
+ALL: dict[str, Callable[[], Job]] = {
+    job.__name__: job
+    for job in (mlp_sgd, mlp_adamw, cnn_sgd, cnn_adamw, gpt_sgd, gpt_adamw, odd, accumulated, words, metrics,
+                half_precision, fp16)
+}  # fmt: skip

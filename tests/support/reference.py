@@ -1,0 +1,148 @@
+"""The plain single-process loop that every run is compared with, to the last bit.
+
+Written from the definition (docs/architecture.md), with tensors of its own and none of the engine, reducer or flat
+layout: leaf gradients by ``backward``, their sum by recursion over the tree, the job's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from w5xde_async.job import Job, build_model, step_function
+from w5xde_async.params.flat import named_digest
+from w5xde_async.plan.sampler import Sampler, seed_for
+from w5xde_async.randomness import random_state, seed_all
+
+Sums = dict[str, Tensor | None]
+
+
+def tree_sum(parts: list[Any], add: Callable[[Any, Any], Any]) -> Any:
+    """sum(left half) + sum(right half) over halves of 2^k; a half that is not there contributes nothing."""
+    if len(parts) == 1:
+        return parts[0]
+    half = 1 << ((len(parts) - 1).bit_length() - 1)
+    return add(tree_sum(parts[:half], add), tree_sum(parts[half:], add))
+
+
+def _add(left: Sums, right: Sums) -> Sums:
+    def one(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None or b is None:
+            return b if a is None else a
+        return torch.maximum(a, b) if a.dtype == torch.int64 else a + b
+
+    return {name: one(left[name], right[name]) for name in left}
+
+
+def train(job: Job, steps: int | None = None) -> tuple[nn.Module, list[float]]:
+    """Train in one process, one thread's order; returns the model and each step's loss."""
+    with random_state():
+        return _train(job, steps or job.max_steps or 0)
+
+
+def _fetch(job: Job, indices: list[int]) -> Any:
+    return (job.collate or default_collate)([job.dataset[i] for i in indices])
+
+
+def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
+    seed_all(job.seed)
+    model = job.model().train() if not isinstance(job.model, nn.Module) else build_model(job)
+    optimizer = job.optimizer(model)
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    step_of = step_function(job)
+    sampler = Sampler(
+        num_samples=len(job.dataset), batch_size=job.batch_size, leaf_samples=job.leaf_samples, seed=job.seed,
+        shuffle=job.shuffle, drop_last=job.drop_last,
+    )  # fmt: skip
+    persistent = set(model.state_dict())
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    parameters = dict(model.named_parameters())
+    scale, good, losses = 65536.0 if job.precision == "fp16" else 1.0, 0, []
+    random_data = _draws(job)
+    for step in range(steps):
+        plan = sampler.plan(step)
+        start = {name: b.clone() for name, b in buffers.items()}
+        sums: list[Sums] = []
+        leaf_losses: list[tuple[int, float]] = []
+        for leaf in range(plan.num_leaves):
+            indices = plan.leaf_indices(leaf).tolist()
+            if random_data:
+                seed_all(seed_for("data", job.seed, step, leaf))
+            samples = [job.dataset[i] for i in indices]
+            for name, b in buffers.items():
+                b.copy_(start[name])
+            for parameter in parameters.values():
+                parameter.grad = None
+            seed_all(seed_for(job.seed, step, leaf))
+            total = 0.0
+            for at in range(0, len(indices), job.microbatch_samples):
+                micro = samples[at : at + job.microbatch_samples]
+                batch = (job.collate or default_collate)(micro)
+                dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    loss, _ = step_of(model, batch)
+                (loss.float() * (len(micro) * scale)).backward()
+                total += float(loss.detach()) * len(micro)
+            leaf_losses.append((len(indices), total / len(indices)))
+            part: Sums = {
+                name: None if p.grad is None else p.grad.float().clone() for name, p in parameters.items()
+            }  # fmt: skip
+            for name, b in buffers.items():
+                if torch.equal(b, start[name]):
+                    part[name] = None  # nobody changed it: it contributes nothing
+                elif b.dtype.is_floating_point:
+                    part[name] = (b.float() - start[name].float()) * len(indices)
+                else:
+                    part[name] = b.to(torch.int64).clone()
+            sums.append(part)
+        root = tree_sum(sums, _add)
+        losses.append(sum(n * value for n, value in leaf_losses) / plan.num_samples)
+        gradients = {name: None if root[name] is None else root[name] / (plan.num_samples * scale) for name in parameters}
+        if not all(g is None or bool(g.isfinite().all()) for g in gradients.values()):
+            assert job.precision == "fp16"
+            scale, good = scale / 2, 0
+            for name, b in buffers.items():
+                b.copy_(start[name])
+            continue
+        for name, parameter in parameters.items():
+            gradient = gradients[name]
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        if job.gradient_clip_val is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], job.gradient_clip_val)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        for name, b in buffers.items():
+            result = root[name]
+            if result is None:
+                b.copy_(start[name])
+            elif b.dtype.is_floating_point:
+                b.copy_(start[name].float() + result / plan.num_samples)
+            else:
+                b.copy_(result)
+    return model, losses
+
+
+def _draws(job: Job) -> bool:
+    kept = torch.default_generator.get_state()
+    drawn = _draws_unlocked(job)
+    torch.default_generator.set_state(kept)
+    return drawn
+
+
+def _draws_unlocked(job: Job) -> bool:
+    before = torch.default_generator.get_state()
+    for index in range(min(len(job.dataset), 64)):
+        job.dataset[index]
+    return not torch.equal(before, torch.default_generator.get_state())
+
+
+def digest(job: Job, steps: int | None = None) -> str:
+    """The digest of the reference's final parameters and buffers."""
+    return named_digest(train(job, steps)[0])
+
+
