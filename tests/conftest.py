@@ -95,6 +95,8 @@ def _descriptors() -> set[tuple[str, str]]:
                 target = os.readlink(_DESCRIPTORS / entry)
             except OSError:  # the listing's own
                 continue
+            if target.endswith((".ttf", ".so")):  # matplotlib keeps the fonts open that it has drawn with
+                continue
             if target.startswith(("socket:", "pipe:", "anon_inode:")) or not target.startswith(("/dev", "/proc")):
                 found.add((entry, target))
     return found

@@ -59,9 +59,10 @@ class Dispatch:
         ledger = self._ledger
         for room in range(self._config.pacing.leases_ahead):
             for worker in workers:
-                if ledger.num_held(worker) > room:
-                    continue
                 for step in steps:
+                    # Leases of a later step do not count: what an earlier one needs now must find a place.
+                    if ledger.num_held(worker, up_to_step=step) > room:
+                        continue
                     free = ledger.free_leaves(step)
                     if not free:
                         continue

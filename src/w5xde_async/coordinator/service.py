@@ -69,12 +69,13 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     """Most bytes of tensors that a coordinator holds for its workers, beside the model, optimizer and dataset.
 
     Result vectors: an open block per lease in hand and, between them, at most log2(leaves) merged ones; data: each
-    lease's batch of at most 64 MiB (or one leaf); plus 256 KiB of read-ahead and one scratch bucket a connection.
+    lease's batch of at most 64 MiB (or one leaf), for the current step and the next; plus 256 KiB of read-ahead and
+    one scratch bucket a connection.
     """
     open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
     vectors = min(num_leaves, (open_blocks + 1) * max(1, num_leaves.bit_length())) + 4
     per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
-    leases = config.max_workers * config.pacing.leases_ahead * (64 << 20)
+    leases = 2 * config.max_workers * config.pacing.leases_ahead * (64 << 20)
     return vectors * vector_bytes + config.max_workers * per_link + leases
 
 

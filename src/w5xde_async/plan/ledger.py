@@ -126,8 +126,12 @@ class Ledger:
         """Open leases of a worker, oldest first."""
         return [self._grants[lease] for lease in self._held.get(worker, ())]
 
-    def num_held(self, worker: str) -> int:
-        return len(self._held.get(worker, ()))
+    def num_held(self, worker: str, *, up_to_step: int | None = None) -> int:
+        """Open leases of a worker; with ``up_to_step`` only those that come before later steps'."""
+        held = self._held.get(worker, ())
+        if up_to_step is None:
+            return len(held)
+        return sum(self._grants[lease].step <= up_to_step for lease in held)
 
     @property
     def num_open(self) -> int:
@@ -215,12 +219,13 @@ class Ledger:
         """
         grants = [self.give_back(lease) for lease in tuple(self._held.get(worker, ()))]
         culprit = None
-        if grants and next(iter(self._steps), None) == grants[0].step:
-            opened = self._steps[grants[0].step]
-            for leaf in range(*grants[0].block):
-                opened.deaths[leaf] = deaths = opened.deaths.get(leaf, 0) + 1
-                if deaths >= self.max_deaths and grants[0].block.num_leaves == 1:
-                    culprit = Culprit(opened.step, leaf, deaths, died=True)
+        current = next(iter(self._steps.values()), None)
+        begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
+        if current is not None and begun is not None:
+            for leaf in range(*begun.block):
+                current.deaths[leaf] = deaths = current.deaths.get(leaf, 0) + 1
+                if deaths >= self.max_deaths and begun.block.num_leaves == 1:
+                    culprit = Culprit(current.step, leaf, deaths, died=True)
         return grants, culprit
 
     def overdue(self, now: float) -> list[Grant]:

@@ -1,0 +1,105 @@
+"""``python -m w5xde_async.coordinator``: one run as a process, with local workers if asked for.
+
+Local workers, and the readers of ``--loader-processes``, load the job from the current directory too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from w5xde_async.__main__ import attach, launch, signals
+from w5xde_async.errors import ExitCode, W5xdeError
+from w5xde_async.settings import CoordinatorSettings, to_mapping
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.coordinator") -> int:
+    """Train; the result is the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch(CoordinatorSettings, given, prog=prog, prepare=_prepare)
+
+
+def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+    config = settings.coordinator_config(token)
+    assert settings.job is not None
+    reference = settings.job
+
+    import torch
+
+    from w5xde_async.coordinator.local import LocalWorkers
+    from w5xde_async.coordinator.service import Coordinator
+    from w5xde_async.job import load_job
+    from w5xde_async.net.endpoint import format_address
+    from w5xde_async.telemetry.events import Bus
+    from w5xde_async.telemetry.progress import Progress
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    dumb = os.environ.get("TERM") == "dumb"
+    color = not os.environ.get("NO_COLOR") and not dumb
+    progress = Progress(settings.progress_config(color=color), terminal=False if dumb else None)
+    handler = progress.handler()
+    attach(handler, handler.level)
+    job = load_job(reference)
+
+    async def train() -> int:
+        bus = Bus()
+        bus.subscribe(progress)
+        coordinator = Coordinator(
+            job, run_dir=settings.run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
+            settings=to_mapping(settings),
+        )  # fmt: skip
+        stop_reason = lost = ""
+        workers: LocalWorkers | None = None
+
+        def stop(reason: str) -> None:
+            nonlocal stop_reason
+            stop_reason = reason
+            coordinator.request_stop(reason)
+
+        def all_lost(reason: str) -> None:
+            nonlocal lost
+            if not coordinator.num_workers:
+                lost = reason
+                coordinator.request_stop(reason)
+
+        def abandon() -> None:
+            if workers is not None:
+                workers.kill()
+
+        async with AsyncExitStack() as stack:
+            stack.callback(progress.close)
+            stack.enter_context(signals(stop, abandon=abandon))
+            if hasattr(signal, "SIGUSR1"):
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGUSR1, coordinator.request_checkpoint)
+                stack.callback(loop.remove_signal_handler, signal.SIGUSR1)
+            await coordinator.start()
+            stack.push_async_callback(coordinator.aclose)
+            if stop_reason:  # it came while the run was being prepared
+                coordinator.request_stop(stop_reason)
+            if settings.workers:
+                host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+                workers = LocalWorkers(
+                    settings.workers, address=format_address(host, coordinator.port), reference=reference,
+                    threads=settings.worker_threads or 1, token=token, config_path=settings.config,
+                    grace_s=config.grace_s + 2.0, on_all_lost=all_lost,
+                )  # fmt: skip
+                await stack.enter_async_context(workers)
+            await coordinator.wait()
+        if lost:
+            raise W5xdeError(lost)
+        return ExitCode.OK
+
+    return train
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Worker processes of this machine: started, watched, started again, ended.
+
+Invariants: no process outlives the ``LocalWorkers`` that started it (SIGTERM, then SIGKILL; and where this process
+is killed itself, its end of their standard input closes and they go). Each has a session of its own, so that a
+terminal's Ctrl-C reaches the coordinator alone, which then lets them finish. A worker that crashes is started again,
+three times a minute at most; one that could never work (usage, token, model) is not. The token travels in the
+environment, which other users cannot read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from w5xde_async.errors import ExitCode
+
+__all__ = ["LocalWorkers"]
+
+logger = logging.getLogger(__name__)
+
+_RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
+_HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
+_LINE_BYTES = 1 << 20
+_LAST_WORDS = 30  # lines kept to show after a crash
+
+
+class LocalWorkers:
+    """``count`` worker processes for the coordinator at ``address``.
+
+    ``on_all_lost(reason)`` is called once, when every one of them has failed for good.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        address: str,
+        reference: str,
+        threads: int = 1,
+        token: str = "",
+        config_path: Path | None = None,
+        grace_s: float = 10.0,
+        on_all_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self._wanted = count
+        self._address, self._reference, self._threads = address, reference, threads
+        self._token, self._config_path, self._grace_s = token, config_path, grace_s
+        self._on_all_lost = on_all_lost
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._processes: dict[str, Process] = {}
+        self._failed: dict[str, str] = {}
+        self._number = 0
+
+    async def __aenter__(self) -> Self:
+        await self.scale(self._wanted)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids of those that run, by name."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    async def scale(self, count: int) -> None:
+        """Start workers, or end the youngest ones and wait until they have left in good order."""
+        while len(self._keepers) < count:
+            name = f"local-{self._number}"
+            self._number += 1
+            self._keepers[name] = asyncio.create_task(self._keep(name), name=f"keep {name}")
+        await self._end(list(self._keepers)[count:])
+
+    async def aclose(self) -> None:
+        """End all of them. May be called twice; cancelled, it kills what is left."""
+        await self._end(list(self._keepers))
+
+    def kill(self) -> None:
+        """End all of them now, without waiting."""
+        for process in self._processes.values():
+            _kill(process)
+
+    async def _end(self, names: list[str]) -> None:
+        keepers = [self._keepers.pop(name) for name in names]
+        for name, keeper in zip(names, keepers, strict=True):
+            self._failed.pop(name, None)
+            keeper.cancel()
+        if keepers:
+            try:
+                await asyncio.wait(keepers)
+            except asyncio.CancelledError:
+                for keeper in keepers:
+                    keeper.cancel()  # a second cancel: no more patience
+                raise
+
+    # -- one worker ----------------------------------------------------------------------------------------
+
+    async def _keep(self, name: str) -> None:
+        restarts: deque[float] = deque(maxlen=_RESTARTS)
+        while True:
+            words: deque[str] = deque(maxlen=_LAST_WORDS)
+            try:
+                code = await self._run(name, words)
+            except OSError as error:
+                return self._give_up(name, f"cannot be started: {error.strerror}")
+            if code == ExitCode.OK:
+                logger.info("worker %s has left", name)
+                return None
+            how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            said = "".join(f"\n  {line}" for line in words)
+            if code in _HOPELESS:
+                return self._give_up(name, f"{how}:{said}")
+            now = time.monotonic()
+            if len(restarts) == _RESTARTS and now - restarts[0] < _RESTART_WINDOW_S:
+                return self._give_up(name, f"{how} again, {_RESTARTS} restarts within a minute:{said}")
+            restarts.append(now)
+            logger.warning("worker %s %s and is started again%s", name, how, said)
+            await asyncio.sleep(_RESTART_DELAY_S)
+
+    def _give_up(self, name: str, reason: str) -> None:
+        logger.error("worker %s %s", name, reason)
+        self._failed[name] = reason
+        if len(self._failed) == len(self._keepers) and self._on_all_lost is not None:
+            self._on_all_lost(f"every local worker has failed; {name} {reason.splitlines()[0].rstrip(':')}")
+
+    async def _run(self, name: str, words: deque[str]) -> int:
+        """One process from start to end; cancelled, the process is ended first."""
+        command = [
+            sys.executable, "-m", "w5xde_async.worker", "--server", self._address, "--job", self._reference,
+            "--threads", str(self._threads), "--name", name, "--log", "normal", "--log-format", "json",
+            "--exit-with-stdin",
+        ]  # fmt: skip
+        if self._config_path is not None:
+            command += ["--config", str(self._config_path)]
+        # The child's environment is ours with this run's token in place of wherever ours came from.
+        environment = {
+            key: value for key, value in os.environ.items() if key not in ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE")
+        }
+        if self._token:
+            environment["W5XDE_TOKEN"] = self._token
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment, start_new_session=True,
+            limit=_LINE_BYTES,
+        )  # fmt: skip
+        self._processes[name] = process
+        reading = asyncio.create_task(self._forward(process, name, words), name=f"read {name}")
+        try:
+            code = await process.wait()
+            await asyncio.wait([reading], timeout=1.0)  # a grandchild may hold the pipe
+            return code
+        except asyncio.CancelledError:
+            await self._stop(process)
+            raise
+        finally:
+            if process.returncode is None:
+                _kill(process)
+            if process.stdin is not None:
+                process.stdin.close()
+            reading.cancel()
+            del self._processes[name]
+
+    async def _stop(self, process: Process) -> None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await process.wait()
+        except TimeoutError:
+            logger.warning("a local worker did not end within %.0f s and was killed pid=%d", self._grace_s, process.pid)
+            _kill(process)
+            await process.wait()
+
+    async def _forward(self, process: Process, name: str, words: deque[str]) -> None:
+        """Its warnings and errors become our log lines; the rest is there in verbose mode, and after a crash."""
+        assert process.stdout is not None
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # a line without end: dropped
+                continue
+            if not line:
+                return
+            level, text = _parse(line.decode(errors="replace").rstrip("\n"))
+            if level is None:
+                words.append(text)
+            else:
+                logger.log(level, "worker %s: %s", name, text)
+                if level == logging.INFO:
+                    continue
+                words.append(text)
+
+
+def _parse(line: str) -> tuple[int | None, str]:
+    """Level and text; no level for what is only worth showing after a crash."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None, line
+    if not isinstance(record, dict) or "message" not in record:
+        return None, line
+    text = str(record["message"])
+    if record.get("event") != "log":
+        return None, text
+    level = {"warning": logging.WARNING, "error": logging.ERROR, "critical": logging.CRITICAL}.get(
+        record.get("level", "")
+    )
+    if level is None or (level == logging.WARNING and str(record.get("logger")).startswith("w5xde_async.worker.")):
+        return logging.INFO, text  # about the link: the coordinator says that itself
+    return level, text
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
