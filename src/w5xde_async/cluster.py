@@ -1,0 +1,213 @@
+"""LocalCluster: a coordinator and its workers on this machine, inside the caller's event loop.
+
+A guest: no signal handler, no loop policy. A job given by reference gets worker processes; a Job object, which other
+processes cannot see, gets workers as tasks of this loop (their computing is in threads all the same).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.local import LocalWorkers
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import LocalError, W5xdeError
+from w5xde_async.job import Job, load_job
+from w5xde_async.net.endpoint import format_address
+from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import RunFailed, Worker
+
+__all__ = ["LocalCluster"]
+
+logger = logging.getLogger(__name__)
+
+
+class LocalCluster:
+    """Trains ``job`` with ``n_workers`` workers of ``threads`` threads each; the first step waits for all of them.
+
+    >>> async with LocalCluster(job, n_workers=2) as cluster:
+    ...     result = await cluster.wait()
+    """
+
+    def __init__(
+        self,
+        job: Job | str,
+        n_workers: int = 2,
+        *,
+        threads: int = 1,
+        run_dir: Path | str | None = None,
+        config: CoordinatorConfig | None = None,
+        bus: Bus | None = None,
+    ) -> None:
+        """``job`` is a Job or a reference such as ``train.py:job``. ``config`` replaces the defaults as a whole.
+
+        Raises JobError for a reference that cannot be loaded.
+        """
+        self._n_workers, self._threads = n_workers, threads
+        self._reference = job if isinstance(job, str) else ""
+        config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1))
+        self.coordinator = Coordinator(
+            load_job(job) if isinstance(job, str) else job,
+            run_dir=run_dir,
+            config=config,
+            bus=bus,
+            job_reference=self._reference,
+        )
+        self._workers: LocalWorkers | _TaskWorkers | None = None
+        self._changed = asyncio.Event()
+        self._unsubscribe: Callable[[], None] | None = None
+        self._lost = ""
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._unsubscribe = self.coordinator.bus.subscribe(self._on_event)
+        try:
+            await self.coordinator.start()
+            self._workers = self._make_workers()
+            await self._workers.scale(self._n_workers)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for more workers."""
+        return format_address(_reachable(self.coordinator.host), self.coordinator.port)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that have joined, from wherever."""
+        return self.coordinator.num_workers
+
+    async def scale(self, n: int) -> None:
+        """Have ``n`` workers of our own: new ones are started, the youngest leave in good order."""
+        if self._workers is None:
+            raise LocalError("the cluster is not running")
+        await self._workers.scale(n)
+
+    async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:
+        """Return when ``n`` workers have joined. Raises TimeoutError, and what ended the run if that comes first."""
+        ended = asyncio.ensure_future(self.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.num_workers < n:
+                    self._changed.clear()
+                    change = asyncio.ensure_future(self._changed.wait())
+                    try:
+                        await asyncio.wait({change, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        change.cancel()
+                    if ended.done():
+                        result = ended.result()
+                        raise LocalError(f"the run is {result.outcome}: {self.num_workers} of {n} workers")
+        finally:
+            ended.cancel()
+            await asyncio.wait({ended})
+
+    async def wait(self) -> RunResult:
+        """The run's end. Raises what ended it where it failed, W5xdeError where every worker failed for good."""
+        result = await self.coordinator.wait()
+        if self._lost:
+            raise W5xdeError(self._lost)
+        return result
+
+    async def aclose(self) -> None:
+        """Stop in good order and free everything. May be called twice; cancelled, closing goes on by itself."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="close cluster")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await self.coordinator.aclose()
+        finally:
+            if self._workers is not None:
+                await self._workers.aclose()
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+
+    def _make_workers(self) -> LocalWorkers | _TaskWorkers:
+        config = self.coordinator.config
+        if not self._reference:
+            settings = WorkerConfig(token=config.token, threads=self._threads)
+            return _TaskWorkers(self.coordinator.job, self.address, settings, self._on_all_lost)
+        return LocalWorkers(
+            0,
+            address=self.address,
+            reference=self._reference,
+            threads=self._threads,
+            token=config.token,
+            grace_s=config.grace_s + 2.0,
+            on_all_lost=self._on_all_lost,
+        )
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, WorkerJoined | WorkerLeft):
+            self._changed.set()
+
+    def _on_all_lost(self, reason: str) -> None:
+        if not self.num_workers:
+            self._lost = reason
+            self.coordinator.request_stop(reason)
+
+
+class _TaskWorkers:
+    """Workers as tasks of this loop."""
+
+    def __init__(self, job: Job, address: str, config: WorkerConfig, on_all_lost: Callable[[str], None]) -> None:
+        self._job, self._address, self._config = job, address, config
+        self._on_all_lost = on_all_lost
+        self._running: list[tuple[Worker, asyncio.Task[None]]] = []
+        self._number = self._failures = 0
+
+    async def scale(self, count: int) -> None:
+        while len(self._running) < count:
+            config = WorkerConfig(
+                name=f"local-{self._number}",
+                token=self._config.token,
+                threads=self._config.threads,
+                device=self._config.device,
+            )
+            self._number += 1
+            worker = Worker(self._address, job=self._job, config=config)
+            task = asyncio.create_task(self._run(worker), name=f"worker {config.name}")
+            self._running.append((worker, task))
+        leaving, self._running = self._running[count:], self._running[:count]
+        for worker, _ in leaving:
+            worker.drain("the cluster has no more use for it")
+        if leaving:
+            tasks = [task for _, task in leaving]
+            try:
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                raise
+
+    async def aclose(self) -> None:
+        await self.scale(0)
+
+    async def _run(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except RunFailed:
+            pass  # the coordinator raises it, with more to say
+        except W5xdeError as error:
+            logger.error("worker %s has failed: %s", worker.name, error)
+            self._failures += 1
+            if self._failures == len(self._running):
+                self._on_all_lost(f"every local worker has failed: {error}")
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,0 +1,151 @@
+"""``w5xde coordinator ...`` and ``w5xde worker ...``; and what both programs do alike: arguments in, exit code out.
+
+Signals, the choice of the event loop and the process's exit live in the ``__main__`` modules alone: everything below
+them is a guest in somebody's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from w5xde_async.errors import ExitCode, UsageError, W5xdeError
+from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, read
+
+__all__ = ["attach", "launch", "main", "signals"]
+
+_S = TypeVar("_S", CoordinatorSettings, WorkerSettings)
+_Body = Callable[[], Coroutine[Any, Any, int]]
+
+_USAGE = """\
+usage: w5xde coordinator JOB [options]
+       w5xde worker --server HOST:PORT --job JOB [options]
+
+Each has its own --help. The same as python -m w5xde_async.coordinator and
+python -m w5xde_async.worker.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program that the first argument names; the result is the exit code."""
+    from w5xde_async.coordinator.__main__ import main as coordinator
+    from w5xde_async.worker.__main__ import main as worker
+
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    programs = {"coordinator": coordinator, "worker": worker}
+    if given and given[0] in programs:
+        return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
+    if given and given[0] == "--version":
+        return programs["coordinator"](given[:1], prog="w5xde")
+    wanted = bool(given) and given[0] in ("--help", "-h")
+    (sys.stdout if wanted else sys.stderr).write(_USAGE)
+    return ExitCode.OK if wanted else ExitCode.USAGE
+
+
+def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Callable[[_S, str], _Body]) -> int:
+    """Read the settings and the token, ``prepare`` with them, run what that gives in an event loop.
+
+    Until the loop runs, SIGINT and SIGTERM end the program where it stands: nothing has begun.
+    """
+    as_json = False
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        settings, given = read(kind, arguments, prog=prog)
+        as_json = settings.log_format == "json"
+        token = find_token(settings.token_file, given_as_argument="token_file" in given, environment=os.environ)
+        body = prepare(settings, token)
+        with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
+            return runner.run(body())
+    except Answer as answer:
+        _answer(answer.text)
+        return ExitCode.OK
+    except KeyboardInterrupt:
+        _complain(prog, "stopped before it began", ExitCode.OK, as_json)
+        return ExitCode.OK
+    except W5xdeError as error:
+        _complain(prog, str(error), error.exit_code, as_json)
+        return error.exit_code
+
+
+@contextmanager
+def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None = None) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls ``stop(reason)``; a SIGINT after that ends the process with 130 at once."""
+    loop = asyncio.get_running_loop()
+    stopping = False
+
+    def received(number: signal.Signals) -> None:
+        nonlocal stopping
+        if stopping and number == signal.SIGINT:
+            if abandon is not None:
+                abandon()
+            os._exit(ExitCode.INTERRUPTED_TWICE)
+        if not stopping:
+            stopping = True
+            stop("Ctrl-C" if number == signal.SIGINT else number.name)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
+        if sys.platform == "win32":
+            signal.signal(number, lambda got, _: loop.call_soon_threadsafe(received, signal.Signals(got)))
+        else:
+            loop.add_signal_handler(number, received, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            if sys.platform == "win32":
+                signal.signal(number, signal.SIG_DFL)
+            else:
+                loop.remove_signal_handler(number)
+
+
+def attach(handler: logging.Handler, level: int) -> None:
+    """Send all logging, and Python's warnings, to ``handler``."""
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level)
+
+
+def _loop_factory(kind: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if kind == "asyncio" or (kind == "auto" and sys.platform == "win32"):
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        if kind == "auto":
+            return None
+        raise UsageError("--loop uvloop: uvloop is not installed; install it, or give --loop asyncio") from None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _answer(text: str) -> None:
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # "| head" has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(prog: str, text: str, code: int, as_json: bool) -> None:
+    from w5xde_async.telemetry.records import to_line
+    from w5xde_async.telemetry.wording import clean
+
+    if as_json:
+        sys.stderr.write(to_line({"event": "exit", "code": int(code), "message": text}))
+    else:
+        sys.stderr.write(f"{prog}: {clean(text, limit=100_000)}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""The settings of the two programs, flag by flag, and the config objects they make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import UsageError
+from w5xde_async.settings.flags import Program, setting
+from w5xde_async.settings.values import Duration, Size, WholeNumber, size_bytes
+from w5xde_async.telemetry.progress import ProgressConfig
+from w5xde_async.worker.config import WorkerConfig
+
+__all__ = ["CoordinatorSettings", "WorkerSettings"]
+
+_FROM_0, _FROM_1 = "a whole number >= 0", "a whole number >= 1"
+_SECONDS = "a time above 0, like 90, 90s, 5m or 2h"
+_BYTES = "a size like 512KiB, 4MiB or 1GB"
+_NAME = "a text of 1 to 100 characters without '/'"
+
+AtLeast0 = Annotated[WholeNumber, Field(ge=0)]
+AtLeast1 = Annotated[WholeNumber, Field(ge=1)]
+Time = Annotated[Duration, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^/\x00-\x1f]+$")]
+LogMode = Literal["silent", "normal", "verbose"]
+LogFormat = Literal["text", "json"]
+LoopKind = Literal["auto", "uvloop", "asyncio"]
+
+_COORDINATOR, _WORKER = CoordinatorConfig(), WorkerConfig()
+_PRECEDENCE = """\
+In brackets: the default, and the environment variable of the same setting.
+Arguments win over the environment, the environment over --config, that over
+defaults. Times: 90, 90s, 5m, 2h. Sizes: 512KiB, 4MiB, 1GB."""
+_SECRETS = """\
+The shared secret is read from W5XDE_TOKEN, --token-file or
+~/.config/w5xde/token, never from an argument."""
+_EXIT_CODES = """\
+Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
+3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
+130 second Ctrl-C."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CoordinatorSettings(Program):
+    """Settings of ``w5xde_async.coordinator``."""
+
+    table: ClassVar[str] = "coordinator"
+    usage: ClassVar[str] = "JOB [options]"
+    about: ClassVar[str] = f"Train JOB on the workers that connect.\n\n{_PRECEDENCE}"
+    ending: ClassVar[str] = (
+        f"{_SECRETS}\n\nCtrl-C or SIGTERM stops in good order with a checkpoint; the same command goes\n"
+        f"on from there. SIGUSR1 writes a checkpoint.\n\n{_EXIT_CODES}"
+    )
+
+    job: Text | None = setting(
+        None, "what to train: FILE.py:NAME or MODULE:NAME, a Job or a function that returns one", group="the run",
+        metavar="JOB", accepts="FILE.py:NAME or MODULE:NAME", positional=True,
+    )  # fmt: skip
+    max_steps: AtLeast1 | None = setting(
+        None, "end at that step; with --epochs in place of what the job says", group="the run", accepts=_FROM_1,
+        shown="the job's",
+    )  # fmt: skip
+    epochs: AtLeast1 | None = setting(
+        None, "end after so many passes over the data", group="the run", accepts=_FROM_1, shown="the job's"
+    )
+    max_time: Time | None = setting(
+        None, "stop in good order after that long", group="the run", metavar="TIME", accepts=_SECONDS
+    )
+    evaluate: bool = setting(
+        True, "run the job's evaluate, on the coordinator", group="the run", accepts="true or false"
+    )
+    max_leaf_failures: AtLeast1 = setting(
+        _COORDINATOR.max_leaf_failures, "attempts on a leaf whose code raises before the run stops", group="the run",
+        accepts=_FROM_1,
+    )  # fmt: skip
+
+    host: Text = setting(
+        _COORDINATOR.host, "address to listen on; off loopback a token is required", group="network",
+        metavar="ADDRESS", accepts="a host name or address",
+    )  # fmt: skip
+    port: Annotated[WholeNumber, Field(ge=0, le=65535)] = setting(
+        _COORDINATOR.port, "port to listen on; 0 picks a free one", group="network",
+        accepts="a whole number from 0 to 65535",
+    )  # fmt: skip
+    token_file: Path | None = setting(
+        None, "file with the shared secret, readable by its owner alone", group="network", metavar="FILE",
+        accepts="a path",
+    )  # fmt: skip
+    heartbeat: Time = setting(
+        _COORDINATOR.heartbeat_s, "how often each side says that it lives", group="network", metavar="TIME",
+        accepts=_SECONDS, shown=f"{_COORDINATOR.heartbeat_s:g}s",
+    )  # fmt: skip
+    silence: Time = setting(
+        _COORDINATOR.silence_s, "a peer that is silent for so long counts as gone", group="network", metavar="TIME",
+        accepts=_SECONDS, shown=f"{_COORDINATOR.silence_s:g}s",
+    )  # fmt: skip
+    bucket_size: Annotated[Size, Field(ge=64 << 10, le=1 << 30)] = setting(
+        _COORDINATOR.bucket_bytes, "piece of the parameters that travels at once", group="network", metavar="SIZE",
+        accepts="a size from 64KiB to 1GiB", shown="4MiB",
+    )  # fmt: skip
+    bulk_threads: AtLeast0 = setting(
+        _COORDINATOR.bulk_threads, "threads that copy big payloads; 0: the event loop does", group="network",
+        accepts=_FROM_0,
+    )  # fmt: skip
+
+    workers: AtLeast0 = setting(0, "start so many worker processes on this machine", group="workers", accepts=_FROM_0)
+    worker_threads: AtLeast1 | None = setting(
+        None, "threads of each of them", group="workers", accepts=_FROM_1, shown="cores / workers"
+    )
+    min_workers: AtLeast1 | None = setting(
+        None, "the first step waits for so many workers", group="workers", accepts=_FROM_1,
+        shown="--workers, at least 1",
+    )  # fmt: skip
+    max_workers: AtLeast1 = setting(
+        _COORDINATOR.max_workers, "more workers are refused", group="workers", accepts=_FROM_1
+    )
+    grace: Annotated[Duration, Field(ge=0, allow_inf_nan=False)] = setting(
+        _COORDINATOR.grace_s, "a stop waits so long for the step under way", group="workers", metavar="TIME",
+        accepts="a time like 0, 10s or 5m", shown=f"{_COORDINATOR.grace_s:g}s",
+    )  # fmt: skip
+
+    name: Name | None = setting(
+        None, "name of the run", group="files", metavar="NAME", accepts=_NAME, shown="the job's file or module"
+    )
+    run_dir: Path | None = setting(
+        None, "directory of the run", group="files", metavar="DIR", accepts="a path", shown="runs/NAME"
+    )
+    checkpoint_every: AtLeast1 = setting(
+        _COORDINATOR.checkpoint_every, "steps between checkpoints; the end always writes one", group="files",
+        accepts=_FROM_1,
+    )  # fmt: skip
+    keep_checkpoints: AtLeast1 = setting(
+        _COORDINATOR.keep_checkpoints, "how many are kept", group="files", accepts=_FROM_1
+    )
+    resume: Text = setting(
+        _COORDINATOR.resume,
+        "auto: go on from the newest checkpoint; never: start afresh and set the old run aside; or a checkpoint",
+        group="files", metavar="HOW", accepts="auto, never or the path of a checkpoint",
+    )  # fmt: skip
+
+    loader_threads: AtLeast0 = setting(
+        _COORDINATOR.loader_threads, "threads that read the dataset", group="data", accepts=_FROM_0
+    )
+    loader_processes: AtLeast0 = setting(
+        _COORDINATOR.loader_processes, "processes that read the dataset", group="data", accepts=_FROM_0
+    )
+    prefetch_leaves: AtLeast1 = setting(
+        _COORDINATOR.prefetch_leaves, "microbatches that are read ahead", group="data", accepts=_FROM_1
+    )
+
+    threads: AtLeast1 | None = setting(
+        None, "torch's threads in the coordinator itself", group="program", accepts=_FROM_1, shown="torch's choice"
+    )
+    loop: LoopKind = setting(
+        "auto", "event loop: auto, uvloop or asyncio", group="program", metavar="KIND",
+        accepts="auto, uvloop or asyncio",
+    )  # fmt: skip
+    log: LogMode = setting(
+        "normal", "silent, normal or verbose", group="program", metavar="HOW", accepts="silent, normal or verbose"
+    )
+    log_format: LogFormat = setting(
+        "text", "text, or json: an object per line", group="program", metavar="HOW", accepts="text or json"
+    )
+    config: Path | None = setting(
+        None, "TOML file with the tables [coordinator] and [worker]", group="program", metavar="FILE", accepts="a path"
+    )
+
+    def defaults(self) -> Mapping[str, object]:
+        target = (self.job or "").rpartition(":")[0]
+        stem = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
+        name = self.name or (self.run_dir.name if self.run_dir is not None else "") or stem or "run"
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        own = int(threads) if threads.isdecimal() and int(threads) else max(1, _cores() // max(self.workers, 1))
+        return {
+            "name": name,
+            "run_dir": Path("runs") / name,
+            "min_workers": max(self.workers, 1),
+            "worker_threads": own,
+        }
+
+    def check(self) -> None:
+        def need(holds: bool, text: str) -> None:
+            if not holds:
+                raise UsageError(text)
+
+        need(
+            (self.min_workers or 1) <= self.max_workers,
+            f"--min-workers {self.min_workers} is more than --max-workers {self.max_workers}",
+        )
+        need(
+            self.workers <= self.max_workers, f"--workers {self.workers} is more than --max-workers {self.max_workers}"
+        )
+        need(
+            self.silence > self.heartbeat,
+            f"--silence {self.silence:g}s is not longer than --heartbeat {self.heartbeat:g}s",
+        )
+
+    def require(self) -> None:
+        if self.job is None:
+            raise UsageError("JOB is missing: give FILE.py:NAME or MODULE:NAME, for example train.py:job")
+
+    def coordinator_config(self, token: str) -> CoordinatorConfig:
+        """Raises UsageError (a host off loopback without a token)."""
+        return CoordinatorConfig(
+            host=self.host,
+            port=self.port,
+            token=token,
+            min_workers=self.min_workers or 1,
+            max_workers=self.max_workers,
+            max_steps=self.max_steps,
+            epochs=self.epochs,
+            max_time_s=self.max_time,
+            checkpoint_every=self.checkpoint_every,
+            keep_checkpoints=self.keep_checkpoints,
+            resume=self.resume,
+            bucket_bytes=self.bucket_size,
+            loader_threads=self.loader_threads,
+            loader_processes=self.loader_processes,
+            prefetch_leaves=self.prefetch_leaves,
+            bulk_threads=self.bulk_threads,
+            heartbeat_s=self.heartbeat,
+            silence_s=self.silence,
+            grace_s=self.grace,
+            max_leaf_failures=self.max_leaf_failures,
+            evaluate=self.evaluate,
+        )
+
+    def progress_config(self, *, color: bool) -> ProgressConfig:
+        return ProgressConfig(mode=self.log, log_format=self.log_format, color=color)
+
+
+def _auto_or_size(value: object) -> object:
+    return None if value == "auto" else size_bytes(value)
+
+
+class WorkerSettings(Program):
+    """Settings of ``w5xde_async.worker``."""
+
+    table: ClassVar[str] = "worker"
+    usage: ClassVar[str] = "--server HOST:PORT --job JOB [options]"
+    about: ClassVar[str] = (
+        "Compute for the coordinator at --server. Start it where JOB can be found: the\n"
+        f"same file, read from the current directory.\n\n{_PRECEDENCE}"
+    )
+    ending: ClassVar[str] = (
+        f"{_SECRETS}\n\nCtrl-C or SIGTERM leaves in good order after the lease under way.\n\n{_EXIT_CODES}"
+    )
+
+    server: Text | None = setting(
+        None, "the coordinator's address", group="the run", metavar="HOST:PORT", accepts="HOST:PORT"
+    )
+    job: Text | None = setting(
+        None, "the job that the coordinator trains, as this machine finds it", group="the run", metavar="JOB",
+        accepts="FILE.py:NAME or MODULE:NAME",
+    )  # fmt: skip
+    name: Name | None = setting(
+        None,
+        "shown in the coordinator's list",
+        group="the run",
+        metavar="NAME",
+        accepts=_NAME,
+        shown="host and process",
+    )
+    token_file: Path | None = setting(
+        None, "file with the shared secret, readable by its owner alone", group="the run", metavar="FILE",
+        accepts="a path",
+    )  # fmt: skip
+    connect_timeout: Time = setting(
+        _WORKER.connect_timeout_s, "how long to look for the coordinator, at the start and when it was lost",
+        group="the run", metavar="TIME", accepts=_SECONDS, shown=f"{_WORKER.connect_timeout_s:g}s",
+    )  # fmt: skip
+    lifetime: Time | None = setting(
+        None, "leave in good order after that long", group="the run", metavar="TIME", accepts=_SECONDS
+    )
+
+    device: Text = setting(
+        _WORKER.device, "auto, cpu, cuda, cuda:N or mps", group="machine", metavar="DEVICE",
+        accepts="auto, cpu, cuda, cuda:N or mps",
+    )  # fmt: skip
+    threads: AtLeast1 | None = setting(
+        None, "torch's threads", group="machine", accepts=_FROM_1, shown="torch's choice"
+    )
+    memory_limit: Annotated[Annotated[int, Field(ge=1 << 20)] | None, BeforeValidator(_auto_or_size)] = setting(
+        None, "most memory for batches that wait", group="machine", metavar="SIZE",
+        accepts=f"auto, or {_BYTES}, at least 1MiB", shown="auto",
+    )  # fmt: skip
+
+    loop: LoopKind = setting(
+        "auto", "event loop: auto, uvloop or asyncio", group="program", metavar="KIND",
+        accepts="auto, uvloop or asyncio",
+    )  # fmt: skip
+    log: LogMode = setting(
+        "normal", "silent, normal or verbose", group="program", metavar="HOW", accepts="silent, normal or verbose"
+    )
+    log_format: LogFormat = setting(
+        "text", "text, or json: an object per line", group="program", metavar="HOW", accepts="text or json"
+    )
+    config: Path | None = setting(
+        None, "TOML file with the tables [coordinator] and [worker]", group="program", metavar="FILE", accepts="a path"
+    )
+    exit_with_stdin: bool = setting(
+        False, "end when standard input does: whoever holds its other end is gone", group="program",
+        accepts="true or false", hidden=True,
+    )  # fmt: skip
+
+    def require(self) -> None:
+        if self.server is None:
+            raise UsageError("--server is missing: give the coordinator's HOST:PORT")
+        if self.job is None:
+            raise UsageError(
+                "--job is missing: this version's workers need the job's code; the coordinator prints the whole command"
+            )
+
+    def worker_config(self, token: str) -> WorkerConfig:
+        """Raises UsageError (a device that is none)."""
+        return WorkerConfig(
+            name=self.name or "",
+            token=token,
+            device=self.device,
+            threads=self.threads,
+            connect_timeout_s=self.connect_timeout,
+            lifetime_s=self.lifetime,
+            memory_limit_bytes=_WORKER.memory_limit_bytes if self.memory_limit is None else self.memory_limit,
+        )
+
+    def progress_config(self, *, color: bool) -> ProgressConfig:
+        return ProgressConfig(mode=self.log, log_format=self.log_format, color=color)

@@ -1,0 +1,76 @@
+"""``python -m w5xde_async.worker``: one worker as a process.
+
+The job is loaded as this machine finds it: file names are relative to the current directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from w5xde_async.__main__ import attach, launch, signals
+from w5xde_async.errors import ExitCode
+from w5xde_async.settings import WorkerSettings
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
+    """Work until the run is finished; the result is the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch(WorkerSettings, given, prog=prog, prepare=_prepare)
+
+
+def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+    if settings.exit_with_stdin:
+        threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
+    config = settings.worker_config(token)
+    assert settings.server is not None
+    assert settings.job is not None
+    server = settings.server
+
+    from w5xde_async.job import load_job
+    from w5xde_async.telemetry.progress import Progress
+    from w5xde_async.worker.service import RunFailed, Worker
+
+    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    handler = Progress(settings.progress_config(color=color)).handler()
+    handler.setLevel(_LEVELS[settings.log])
+    attach(handler, _LEVELS[settings.log])
+    job = load_job(settings.job)
+
+    async def work() -> int:
+        worker = Worker(server, job=job, config=config)
+        with signals(worker.drain):
+            logger.info("connecting server=%s name=%s", server, worker.name)
+            try:
+                departure = await worker.run()
+            except RunFailed:
+                if settings.exit_with_stdin:  # the parent is that coordinator and tells it itself
+                    return ExitCode.OK
+                raise
+        logger.info(
+            "left reason=%s leases_done=%d leases_stale=%d", departure.value, worker.leases_done, worker.leases_stale
+        )
+        return ExitCode.OK
+
+    return work
+
+
+def _end_with_stdin() -> None:
+    """Nobody is left to work for: no goodbye is owed, and nothing may keep this process."""
+    while os.read(0, 4096):
+        pass
+    os._exit(ExitCode.ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
