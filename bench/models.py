@@ -435,6 +435,8 @@ def work(
         return worker
 
     async def run() -> None:
+        if device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
         workers = await asyncio.gather(*[one() for _ in range(count)])
         peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
         reply(leases=sum(w.leases_done for w in workers), stale=sum(w.leases_stale for w in workers), device_bytes=peak)
