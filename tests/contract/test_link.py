@@ -19,7 +19,7 @@ from w5xde_async.net import endpoint
 from w5xde_async.net import stream as stream_module
 from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, Link
 from w5xde_async.net.memory import MemoryLink, memory_pair
-from w5xde_async.net.stream import BULK_BYTES, FILL_BYTES, READ_AHEAD_BYTES
+from w5xde_async.net.stream import BULK_BYTES, READ_AHEAD_BYTES
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Heartbeat, Message, Result, Verdict
 
@@ -180,7 +180,7 @@ async def test_both_directions_at_once(pair: Pair):
 
 
 async def test_header_longer_than_the_read_ahead(pair: Pair):
-    leases = tuple(range(1 << 40, (1 << 40) + FILL_BYTES // 4))
+    leases = tuple(range(1 << 40, (1 << 40) + READ_AHEAD_BYTES // 8))
     sending = asyncio.create_task(pair.near.send([*encode(Verdict(leases, 0, "")), *encode(Heartbeat("after"))]))
     assert (await pair.far.recv()).message == Verdict(leases, 0, "")
     assert (await pair.far.recv()).message == Heartbeat("after")
@@ -253,16 +253,17 @@ async def test_closed_by_peer_between_frames(pair: Pair):
     await pair.far.aclose()
 
 
-async def test_what_was_sent_before_aclose_arrives_though_nobody_read_the_peers(pair: Pair):
-    await pair.far.send(encode(Heartbeat("unread")))
-    payload = pattern(200_000)
-    sending = asyncio.create_task(pair.near.send(frame(payload)))
-    receiving = asyncio.create_task(pair.far.recv(allocate))
-    await sending
-    closing = asyncio.create_task(pair.near.aclose())
-    assert bytes((await receiving).buffers[0]) == payload
+async def test_what_was_sent_before_aclose_arrives_though_nobody_read_the_peers(network: Pair):
+    """Closing over unread bytes resets the connection, and what the peer has not fetched yet would be gone."""
+    await network.far.send(encode(Heartbeat("unread")))
+    payload = pattern(400_000)  # more than the peer's kernel takes unread, less than both kernels hold
+    async with asyncio.timeout(5):
+        await network.near.send(frame(payload))
+    closing = asyncio.create_task(network.near.aclose())
+    await asyncio.sleep(0.01)
+    assert bytes((await network.far.recv(allocate)).buffers[0]) == payload
     with pytest.raises(LinkLost):
-        await pair.far.recv()
+        await network.far.recv()
     await closing
 
 
@@ -434,7 +435,11 @@ async def test_abort_and_cancel_while_threads_pump(authority, monkeypatch):
             sending = asyncio.create_task(near.send(frame(payload)))
             receiving = asyncio.create_task(far.recv(allocate))
             await until(lambda stream=stream: bool(stream._jobs))
-            far.abort() if stop == "abort" else receiving.cancel()
+            if stop == "abort":
+                far.abort()
+                assert stream._sock.fileno() != -1  # a thread uses it: another socket must not get its number
+            else:
+                receiving.cancel()
             with pytest.raises((LinkLost, asyncio.CancelledError)):
                 await receiving
             assert not stream._jobs

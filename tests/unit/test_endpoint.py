@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 import ssl
+import sys
 
 import pytest
 import trustme
@@ -96,10 +97,34 @@ async def test_a_port_in_use_says_so():
     with pytest.raises(PortInUse) as caught:
         await listen("127.0.0.1", listener.port, echo)
     assert (caught.value.host, caught.value.port) == ("127.0.0.1", listener.port)
-    port = listener.port
     await listener.aclose()
-    again = await listen("127.0.0.1", port, echo)  # at once, though the old one has just gone
+
+
+async def test_a_port_is_free_at_once_after_its_listener():
+    """Though a connection that the listener's side closed still lingers in the kernel."""
+    listener = await listen("127.0.0.1", 0, echo)
+    link = await connect("127.0.0.1", listener.port, timeout_s=5)
+    await beat(link)
+    await listener.aclose()
+    with pytest.raises(LinkLost):
+        await link.recv()
+    again = await listen("127.0.0.1", listener.port, echo)
     await again.aclose()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127/8 is here only on Linux")
+async def test_a_free_port_is_the_same_on_every_address(monkeypatch: pytest.MonkeyPatch):
+    async def both(host: str, port: int, **_: object) -> list:
+        return [(socket.AF_INET, (address, port)) for address in ("127.0.0.1", "127.0.0.2")]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoint, "_resolve", both)
+        listener = await listen("both", 0, echo)
+    for host in ("127.0.0.1", "127.0.0.2"):
+        link = await connect(host, listener.port, timeout_s=5)
+        await beat(link)
+        await link.aclose()
+    await listener.aclose()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
