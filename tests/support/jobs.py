@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +74,17 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
         return self.data[at : at + self.context], self.data[at + 1 : at + 1 + self.context]
 
 
+def delayed(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """The same loss; every leaf takes longer where the environment says so, so that faults fall into a run."""
+    leaf_s = float(os.environ.get("W5XDE_TEST_LEAF_S", "0"))
+
+    def slow(output: Any, target: Any) -> Tensor:
+        time.sleep(leaf_s)
+        return loss(output, target)
+
+    return slow if leaf_s else loss
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -108,7 +121,7 @@ def _mlp(**kwargs: Any) -> Job:
 
     x, y = _digits()
     return Job(
-        model=model, dataset=TensorDataset(x, y), loss=nn.CrossEntropyLoss(), batch_size=200, microbatch_size=24,
+        model=model, dataset=TensorDataset(x, y), loss=delayed(nn.CrossEntropyLoss()), batch_size=200, microbatch_size=24,
         max_steps=32, seed=3, **kwargs,
     )  # fmt: skip
 
@@ -116,14 +129,14 @@ def _mlp(**kwargs: Any) -> Job:
 def _cnn(**kwargs: Any) -> Job:
     x, y = _digits()
     return Job(
-        model=CNN, dataset=TensorDataset(x, y), loss=nn.CrossEntropyLoss(), batch_size=112, microbatch_size=16,
+        model=CNN, dataset=TensorDataset(x, y), loss=delayed(nn.CrossEntropyLoss()), batch_size=112, microbatch_size=16,
         max_steps=32, seed=5, **kwargs,
     )  # fmt: skip
 
 
 def _gpt(**kwargs: Any) -> Job:
     return Job(
-        model=GPT, dataset=Text(), loss=lm_loss, batch_size=20, microbatch_size=4, max_steps=32, seed=7, **kwargs
+        model=GPT, dataset=Text(), loss=delayed(lm_loss), batch_size=20, microbatch_size=4, max_steps=32, seed=7, **kwargs
     )  # fmt: skip
 
 

@@ -101,7 +101,9 @@ def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
             sums.append(part)
         root = tree_sum(sums, _add)
         losses.append(sum(n * value for n, value in leaf_losses) / plan.num_samples)
-        gradients = {name: None if root[name] is None else root[name] / (plan.num_samples * scale) for name in parameters}
+        gradients = {
+            name: None if root[name] is None else root[name] / (plan.num_samples * scale) for name in parameters
+        }
         if not all(g is None or bool(g.isfinite().all()) for g in gradients.values()):
             assert job.precision == "fp16"
             scale, good = scale / 2, 0
@@ -144,5 +146,3 @@ def _draws_unlocked(job: Job) -> bool:
 def digest(job: Job, steps: int | None = None) -> str:
     """The digest of the reference's final parameters and buffers."""
     return named_digest(train(job, steps)[0])
-
-

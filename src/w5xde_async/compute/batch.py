@@ -101,16 +101,24 @@ def leaves_of(
         total = sum(samples)
         if any(tensor.dim() == 0 or tensor.shape[0] != total for tensor in tensors):
             raise MalformedFrame("a packed batch whose rows are not the leaves' samples")
-        start = 0
-        for count in samples:
-            yield count, _fill(tree, [_aligned(tensor[start : start + count]) for tensor in tensors])
-            start += count
+        pieces = list(zip(*[tensor.split(list(samples)) for tensor in tensors], strict=True))
+        if not pieces:
+            raise MalformedFrame("a packed batch without tensors")
+        plain = _plain(tree, len(tensors))
+        for count, piece in zip(samples, pieces, strict=True):
+            aligned = tuple([_aligned(tensor) for tensor in piece])
+            yield count, aligned if plain else _fill(tree, aligned)
         return
     per_leaf, rest = divmod(len(tensors), max(len(samples), 1))
     if rest:
         raise MalformedFrame("a batch whose tensors do not divide by its leaves")
     for index, count in enumerate(samples):
         yield count, _fill(tree, tensors[index * per_leaf : (index + 1) * per_leaf])
+
+
+def _plain(tree: Any, num_tensors: int) -> bool:
+    """Whether a batch is just a tuple of its tensors, as most are."""
+    return bool(tree == ["u", [["t"]] * num_tensors])
 
 
 def rows(batch: Any, samples: int, start: int, stop: int) -> Any:

@@ -143,8 +143,13 @@ class Engine:
         self._overlap = False  # on after the first block has shown that each gradient arrives once
         self._fires: dict[int, int] = {}
         self._block: _Block | None = None
+        # With one gradient bucket nothing is to be sent before backward ends: noting who came is enough, and a list's
+        # own append is the cheapest note there is (small models spend most of a leaf outside their kernels).
+        self._notes: list[Tensor] = []
+        self._index_of = {id(parameter): index for index, parameter in self._parameters}
         for index, parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(partial(self._landed, index))
+            single = len(self._grad_buckets) == 1
+            parameter.register_post_accumulate_grad_hook(self._notes.append if single else partial(self._landed, index))
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -196,6 +201,7 @@ class Engine:
 
     def _run(self, block: _Block) -> None:
         task = block.task
+        self._notes.clear()
         last = len(task.samples) - 1
         block.begin()
         with random_state(self.device):
@@ -221,6 +227,7 @@ class Engine:
                 if index != last:
                     for _ in range(carries(index) - onto_left):
                         self._fold_all(block)
+        block.touched.update([self._index_of[number] for number in set(map(id, self._notes))])
         for bucket in self.layout.result_buckets:  # whatever no hook has finished
             if bucket.index not in block.emitted:
                 self._finish(block, bucket)

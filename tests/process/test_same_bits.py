@@ -1,0 +1,102 @@
+"""The same digest from real processes: one worker, three, three of which one is killed and one comes late, and a run
+that is interrupted in the middle of an epoch and goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import jobs, reference
+from tests.support.processes import Gate, Program, programs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+COORDINATOR = "w5xde_async.coordinator"
+WORKER = "w5xde_async.worker"
+
+
+def arguments(name: str, run: Path, *more: str) -> list[str]:
+    return [
+        COORDINATOR, f"tests/support/jobs.py:{name}", "--run-dir", str(run), "--port", "0", "--threads", "1",
+        "--log-format", "json", "--log", "verbose", *more,
+    ]  # fmt: skip
+
+
+def finished(coordinator: Program) -> tuple[str, dict[str, Any]]:
+    assert coordinator.finish() == 0, "".join(coordinator.text[-30:])
+    event = coordinator.last("run_finished")
+    return event["digest"], event
+
+
+@pytest.mark.parametrize("name", ["mlp_sgd", "mlp_adamw", "cnn_sgd", "cnn_adamw", "gpt_sgd", "gpt_adamw"])
+def test_digest_is_the_plain_loops(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    expected = reference.digest(jobs.ALL[name]())
+    for run in (one_worker, three_workers, killed_and_late, interrupted_and_resumed):
+        assert run(name, tmp_path / run.__name__) == expected, run.__name__
+
+
+def one_worker(name: str, run: Path) -> str:
+    with programs() as start:
+        return finished(start(*arguments(name, run, "--workers", "1", "--worker-threads", "1")))[0]
+
+
+def three_workers(name: str, run: Path) -> str:
+    with programs() as start:
+        digest, event = finished(start(*arguments(name, run, "--workers", "3", "--worker-threads", "1")))
+        assert len([share for share in event["shares"] if share["leaves"]]) == 3
+        return digest
+
+
+def killed_and_late(name: str, run: Path) -> str:
+    with programs() as start:
+        coordinator = start(*arguments(name, run, "--min-workers", "3"))
+        host, port = coordinator.wait_for("run_started")["address"].rsplit(":", 1)
+        gate = Gate((host, int(port)))
+        try:
+
+            def worker(server: str, label: str) -> Program:
+                program: Program = start(
+                    WORKER, "--server", server, "--job", f"tests/support/jobs.py:{name}", "--threads", "1", "--name",
+                    label, "--log-format", "json", leaf_s=0.01,
+                )  # fmt: skip
+                return program
+
+            late = worker(f"127.0.0.1:{gate.port}", "late")
+            early = [worker(f"{host}:{port}", f"early-{number}") for number in range(3)]
+            assert gate.knocked.wait(60)
+            coordinator.wait_for("step_committed", step=4)
+            early[0].signal(signal.SIGKILL)
+            left = coordinator.wait_for("worker_left")
+            assert left["name"] == "early-0"
+            assert not left["clean"]
+            gate.open()
+            digest, event = finished(coordinator)
+            leaves = {share["name"]: share["leaves"] for share in event["shares"]}
+            assert leaves["late"] > 0
+            assert 0 < leaves["early-0"] < leaves["early-1"] + leaves["early-2"]
+            assert [program.finish() for program in (late, *early[1:])] == [0, 0, 0]
+            return digest
+        finally:
+            gate.close()
+
+
+def interrupted_and_resumed(name: str, run: Path) -> str:
+    command = arguments(name, run, "--workers", "2", "--worker-threads", "1")
+    with programs() as start:
+        first = start(*command, leaf_s=0.01)
+        first.wait_for("step_committed", step=11)
+        first.signal(signal.SIGINT)
+        assert first.finish() == 0, "".join(first.text[-30:])
+        stopped = first.last("run_finished")
+        assert stopped["outcome"] == "stopped"
+        assert 11 <= stopped["step"] < 32
+        second = start(*command)
+        digest, event = finished(second)
+        assert second.last("run_started")["resumed_step"] == stopped["step"]
+        assert event["outcome"] == "finished"
+        return digest
