@@ -57,6 +57,10 @@ class Link(Protocol):
     def bytes_received(self) -> int:
         """Bytes taken in so far, read-ahead included."""
 
+    @property
+    def certificate(self) -> bytes:
+        """The peer's certificate (DER) under TLS, else empty: what the proof of the handshake is bound to."""
+
     async def send(self, chunks: Sequence[Buffer]) -> None:
         """Send one or more encoded frames. The buffers may be overwritten once this returns.
 
@@ -106,7 +110,6 @@ class FramedLink:
 
     @property
     def certificate(self) -> bytes:
-        """The peer's certificate (DER) under TLS, else empty: what the proof of the handshake is bound to."""
         return self._stream.certificate
 
     async def send(self, chunks: Sequence[Buffer]) -> None:
