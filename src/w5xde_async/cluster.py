@@ -7,10 +7,14 @@ processes cannot see, gets workers as tasks of this loop (their computing is in 
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
+
+from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.local import LocalWorkers
@@ -49,6 +53,7 @@ class LocalCluster:
         Raises JobError for a reference that cannot be loaded.
         """
         self._n_workers, self._threads = n_workers, threads
+        self._job = None if isinstance(job, str) else _with_own_model(job)
         self._reference = job if isinstance(job, str) else ""
         config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1))
         self.coordinator = Coordinator(
@@ -137,9 +142,9 @@ class LocalCluster:
 
     def _make_workers(self) -> LocalWorkers | _TaskWorkers:
         config = self.coordinator.config
-        if not self._reference:
+        if self._job is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
-            return _TaskWorkers(self.coordinator.job, self.address, settings, self._on_all_lost)
+            return _TaskWorkers(self._job, self.address, settings, self._on_all_lost)
         return LocalWorkers(
             0,
             address=self.address,
@@ -171,14 +176,9 @@ class _TaskWorkers:
 
     async def scale(self, count: int) -> None:
         while len(self._running) < count:
-            config = WorkerConfig(
-                name=f"local-{self._number}",
-                token=self._config.token,
-                threads=self._config.threads,
-                device=self._config.device,
-            )
+            config = dataclasses.replace(self._config, name=f"local-{self._number}")
             self._number += 1
-            worker = Worker(self._address, job=self._job, config=config)
+            worker = Worker(self._address, job=_with_own_model(self._job), config=config)
             task = asyncio.create_task(self._run(worker), name=f"worker {config.name}")
             self._running.append((worker, task))
         leaving, self._running = self._running[count:], self._running[:count]
@@ -207,6 +207,11 @@ class _TaskWorkers:
             self._failures += 1
             if self._failures == len(self._running):
                 self._on_all_lost(f"every local worker has failed: {error}")
+
+
+def _with_own_model(job: Job) -> Job:
+    """A ready-made model is the coordinator's, which trains it in place; every worker needs a replica."""
+    return dataclasses.replace(job, model=copy.deepcopy(job.model)) if isinstance(job.model, nn.Module) else job
 
 
 def _reachable(host: str) -> str:

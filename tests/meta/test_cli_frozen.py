@@ -1,0 +1,28 @@
+"""The flags are an interface: what goes or changes its name breaks scripts. Change this list on purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from w5xde_async.settings import CoordinatorSettings, WorkerSettings, flag_names
+from w5xde_async.settings.flags import Program
+
+ALWAYS = "--print-config --version --help"
+COORDINATOR = """
+--max-steps --epochs --max-time --evaluate --no-evaluate --max-leaf-failures
+--host --port --token-file --heartbeat --silence --bucket-size --bulk-threads
+--workers --worker-threads --min-workers --max-workers --grace
+--name --run-dir --checkpoint-every --keep-checkpoints --resume
+--loader-threads --loader-processes --prefetch-leaves
+--threads --loop --log --log-format --config
+"""
+WORKER = """
+--server --job --name --token-file --connect-timeout --lifetime
+--device --threads --memory-limit
+--loop --log --log-format --config --exit-with-stdin
+"""
+
+
+@pytest.mark.parametrize(("program", "flags"), [(CoordinatorSettings, COORDINATOR), (WorkerSettings, WORKER)])
+def test_the_flags_are_these(program: type[Program], flags: str) -> None:
+    assert set(flag_names(program)) == set(f"{flags} {ALWAYS}".split())

@@ -1,0 +1,284 @@
+"""Settings: precedence, durations and sizes, messages of one line, help, token files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, flag_names, read, to_mapping
+from w5xde_async.settings.flags import Program
+from w5xde_async.settings.values import duration_s, size_bytes
+
+PROGRAMS = [CoordinatorSettings, WorkerSettings]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("W5XDE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def coordinator(*arguments: str) -> CoordinatorSettings:
+    return read(CoordinatorSettings, arguments, prog="coordinator")[0]
+
+
+def worker(*arguments: str) -> WorkerSettings:
+    return read(WorkerSettings, ("--server", "here:1", "--job", "train.py:job", *arguments), prog="worker")[0]
+
+
+def answer(program: type[Program], *arguments: str) -> str:
+    with pytest.raises(Answer) as caught:
+        read(program, arguments, prog="it")
+    return caught.value.text
+
+
+def complaint(*arguments: str, program: type[Program] = CoordinatorSettings) -> str:
+    with pytest.raises(UsageError) as caught:
+        read(program, arguments, prog="it")
+    assert caught.value.exit_code == ExitCode.USAGE
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# -- values
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1h30m", 5400), ("250ms", 0.25), ("1D", 86400), (7, 7)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "5 m", "5m3", "-5", "1e3", "5y", "nan", True])
+def test_what_is_no_duration(text: object) -> None:
+    with pytest.raises(ValueError, match="not a duration"):
+        duration_s(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("512KiB", 512 << 10), ("4MiB", 4 << 20), ("4mib", 4 << 20), ("1GB", 10**9), ("2k", 2000),
+     ("1.5 GiB", 3 << 29), ("8B", 8), (5, 5)],
+)  # fmt: skip
+def test_sizes(text: object, nbytes: int) -> None:
+    assert size_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "4iB", "4XB", "-1", "1e6", True])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        size_bytes(text)
+
+
+# -- precedence
+
+
+def test_arguments_before_environment_before_toml_before_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "w5xde.toml"
+    file.write_text("[coordinator]\nport = 1\nmax_steps = 1\nmin-workers = 3\n[worker]\nthreads = 9\n")
+    monkeypatch.setenv("W5XDE_PORT", "2")
+    monkeypatch.setenv("W5XDE_MAX_STEPS", "2")
+    settings = coordinator("train.py:job", "--port", "3", "--config", str(file))
+    assert (settings.port, settings.max_steps, settings.min_workers, settings.keep_checkpoints) == (3, 2, 3, 3)
+    assert worker("--config", str(file)).threads == 9
+    monkeypatch.setenv("W5XDE_CONFIG", str(file))
+    assert coordinator("train.py:job").min_workers == 3
+
+
+def test_underscores_equals_signs_and_empty_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W5XDE_PORT", "")
+    settings = coordinator("train.py:job", "--min_workers=2", "--no_evaluate", "--max_time", "2h", "--name", "a_b")
+    assert (settings.min_workers, settings.evaluate, settings.max_time) == (2, False, 7200)
+    assert (settings.port, settings.name) == (5555, "a_b")
+
+
+def test_what_follows_from_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = coordinator("some/where/train.py:make.job", "--workers", "2")
+    assert (settings.name, settings.run_dir, settings.min_workers) == ("train", Path("runs/train"), 2)
+    assert settings.worker_threads is not None
+    assert settings.worker_threads >= 1
+    assert coordinator("package.module:job").name == "module"
+    assert coordinator("train.py:job", "--run-dir", "there/deep").name == "deep"
+    assert coordinator("train.py:job").min_workers == 1
+    assert coordinator("train.py:job", "--workers", "4", "--min-workers", "1").min_workers == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert coordinator("train.py:job", "--workers", "2").worker_threads == 5
+
+
+def test_the_config_objects() -> None:
+    config = coordinator("j.py:j", "--grace", "0", "--bucket-size", "1MiB", "--silence", "1m").coordinator_config("t")
+    assert (config.grace_s, config.bucket_bytes, config.silence_s, config.token) == (0, 1 << 20, 60, "t")
+    settings = worker("--memory-limit", "64MiB", "--lifetime", "1h", "--device", "cpu")
+    assert settings.worker_config("").memory_limit_bytes == 64 << 20
+    assert settings.worker_config("").lifetime_s == 3600
+    assert worker("--memory-limit", "auto").memory_limit is None
+
+
+def test_print_config_can_be_read_back_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("W5XDE_TOKEN", "hush")
+    given = ("train.py:job", "--max-time", "90", "--bucket-size", "1MiB", "--workers", "2", "--no-evaluate")
+    text = answer(CoordinatorSettings, *given, "--print-config")
+    assert "hush" not in text
+    assert tomllib.loads(text)["coordinator"]["max_time"] == 90.0
+    file = tmp_path / "w5xde.toml"
+    file.write_text(text)
+    assert to_mapping(coordinator("--config", str(file))) == to_mapping(coordinator(*given))
+    assert "exit_with_stdin" not in answer(WorkerSettings, "--print-config")
+
+
+# -- messages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ("JOB is missing", "train.py:job")),
+        (("j.py:j", "--port", "70000"), ("--port", "'70000'", "from 0 to 65535")),
+        (("j.py:j", "--port", "http"), ("--port", "'http'")),
+        (("j.py:j", "--port"), ("--port", "expected one argument")),
+        (("j.py:j", "--prot", "1"), ("--prot", "did you mean --port?")),
+        (("j.py:j", "--min_wokers=1"), ("--min-wokers", "did you mean --min-workers?")),
+        (("j.py:j", "--quux"), ("--quux", "see --help")),
+        (("j.py:j", "-p", "1"), ("-p",)),
+        (("j.py:j", "k.py:k"), ("'k.py:k'", "too many")),
+        (("j.py:j", "--max-time", "soon"), ("--max-time", "'soon'", "2h")),
+        (("j.py:j", "--max-time", "0"), ("--max-time", "above 0")),
+        (("j.py:j", "--bucket-size", "1KiB"), ("--bucket-size", "64KiB to 1GiB")),
+        (("j.py:j", "--name", "a/b"), ("--name", "'a/b'")),
+        (("j.py:j", "--log", "loud"), ("--log", "'loud'", "silent, normal or verbose")),
+        (("j.py:j", "--min-workers", "9", "--max-workers", "3"), ("--min-workers 9", "--max-workers 3")),
+        (("j.py:j", "--silence", "2"), ("--silence 2s", "--heartbeat 3s")),
+        (("j.py:j", "--config", "none.toml"), ("none.toml", "No such file")),
+        (("j.py:j", "--token", "hush"), ("W5XDE_TOKEN", "--token-file")),
+        (("j.py:j", "--token=hush"), ("W5XDE_TOKEN",)),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    text = complaint(*arguments)
+    assert all(part in text for part in parts), text
+    assert "hush" not in text
+
+
+def test_where_a_wrong_value_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "w5xde.toml"
+    file.write_text('[coordinator]\nepochs = "many"\n')
+    text = complaint("j.py:j", "--config", str(file))
+    assert "[coordinator] epochs" in text
+    assert "'many'" in text
+    monkeypatch.setenv("W5XDE_EPOCHS", "few")
+    assert complaint("j.py:j", "--config", str(file)).startswith("W5XDE_EPOCHS: 'few'")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[coordinator]\nprot = 1\n", ("no prot", "did you mean port?")),
+        ("[coordinator]\ntoken = 'hush'\n", ("token_file", "W5XDE_TOKEN")),
+        ("port = 1\n", ("'port'", "[coordinator]")),
+        ("[corodinator]\n", ("'corodinator'",)),
+        ("coordinator = 1\n", ("[coordinator]",)),
+        ("[coordinator\n", ("not TOML",)),
+    ],
+)
+def test_mistakes_in_the_toml_file(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+    file = tmp_path / "w5xde.toml"
+    file.write_text(text)
+    complained = complaint("j.py:j", "--config", str(file))
+    assert all(part in complained for part in (*parts, str(file))), complained
+    assert "hush" not in complained
+
+
+def test_a_worker_needs_server_and_job() -> None:
+    assert "--server is missing" in complaint(program=WorkerSettings)
+    assert "--job is missing" in complaint("--server", "here:1", program=WorkerSettings)
+
+
+# -- help
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_names_every_flag_its_variable_and_fits_80_columns(program: type[Program]) -> None:
+    text = answer(program, "--help")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    flat = " ".join(text.split())
+    for name, info in program.model_fields.items():
+        extra: Any = info.json_schema_extra
+        shown = not extra["hidden"]
+        assert (f"W5XDE_{name.upper()}]" in flat) == shown, name
+        if not extra["positional"]:
+            assert (f"--{name.replace('_', '-')}" in flat) == shown, name
+    assert set(flag_names(program)) >= {"--help", "--version", "--print-config"}
+
+
+def test_version() -> None:
+    assert answer(WorkerSettings, "--version").startswith("w5xde-async ")
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from w5xde_async.coordinator.__main__ import main; code = main(['--help']);"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 2.0  # 0.25 s on an idle machine; torch alone takes longer than this on a busy one
+
+
+# -- tokens
+
+
+def _token_file(path: Path, text: str = "hush\n", mode: int = 0o600) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_where_the_token_is_looked_for(tmp_path: Path) -> None:
+    file = _token_file(tmp_path / "token", "from file\n")
+    variable = {"W5XDE_TOKEN": " from variable "}
+    assert find_token(None, given_as_argument=False, environment={}) == ""
+    assert find_token(None, given_as_argument=False, environment=variable) == "from variable"
+    assert find_token(file, given_as_argument=False, environment=variable) == "from variable"
+    assert find_token(file, given_as_argument=True, environment=variable) == "from file"
+    assert find_token(file, given_as_argument=False, environment={}) == "from file"
+    _token_file(tmp_path / ".config" / "w5xde" / "token", "from home")
+    assert find_token(None, given_as_argument=False, environment={}) == "from home"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620])
+def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = _token_file(tmp_path / "my token", mode=mode)
+    with pytest.raises(UsageError, match=r"chmod 600 '.*my token'"):
+        find_token(file, given_as_argument=True, environment={})
+
+
+@pytest.mark.parametrize("text", ["", " \n", "one\ntwo\n"])
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="one line"):
+        find_token(_token_file(tmp_path / "token", text), given_as_argument=True, environment={})
+
+
+def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        find_token(tmp_path / "none", given_as_argument=True, environment={})
