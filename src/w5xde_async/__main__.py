@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from w5xde_async.errors import ExitCode, UsageError, W5xdeError
+from w5xde_async.errors import ExitCode, LeafFailed, UsageError, W5xdeError
 from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, read
 
 __all__ = ["attach", "launch", "main", "signals"]
@@ -71,7 +71,9 @@ def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Call
         _complain(prog, "stopped before it began", ExitCode.OK, as_json)
         return ExitCode.OK
     except W5xdeError as error:
-        _complain(prog, str(error), error.exit_code, as_json)
+        # A failed leaf's traceback was part of the run's summary; here the samples are enough.
+        text = str(error).splitlines()[0] if isinstance(error, LeafFailed) else str(error)
+        _complain(prog, text, error.exit_code, as_json)
         return error.exit_code
 
 

@@ -98,7 +98,11 @@ class Job:
             )
         need(self.epochs is not None or self.max_steps is not None, "it has no end", "give epochs or max_steps")
         need(self.precision in ("fp32", "bf16", "fp16"), f"precision is {self.precision!r}", "give fp32, bf16 or fp16")
-        need(type(self.seed) is int and self.seed >= 0, f"seed is {self.seed!r}", "give a whole number >= 0")
+        need(
+            type(self.seed) is int and 0 <= self.seed < 1 << 63,
+            f"seed is {self.seed!r}",
+            "give a whole number from 0 to 2^63 - 1",
+        )
         clip = self.gradient_clip_val
         need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
         need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i]", "use a map-style dataset")

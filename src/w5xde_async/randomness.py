@@ -20,7 +20,8 @@ __all__ = ["draws_random", "random_state", "seed_all"]
 _TURN = threading.Lock()
 
 # ``random.seed`` without its handling of strings: what it does for a number, at half the time. Once a leaf, that counts.
-_seed_python = super(random.Random, random._inst).seed  # type: ignore[attr-defined]
+_GENERATOR: Any = random._inst  # type: ignore[attr-defined]
+_seed_python = super(random.Random, _GENERATOR).seed
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
@@ -31,7 +32,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     elif device is not None and device.type == "mps":
         torch.mps.manual_seed(seed)
     _seed_python(seed)
-    random._inst.gauss_next = None  # type: ignore[attr-defined]
+    _GENERATOR.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
 
 

@@ -101,7 +101,7 @@ def leaves_of(
         total = sum(samples)
         if any(tensor.dim() == 0 or tensor.shape[0] != total for tensor in tensors):
             raise MalformedFrame("a packed batch whose rows are not the leaves' samples")
-        pieces = list(zip(*[tensor.split(list(samples)) for tensor in tensors], strict=True))
+        pieces = list(zip(*[torch.split(tensor, list(samples)) for tensor in tensors], strict=True))
         if not pieces:
             raise MalformedFrame("a packed batch without tensors")
         plain = _plain(tree, len(tensors))

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from w5xde_async.compute.batch import leaves_of, rows
 from w5xde_async.compute.buffers import BufferMerge
-from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job, build_model, step_function
@@ -32,6 +31,7 @@ from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.tree import carries
+from w5xde_async.randomness import random_state, seed_all
 
 __all__ = ["Emit", "Engine", "LeafError", "Outcome", "Task", "choose_device"]
 
@@ -179,8 +179,7 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 # Partial sums are lost with the vectors; what was emitted is final and stays.
                 self._abandon(block)
-                smallest = max(1, min(self._microbatch, *task.samples))
-                if self._pieces >= smallest:
+                if self._pieces >= self._microbatch:  # single samples already
                     raise LeafError(task.start + block.leaf, error) from error
                 self._pieces *= 2
                 self._transfer.empty_cache()
@@ -265,8 +264,7 @@ class Engine:
             torch.autograd.backward(loss, self._weight((end - begin) * block.task.loss_scale))
             share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
-            if metrics:
-                block.note_metrics(metrics, (end - begin) / samples, first=begin == 0)
+            block.note_metrics(metrics or {}, (end - begin) / samples, first=begin == 0)
         assert loss_sum is not None
         block.losses.append(loss_sum)
         self._buffers.collect(block.open[-1], samples, block.changed)
@@ -284,7 +282,7 @@ class Engine:
                 f"parameter {self.layout.entries[index].name!r} got two gradients in one backward pass, after passes "
                 "with one; use torch.utils.checkpoint with use_reentrant=False"
             )
-        for number in self._buckets_of[index]:
+        for number in self._buckets_of.get(index, ()):  # an empty parameter lies in none
             block.pending[number] -= 1
             if not block.pending[number]:
                 self._finish(block, self.layout.buckets[number])

@@ -5,8 +5,8 @@ rows are gathered at once). Chunks are read by threads or processes, in order, `
 is leased pulls its own chunks forward. A chunk is forgotten when all its leaves are finished, so a block can be
 leased again without reading it again.
 
-Datasets that draw random numbers are seeded by (seed, epoch, sample position): threads then take turns; processes
-need not. Nothing here knows workers.
+Datasets that draw random numbers are seeded by (seed, step, leaf): threads then take turns; processes need not. A
+dataset counts as one that draws until 64 samples have been read without. Nothing here knows workers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import Sampler, StepPlan, seed_for
 from w5xde_async.plan.tree import Block
+from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.wire.frame import Buffer, BufferSpec
 
 __all__ = ["BlockData", "Loader"]

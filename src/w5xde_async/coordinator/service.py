@@ -66,17 +66,15 @@ class RunResult:
 
 
 def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
-    """Most bytes of tensors that a coordinator holds for its workers, beside the model, optimizer and dataset.
+    """Most bytes that a coordinator holds for its workers, beside model, optimizer and the samples of two steps.
 
-    Result vectors: an open block per lease in hand and, between them, at most log2(leaves) merged ones; data: each
-    lease's batch of at most 64 MiB (or one leaf), for the current step and the next; plus 256 KiB of read-ahead and
-    one scratch bucket a connection.
+    Result vectors: one for each open block and, between them, at most log2(leaves) merged ones, never more than there
+    are leaves, and four spare; for each connection 256 KiB of read-ahead and one scratch bucket.
     """
     open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
     vectors = min(num_leaves, (open_blocks + 1) * max(1, num_leaves.bit_length())) + 4
     per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
-    leases = 2 * config.max_workers * config.pacing.leases_ahead * (64 << 20)
-    return vectors * vector_bytes + config.max_workers * per_link + leases
+    return vectors * vector_bytes + config.max_workers * per_link
 
 
 class Coordinator:
@@ -128,9 +126,17 @@ class Coordinator:
         if self._main is not None:
             raise LocalError("a coordinator starts once")
         loop = asyncio.get_running_loop()
-        self._prepared = prepared = await loop.run_in_executor(
+        preparing = loop.run_in_executor(
             None, prepare, self.job, self.config, self._run_path, lambda: os.urandom(8).hex()
         )
+        try:
+            self._prepared = prepared = await asyncio.shield(preparing)
+        except asyncio.CancelledError:
+            await asyncio.wait([preparing])  # a thread cannot be cancelled, and it may come to hold the directory
+            if preparing.exception() is None:
+                self._prepared = preparing.result()
+                await self._close()
+            raise
         try:
             await self._open(prepared)
         except BaseException:
@@ -402,8 +408,7 @@ class Coordinator:
         if finished and prepared.first_step >= prepared.total_steps:
             reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
         code = ByeCode.FAILED if failure is not None else ByeCode.FINISHED if finished else ByeCode.STOPPING
-        for session in training.sessions.values():
-            session.say_goodbye(code, reason.splitlines()[0][:300] if reason else f"the run is {outcome}")
+        training.say_goodbye(code, reason.splitlines()[0][:300] if reason else f"the run is {outcome}")
         if self._listener is not None:
             await self._listener.stop_accepting()
         if finished and self._evaluator and self._evaluated_step != training.version:

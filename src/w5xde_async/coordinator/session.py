@@ -173,10 +173,12 @@ class Session:
     async def _read(self) -> None:
         while self.state is not State.CLOSED:
             try:
-                message, _, _ = await self.link.recv(self._accept)
+                message, specs, _ = await self.link.recv(self._accept)
             finally:
                 placed, self.receiving = self.receiving, None
             if type(message) is Result:
+                if not specs:
+                    raise MalformedFrame("RESULT came without its buffer")
                 if placed is not None:
                     self._garbage = 0
                     self._host.arrived(self, message)

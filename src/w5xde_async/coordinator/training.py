@@ -12,6 +12,7 @@ already complete, which are stale by the ledger (docs/decisions/0004-live-parame
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +127,7 @@ class Training:
         self.samples_applied = 0
         self.last_loss: float | None = None
         self.sessions: dict[str, Session] = {}
+        self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
         self.membership = Membership(config.silence_s)
         self.pacing = Pacing(config.pacing)
         self.ledger = Ledger(num_buckets=len(layout.result_buckets), max_failures=config.max_leaf_failures)
@@ -167,6 +169,11 @@ class Training:
             await self._commit()
         if self._failure is not None:
             raise self._failure
+
+    def say_goodbye(self, code: ByeCode, reason: str) -> None:
+        """Send every worker the last message, those that are building their model too."""
+        for session in (*self.sessions.values(), *self._joining):
+            session.say_goodbye(code, reason)
 
     def stop(self) -> None:
         """End after the step under way, or after ``grace_s`` where that takes longer."""
@@ -348,13 +355,20 @@ class Training:
 
     def tick(self, now: float) -> None:
         """Revoke what is overdue, drop who is silent, tell the others that we live. Called every ``heartbeat_s``."""
-        for session in self.sessions.values():
+        for session in (*self.sessions.values(), *self._joining):
             if session.outbox.idle:
                 session.post(Heartbeat(f"step {self.version} of {self.total_steps}"))
             received = session.link.bytes_received
-            member = self.membership.members.get(session.worker_id)
-            if member is not None and received != session.seen_bytes:
-                session.seen_bytes, member.last_seen = received, now
+            if received == session.seen_bytes:
+                continue
+            session.seen_bytes = received
+            if session in self._joining:
+                self._joining[session] = now
+            elif session.worker_id in self.membership.members:
+                self.membership.members[session.worker_id].last_seen = now
+        for session, seen in self._joining.items():
+            if now - seen >= self.config.silence_s:
+                session.abort(f"silent for {now - seen:.0f} s")
         for member in self.membership.silent(now):
             silent = self.sessions.get(member.worker_id)
             if silent is not None:
@@ -378,17 +392,12 @@ class Training:
     # -- session.Host --------------------------------------------------------------------------------------
 
     def admit(self, session: Session) -> Refusal | None:
-        if session.hello is not None and session.hello.last_term > self._welcome.term:
-            return Refusal(
-                RefusalCode.TERM,
-                f"the worker has served term {session.hello.last_term} of this run, this coordinator is of "
-                f"term {self._welcome.term}",
-                "a newer coordinator is or was running; stop this one",
-            )
         if self._stopping or self._failure is not None:
             return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
-        if len(self.sessions) >= self.config.max_workers and session.worker_id not in self.sessions:
+        others = {known.worker_id for known in (*self.sessions.values(), *self._joining)} - {session.worker_id}
+        if len(others) >= self.config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
+        self._joining[session] = time.monotonic()
         return None
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
@@ -396,8 +405,7 @@ class Training:
         return self._welcome, [(BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)]
 
     async def make_room(self, session: Session) -> None:
-        older = self.sessions.get(session.worker_id)
-        if older is not None:
+        while (older := self.sessions.get(session.worker_id)) is not None:
             # Its leases may be given out again only once nothing writes into their memory any more.
             older.abort("the same worker has connected anew")
             await older.ended.wait()
@@ -410,6 +418,7 @@ class Training:
                 "use the same job file on both sides",
             )
         now = time.monotonic()
+        self._joining.pop(session, None)
         self.membership.join(
             Member(
                 worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
@@ -448,6 +457,8 @@ class Training:
         grant = self.ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
             return None
+        if self._step is None:
+            return None  # the run has ended
         if grant.step != self.version:
             raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
         if self.ledger.filled(result.lease, result.bucket):
@@ -473,19 +484,24 @@ class Training:
             session.post(Verdict((done.lease,), VerdictCode.STALE, "the lease was given to another"))
             return
         step, block = self._step, grant.block
-        assert step is not None
+        if step is None:
+            session.post(Verdict((done.lease,), VerdictCode.STALE, "the run has ended"))
+            return
         leaves = block.num_leaves
         if grant.step != self.version or len(done.losses) != leaves:
             raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
         if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
             raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
-        for bucket in done.absent:
-            if bucket >= len(self.layout.result_buckets):
-                raise RemoteError(f"it reported bucket {bucket} as absent")
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (done.compute_s, done.wait_s)):
+            raise RemoteError(f"it reported {done.compute_s} s of computing and {done.wait_s} s of waiting")
+        absent = set(done.absent)
+        if absent and max(absent) >= len(self.layout.result_buckets):
+            raise RemoteError(f"it reported bucket {max(absent)} of {len(self.layout.result_buckets)} as absent")
+        missing = set(self.ledger.missing(done.lease))
+        if missing - absent:
+            raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing - absent)}")
+        for bucket in missing:
             self._fill(done.lease, block, bucket, present=False)
-        missing = self.ledger.missing(done.lease)
-        if missing:
-            raise RemoteError(f"it reported lease {done.lease} done without bucket {missing[0]}")
         self.ledger.finish(done.lease)
         self.loader.finished(grant.step, block)
         step.losses[block.start : block.stop] = done.losses
@@ -537,6 +553,7 @@ class Training:
 
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         self.accounts.close(session)
+        self._joining.pop(session, None)
         member = self.membership.leave(session.worker_id, session.incarnation)
         if self.sessions.get(session.worker_id) is not session:
             if member is None and not clean and session.worker_id:
@@ -554,6 +571,8 @@ class Training:
         )  # fmt: skip
         self._wake.set()
         if not self._stopping and self._failure is None and self.version < self.total_steps:
+            if not self.sessions:
+                self.bus.publish(Waiting(reason="no workers"))
             self._schedule()
 
     def _return_leases(self, session: Session) -> int:

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +34,7 @@ from w5xde_async.errors import MalformedFrame
 __all__ = ["ALIGN_BYTES", "Bucket", "Entry", "Group", "Layout", "named_state"]
 
 ALIGN_BYTES = 64
+_MAX_BUCKETS = 1 << 20  # of a layout that came over a network
 _ROLES = ("grad", "mean", "max", "frozen")
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,9 +132,7 @@ class Layout:
         entries: list[Entry] = []
         for names, role, dtype, shape in staged:
             group = group_of[_ROLES.index(role), _dtype_name(dtype)]
-            numel = 1
-            for extent in shape:
-                numel *= extent
+            numel = math.prod(shape)
             entries.append(Entry(names, role, dtype, shape, group, sizes[group], numel))
             members[group].append(len(entries) - 1)
             align = ALIGN_BYTES // dtype.itemsize
@@ -214,6 +215,8 @@ class Layout:
             bucket_bytes = document["bucket_bytes"]
             if type(bucket_bytes) is not int or bucket_bytes < ALIGN_BYTES:
                 raise ValueError("bucket_bytes of the layout")
+            if sum(8 * math.prod(shape) for _, _, _, shape in staged) > _MAX_BUCKETS * bucket_bytes:
+                raise ValueError(f"more than {_MAX_BUCKETS} buckets in the layout")
             return cls._build(staged, bucket_bytes)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MalformedFrame(f"layout: {error}") from None
@@ -278,9 +281,9 @@ def _cut(group: Group, entries: list[Entry], bucket_bytes: int, buckets: list[Bu
             starts.append(previous)
         while border - starts[-1] > limit:
             starts.append(starts[-1] + limit)
+    offsets = [entries[index].offset for index in group.entries]
+    ends = [entries[index].offset + entries[index].numel for index in group.entries]
     for start, stop in zip(starts, [*starts[1:], group.numel], strict=True):
         if stop > start:
-            touching = tuple(
-                i for i in group.entries if entries[i].offset < stop and entries[i].offset + entries[i].numel > start
-            )
+            touching = group.entries[bisect_right(ends, start) : bisect_left(offsets, stop)]
             buckets.append(Bucket(len(buckets), group.index, start, stop - start, touching))

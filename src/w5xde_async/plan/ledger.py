@@ -222,9 +222,12 @@ class Ledger:
         current = next(iter(self._steps.values()), None)
         begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
         if current is not None and begun is not None:
-            for leaf in range(*begun.block):
+            # A block with filled buckets stays whole; buckets leave with its last leaf, which is then to blame.
+            block = begun.block
+            suspects = range(block.stop - 1, block.stop) if block.start in current.slots else range(*block)
+            for leaf in suspects:
                 current.deaths[leaf] = deaths = current.deaths.get(leaf, 0) + 1
-                if deaths >= self.max_deaths and begun.block.num_leaves == 1:
+                if deaths >= self.max_deaths and len(suspects) == 1:
                     culprit = Culprit(current.step, leaf, deaths, died=True)
         return grants, culprit
 

@@ -44,7 +44,7 @@ class Pacing:
     _leaf_s: dict[str, float] = field(default_factory=dict)
 
     def observe(self, worker: str, leaves: int, seconds: float) -> None:
-        """``worker`` computed ``leaves`` leaves in ``seconds``."""
+        """``worker`` computed ``leaves`` leaves in ``seconds`` (finite)."""
         leaf_s = max(seconds, 1e-9) / leaves
         known = self._leaf_s.get(worker)
         a = self.config.smoothing

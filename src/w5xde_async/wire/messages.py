@@ -135,17 +135,13 @@ class ByeCode(IntEnum):
 
 @_message(1)
 class Hello(Message):
-    """Worker's first words.
-
-    ``worker_id`` names the same worker over reconnects; ``last_term`` fences old coordinators.
-    """
+    """Worker's first words. ``worker_id`` names the same worker over reconnects."""
 
     protocol: int
     nonce: bytes
     worker_id: str
     name: str
     software: str
-    last_term: int
 
 
 @_message(2)

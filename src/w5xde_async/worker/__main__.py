@@ -45,6 +45,7 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     handler = Progress(settings.progress_config(color=color)).handler()
     handler.setLevel(_LEVELS[settings.log])
     attach(handler, _LEVELS[settings.log])
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
     job = load_job(settings.job)
 
     async def work() -> int:

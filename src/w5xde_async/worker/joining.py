@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import w5xde_async
@@ -27,14 +27,17 @@ class Joined(NamedTuple):
     layout: Layout
 
 
-async def join(link: Link, *, worker_id: str, name: str, token: str, last_term: int) -> Joined:
+async def join(link: Link, *, worker_id: str, name: str, token: str, terms: Mapping[str, int]) -> Joined:
     """Prove each other the secret and learn of the run.
+
+    ``terms`` holds, for each run served before, the highest term seen: a coordinator of a lower one has been replaced
+    and is refused.
 
     Raises Refused (by the coordinator, or by us where it cannot prove itself), LinkLost, RemoteError.
     """
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
-    hello = Hello(PROTOCOL_VERSION, nonce, worker_id, name[:64], w5xde_async.__version__, last_term)
+    hello = Hello(PROTOCOL_VERSION, nonce, worker_id, name[:64], w5xde_async.__version__)
     await link.send(encode(hello))
     challenge = await _expect(link, State.GREETING)
     assert isinstance(challenge, Challenge)
@@ -81,8 +84,15 @@ async def join(link: Link, *, worker_id: str, name: str, token: str, last_term: 
     advance(WORKER, State.PROVING, received.message)
     if isinstance(received.message, Refusal):
         raise refused(received.message)
-    assert isinstance(received.message, Welcome)
-    return Joined(link, received.message, Layout.parse(bytes(text)))
+    welcome = received.message
+    assert isinstance(welcome, Welcome)
+    if welcome.term < terms.get(welcome.run_id, 0):
+        raise Refused(
+            RefusalCode.TERM,
+            f"the coordinator is of term {welcome.term} of its run; this worker has served {terms[welcome.run_id]}",
+            "a newer coordinator took its place; stop the older one",
+        )
+    return Joined(link, welcome, Layout.parse(bytes(text)))
 
 
 async def _expect(link: Link, state: State) -> Message:

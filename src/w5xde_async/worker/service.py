@@ -41,7 +41,7 @@ __all__ = ["Departure", "RunFailed", "Worker"]
 
 logger = logging.getLogger(__name__)
 
-_TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL)
+_TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
 class _NotNow(W5xdeError):
@@ -72,7 +72,7 @@ class Worker:
         self._serving: Serving | None = None
         self._drain = ""
         self._joining: asyncio.Task[Joined] | None = None
-        self._last_term = 0
+        self._terms: dict[str, int] = {}  # run -> the highest term served
         self._running = False
 
     async def run(self) -> Departure:
@@ -129,7 +129,7 @@ class Worker:
         finally:
             self._joining = None
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
-        self._last_term = max(self._last_term, welcome.term)
+        self._terms[welcome.run_id] = welcome.term
         self._serving = serving = Serving(link, welcome, self._compute, self.config.memory_limit_bytes)
         try:
             return await serving.run(lambda: self._prepare(welcome, layout))
@@ -167,7 +167,7 @@ class Worker:
         try:
             async with asyncio.timeout(min(left_s, 20.0)):
                 return await join(
-                    link, worker_id=self.worker_id, name=self.name, token=self.config.token, last_term=self._last_term
+                    link, worker_id=self.worker_id, name=self.name, token=self.config.token, terms=self._terms
                 )
         except BaseException as error:
             link.abort()

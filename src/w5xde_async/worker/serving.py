@@ -102,7 +102,8 @@ class Serving:
                     for task in helpers:
                         task.cancel()
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            # What broke the compute thread ended the link; the lost link is only what follows from it.
+            raise self._failure or _first(group) from None
         finally:
             await self._stop()
 
