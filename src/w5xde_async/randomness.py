@@ -19,8 +19,8 @@ __all__ = ["draws_random", "random_state", "seed_all"]
 
 _TURN = threading.Lock()
 
-# ``random.seed`` without its handling of strings: what it does for a number, at half the time. Once a leaf, that counts.
-_GENERATOR: Any = random._inst  # type: ignore[attr-defined]
+# ``random.seed`` without its handling of strings: what it does for a number, at half the time. Once a leaf counts.
+_GENERATOR: Any = random._inst
 _seed_python = super(random.Random, _GENERATOR).seed
 
 
