@@ -1,0 +1,341 @@
+"""The two programs as people meet them: real processes, signals and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.processes import ROOT, Program, programs
+
+from w5xde_async.errors import ExitCode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+DIGITS = f"{ROOT}/examples/digits.py:job"
+JOBS = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from w5xde_async import Job
+
+NOT_A_JOB = 3
+
+def _job(model, **more):
+    data = TensorDataset(torch.zeros(64, 4), torch.zeros(64, dtype=torch.int64))
+    settings = dict(
+        model=model, dataset=data, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=nn.functional.cross_entropy, batch_size=8, microbatch_size=4, max_steps=20,
+    )
+    return Job(**(settings | more))
+
+def job():
+    return _job(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+
+def wider():
+    return _job(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(20)
+        return super().forward(x)
+
+def slow():
+    return _job(lambda: Slow(4, 2))
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("a bug of the user")
+
+def failing():
+    return _job(lambda: Failing(4, 2))
+
+def raises():
+    raise ValueError("no data here")
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Program]]:
+    with programs() as start:
+        yield start
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> str:
+    path = tmp_path / "jobs.py"
+    path.write_text(JOBS)
+    return str(path)
+
+
+def coordinate(job: str, run_dir: Path, *more: str) -> tuple[str, ...]:
+    place = ("--run-dir", str(run_dir), "--port", "0", "--log-format", "json")
+    return ("w5xde_async.coordinator", job, *place, *more)
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")} | environment
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], env=env, capture_output=True, text=True, timeout=60, cwd=ROOT,
+        stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def token_file(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+def local_workers(address: str) -> list[int]:
+    """Process ids of workers for that address."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "w5xde_async.worker" in words and address in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
+def assert_all_gone(address: str, within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while local_workers(address):
+        assert time.monotonic() < deadline, "workers were left behind"
+        time.sleep(0.05)
+
+
+# -- runs
+
+
+def test_digits_with_two_local_workers_and_again_when_it_is_complete(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    command = coordinate(DIGITS, tmp_path / "digits", "--workers", "2")
+    program = start(*command)
+    assert program.finish() == ExitCode.OK
+    finished = program.last("run_finished")
+    assert finished["outcome"] == "finished"
+    assert finished["metrics"]["accuracy"] >= 0.95
+    assert {share["name"] for share in finished["shares"]} == {"local-0", "local-1"}
+    assert_all_gone(program.last("run_started")["address"])
+    assert "hush" not in (tmp_path / "digits" / "config.toml").read_text()
+
+    again = start(*command)
+    assert again.finish() == ExitCode.OK
+    assert again.last("run_finished")["digest"] == finished["digest"]
+    assert "--resume never" in again.last("run_finished")["reason"]
+
+
+def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp_path: Path) -> None:
+    command = coordinate(DIGITS, tmp_path / "digits", "--workers", "2", "--log", "verbose")
+    first = start(*command)
+    first.wait_for("step_committed", step=30)
+    first.signal(signal.SIGINT)
+    assert first.finish() == ExitCode.OK
+    stopped = first.last("run_finished")
+    assert (stopped["outcome"], stopped["reason"]) == ("stopped", "Ctrl-C")
+    assert stopped["step"] < stopped["total_steps"]
+    assert_all_gone(first.last("run_started")["address"])
+
+    second = start(*command)
+    assert second.finish() == ExitCode.OK
+    assert second.last("run_started")["resumed_step"] == stopped["step"]
+    assert second.last("run_finished")["outcome"] == "finished"
+    assert second.last("run_finished")["metrics"]["accuracy"] >= 0.95
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
+    program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1", "--grace", "100"))
+    program.wait_for("worker_joined")
+    program.signal(signal.SIGINT)
+    time.sleep(0.5)
+    began = time.monotonic()
+    program.signal(signal.SIGINT)
+    assert program.finish() == ExitCode.INTERRUPTED_TWICE
+    assert time.monotonic() - began < 3
+    assert_all_gone(program.last("run_started")["address"])
+
+
+def test_workers_end_with_a_coordinator_that_is_killed(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "2"))
+    address = program.wait_for("run_started")["address"]
+    program.wait_for("worker_joined", num_workers=2)
+    program.signal(signal.SIGKILL)
+    program.finish()
+    assert_all_gone(address)
+
+
+def test_sigterm_during_a_long_step_gives_it_up(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
+    program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1", "--grace", "0.2"))
+    program.wait_for("worker_joined")
+    began = time.monotonic()
+    program.signal(signal.SIGTERM)
+    assert program.finish() == ExitCode.OK
+    assert time.monotonic() - began < 15
+    assert program.last("run_finished")["outcome"] == "stopped"
+    assert_all_gone(program.last("run_started")["address"])
+
+
+def test_a_killed_worker_is_started_again_and_sigusr1_writes_a_checkpoint(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    program = start(*coordinate(DIGITS, tmp_path / "run", "--workers", "2", "--epochs", "60"))
+    address = program.wait_for("run_started")["address"]
+    program.wait_for("worker_joined", num_workers=2)
+    program.signal(signal.SIGUSR1)
+    program.wait_for("checkpoint_saved")
+    os.kill(local_workers(address)[0], signal.SIGKILL)
+    log = program.wait_for("log")
+    assert "was ended by SIGKILL and is started again" in log["message"]
+    assert program.finish() == ExitCode.OK
+    assert program.last("run_finished")["metrics"]["accuracy"] >= 0.95
+
+
+def test_user_code_that_fails_stops_the_run_and_names_the_samples(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    program = start(*coordinate(f"{jobs}:failing", tmp_path / "run", "--workers", "2"))
+    assert program.finish() == ExitCode.ERROR
+    failed = program.last("run_finished")
+    assert failed["outcome"] == "failed"
+    assert "sample indices [" in failed["reason"]
+    assert "a bug of the user" in failed["reason"]
+    assert 'jobs.py", line' in failed["reason"]
+    assert "sample indices [" in program.last("exit")["message"]
+
+
+def test_tokens_and_models_that_do_not_fit(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
+    right, wrong = token_file(tmp_path / "right", "hush-hush"), token_file(tmp_path / "wrong", "guess")
+    program = start(*coordinate(f"{jobs}:job", tmp_path / "run", "--token-file", right, "--min-workers", "2"))
+    address = program.wait_for("run_started")["address"]
+
+    def worker(job: str, *more: str, **environment: str) -> tuple[int, str]:
+        given = ("--server", address, "--job", f"{jobs}:{job}", "--connect-timeout", "20", *more)
+        return run("w5xde_async.worker", *given, **environment)
+
+    code, said = worker("job", HOME=str(tmp_path))
+    assert code == ExitCode.AUTHENTICATION
+    assert "has none" in said
+    code, said = worker("job", "--token-file", wrong)
+    assert code == ExitCode.AUTHENTICATION
+    code, said = worker("wider", W5XDE_TOKEN="hush-hush")
+    assert code == ExitCode.MISMATCH
+    assert "1.weight" in said
+    assert "Traceback" not in said
+
+    joined: list[Any] = [
+        start("w5xde_async.worker", "--server", address, "--job", f"{jobs}:job", "--token-file", right)
+        for _ in range(2)
+    ]
+    assert program.finish() == ExitCode.OK
+    assert [one.finish() for one in joined] == [ExitCode.OK, ExitCode.OK]
+    shown = "".join(program.text) + (tmp_path / "run" / "config.toml").read_text()
+    assert "hush" not in shown
+
+
+def test_a_worker_that_could_never_work_is_not_started_again(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "w5xde.toml"
+    config.write_text('[worker]\ndevice = "cuda:99"\n')
+    program = start(*coordinate(f"{jobs}:job", tmp_path / "run", "--workers", "2", "--config", str(config)))
+    assert program.finish() == ExitCode.ERROR
+    assert "every local worker has failed" in program.last("exit")["message"]
+    errors = [event for event in program.events if event.get("level") == "error"]
+    assert len(errors) == 2
+    assert "cuda:99" in errors[0]["message"]
+
+
+# -- exit codes
+
+COORDINATOR_MISTAKES = {
+    "no job": ((), ExitCode.USAGE, "JOB is missing"),
+    "no reference": (("jobs.py",), ExitCode.USAGE, "FILE.py:NAME"),
+    "no file": (("nothing.py:job",), ExitCode.USAGE, "there is no file nothing.py"),
+    "no module": (("no_such_module:job",), ExitCode.USAGE, "there is no module no_such_module"),
+    "no such name": (("{jobs}:jbo",), ExitCode.USAGE, "has no 'jbo'"),
+    "not a job": (("{jobs}:NOT_A_JOB",), ExitCode.USAGE, "is a int"),
+    "returns no job": (("{jobs}:number",), ExitCode.USAGE, "returned int"),
+    "raises": (("{jobs}:raises",), ExitCode.USAGE, "raised ValueError: no data here (jobs.py:"),
+    "open to others without a token": (("{jobs}:job", "--host", "0.0.0.0"), ExitCode.USAGE, "W5XDE_TOKEN"),
+    "run directory below a file": (("{jobs}:job", "--run-dir", "{jobs}/run"), ExitCode.USAGE, "--run-dir"),
+    "no such checkpoint": (("{jobs}:job", "--resume", "{jobs}.nothing"), ExitCode.ERROR, "jobs.py.nothing"),
+}  # fmt: skip
+
+
+# Importing torch is most of what a short process does: one process plays all of them.
+ALL_IN_ONE = """
+import contextlib, io, json, sys
+from w5xde_async.coordinator.__main__ import main
+results = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = int(main(arguments))
+    results[name] = code, said.getvalue()
+print(json.dumps(results))
+"""
+
+
+def test_a_coordinator_says_what_is_wrong_in_one_line(jobs: str, tmp_path: Path) -> None:
+    given = {}
+    for name, (arguments, _, _) in COORDINATOR_MISTAKES.items():
+        place = () if "--run-dir" in arguments else ("--run-dir", str(tmp_path / name))
+        given[name] = [argument.format(jobs=jobs) for argument in (*arguments, "--port", "0", *place)]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", ALL_IN_ONE, json.dumps(given)]
+    results = json.loads(subprocess.run(command, env=env, check=True, capture_output=True, timeout=100).stdout)
+    for name, (_, expected, part) in COORDINATOR_MISTAKES.items():
+        code, said = results[name]
+        assert code == expected, (name, said)
+        assert part in said, name
+        assert said.count("\n") == 1, (name, said)
+
+
+def test_a_port_that_is_taken(jobs: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ("--port", str(port), "--run-dir", str(tmp_path / "run"))
+        code, said = run("w5xde_async.coordinator", f"{jobs}:job", *arguments)
+    assert code == ExitCode.PORT_IN_USE
+    assert f"127.0.0.1:{port} is in use" in said
+    assert said.count("\n") == 1
+
+
+def test_a_worker_alone(jobs: str) -> None:
+    here = ("--server", "127.0.0.1:1")
+    code, said = run("w5xde_async.worker", *here, "--job", f"{jobs}:job", "--connect-timeout", "1", "--log", "silent")
+    assert code == ExitCode.UNREACHABLE
+    assert "no coordinator reachable at 127.0.0.1:1 within 1 s" in said
+    assert said.count("\n") == 1
+    code, said = run("w5xde_async.worker", *here)
+    assert code == ExitCode.USAGE
+    assert "--job is missing" in said
+    code, said = run("w5xde_async.worker", *here, "--job", f"{jobs}:raises")
+    assert code == ExitCode.USAGE
+    assert "no data here" in said
+
+
+def test_the_common_program() -> None:
+    assert run("w5xde_async", "worker")[0] == ExitCode.USAGE
+    assert run("w5xde_async", "dance")[0] == ExitCode.USAGE
+    assert run("w5xde_async", "coordinator", "--help")[0] == ExitCode.OK
+    assert run("w5xde_async", "--version")[0] == ExitCode.OK
