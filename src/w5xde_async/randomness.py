@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,41 +23,52 @@ _GENERATOR: Any = random._inst
 _seed_python = super(random.Random, _GENERATOR).seed
 
 
-def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seed every generator that a job's code may use, on the CPU and on ``device``."""
+def seed_all(seed: int, device: torch.device | None = None, *, python: bool = True) -> None:
+    """Seed every generator that a job's code may use, on the CPU and on ``device``; ``random`` and numpy on request."""
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     elif device is not None and device.type == "mps":
         torch.mps.manual_seed(seed)
+    if not python:
+        return
     _seed_python(seed)
     _GENERATOR.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-@contextmanager
-def random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Hold the process's random state alone; it is put back at the end (the device's own is not)."""
-    with _TURN:
-        kept = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(kept[0])
-            random.setstate(kept[1])
-            np.random.set_state(kept[2])
+class random_state:
+    """Hold the process's random state alone; it is put back at the end (the device's own is not).
+
+    >>> with random_state() as state:
+    ...     seed_all(1)
+    """
+
+    def __enter__(self) -> Self:
+        _TURN.acquire()
+        self._torch = torch.default_generator.get_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._same = False
+        return self
+
+    def unmoved(self) -> bool:
+        """True when nobody has seeded or drawn from ``random`` and numpy so far."""
+        now = np.random.get_state()
+        same_numpy = now[2:] == self._numpy[2:] and bool(np.array_equal(now[1], self._numpy[1]))
+        self._same = same_numpy and random.getstate() == self._python
+        return self._same
+
+    def __exit__(self, *_: object) -> None:
+        torch.default_generator.set_state(self._torch)
+        if not self._same:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+        _TURN.release()
 
 
 def draws_random(action: Callable[[], object]) -> bool:
     """Run ``action`` and tell whether it drew from any of the generators."""
-    with random_state():
-        seed_all(0)
-        before = torch.default_generator.get_state(), random.getstate(), _numpy_state()
+    with random_state() as state:
+        before = torch.default_generator.get_state()
         action()
-        after = torch.default_generator.get_state(), random.getstate(), _numpy_state()
-    same_numpy = bool(np.array_equal(before[2][0], after[2][0])) and before[2][1:] == after[2][1:]
-    return not (torch.equal(before[0], after[0]) and before[1] == after[1] and same_numpy)
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    return tuple(np.random.get_state(legacy=True))[1:]
+        return not (state.unmoved() and torch.equal(before, torch.default_generator.get_state()))

@@ -5,8 +5,9 @@ Every leaf starts at the step's values b0 and leaves b_i behind. Floating buffer
 bits); integer and bool buffers become the elementwise maximum. So batch norm's running statistics move as after
 one batch with the mean of the leaves' statistics, and its counter goes up by one a step.
 
-A change is found by the tensor's version counter, and, for operators that change a buffer without counting
-(batch norm's own kernel does), by comparing values in the first leaf of an engine's life.
+A change is found by the tensor's version counter. Batch norm's own kernel changes its statistics without counting:
+they are taken as changed by every leaf. Other operators that do so are found by comparing values in the first leaf of
+an engine's life.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from w5xde_async.params.flat import ResultVector, state_of
 from w5xde_async.params.layout import Layout
@@ -31,7 +33,9 @@ class BufferMerge:
         live = list(state_of(model, layout))
         self._live = {index: live[index] for index in self._entries}
         self._origin = origin
-        self._silent: set[int] | None = None  # entries that change without a version count; None: not known yet
+        # Entries that change without a version count.
+        self._silent = {i for i in self._entries if _is_statistic(model, layout.entries[i].name)}
+        self._compared = False
         self._dirty: set[int] = set(self._entries)
         self._versions: dict[int, int] = {}
 
@@ -53,8 +57,9 @@ class BufferMerge:
         """Add the leaf's changes to ``vector`` and note the entries in ``changed``."""
         if not self._entries:
             return
-        if self._silent is None:
-            self._silent = {
+        if not self._compared:
+            self._compared = True
+            self._silent |= {
                 i
                 for i in self._entries
                 if self._live[i]._version == self._versions[i] and not torch.equal(self._live[i], self._origin[i])
@@ -71,3 +76,8 @@ class BufferMerge:
                     target.add_((live.float() - origin.float()).mul_(samples))
         changed.update(moved)
         self._dirty.update(moved)
+
+
+def _is_statistic(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in ("running_mean", "running_var") and isinstance(model.get_submodule(owner), _NormBase)

@@ -39,6 +39,7 @@ __all__ = ["BlockData", "Loader"]
 _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 _MAX_BUFFERS = 2048
+_STEADY_SAMPLES = 64
 
 
 class BlockData(NamedTuple):
@@ -91,7 +92,8 @@ class Loader:
         self._next: list[tuple[int, int]] = []  # chunks of the open steps that nobody has asked for yet
         self._reading = 0
         self._random: bool | None = None if not self._gather else False
-        self._probe = threading.Lock()
+        self._steady = 0  # samples read so far without a random number
+        self._probing = threading.Lock()
         self._executor: Executor
         if processes and not self._gather:
             self._executor = _process_pool(job, reference, processes)
@@ -233,14 +235,23 @@ class Loader:
             tensors = tuple([tensor[at] for tensor in self._job.dataset.tensors])
             return _Read(flatten(tensors)[0], tensors)
         if self._random is None:
-            with self._probe:
-                if self._random is None:
-                    self._random = draws_random(lambda: _fetch(self._job, indices))
+            return self._probe(indices, seed)
         if not self._random:
             return _fetch(self._job, indices)
         with random_state():
             seed_all(seed)
             return _fetch(self._job, indices)
+
+    def _probe(self, indices: Any, seed: int) -> _Read:
+        """Read as from a dataset that draws random numbers, and see whether it does."""
+        found: list[_Read] = []
+        with self._probing:
+            if draws_random(lambda: found.append(_fetch(self._job, indices)), seed):
+                self._random = True
+            self._steady += len(indices)
+            if self._random is None and self._steady >= min(_STEADY_SAMPLES, len(self._job.dataset)):
+                self._random = False
+        return found[0]
 
 
 def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
