@@ -47,28 +47,38 @@ class random_state:
     def __enter__(self) -> Self:
         _TURN.acquire()
         self._torch = torch.default_generator.get_state()
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python = _python_state()
         self._same = False
         return self
 
     def unmoved(self) -> bool:
         """True when nobody has seeded or drawn from ``random`` and numpy so far."""
-        now = np.random.get_state()
-        same_numpy = now[2:] == self._numpy[2:] and bool(np.array_equal(now[1], self._numpy[1]))
-        self._same = same_numpy and random.getstate() == self._python
+        self._same = _equal(self._python, _python_state())
         return self._same
 
     def __exit__(self, *_: object) -> None:
         torch.default_generator.set_state(self._torch)
         if not self._same:
-            random.setstate(self._python)
-            np.random.set_state(self._numpy)
+            random.setstate(self._python[0])
+            np.random.set_state(self._python[1])
         _TURN.release()
 
 
-def draws_random(action: Callable[[], object]) -> bool:
-    """Run ``action`` and tell whether it drew from any of the generators."""
-    with random_state() as state:
-        before = torch.default_generator.get_state()
+def draws_random(action: Callable[[], object], seed: int) -> bool:
+    """Run ``action`` with all generators seeded and tell whether it drew from any of them."""
+    with random_state():
+        seed_all(seed)
+        before, python = torch.default_generator.get_state(), _python_state()
         action()
-        return not (state.unmoved() and torch.equal(before, torch.default_generator.get_state()))
+        return not (_equal(python, _python_state()) and torch.equal(before, torch.default_generator.get_state()))
+
+
+_PythonState = tuple[Any, Any]
+
+
+def _python_state() -> _PythonState:
+    return random.getstate(), np.random.get_state()
+
+
+def _equal(a: _PythonState, b: _PythonState) -> bool:
+    return a[0] == b[0] and a[1][2:] == b[1][2:] and bool(np.array_equal(a[1][1], b[1][1]))

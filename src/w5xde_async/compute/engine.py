@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
 from w5xde_async.compute.buffers import BufferMerge
@@ -146,6 +147,9 @@ class Engine:
         # With one gradient bucket nothing is to be sent before backward ends: noting who came is enough, and a list's
         # own append is the cheapest note there is (small models spend most of a leaf outside their kernels).
         self._notes: list[Tensor] = []
+        # Seeding ``random`` and numpy costs a tenth of a small leaf, and few jobs draw from them. Where nothing leaves
+        # before the block's end they are seeded only once a block has been seen to draw; that block is done again.
+        self._seeds_python = len(self._grad_buckets) != 1
         self._index_of = {id(parameter): index for index, parameter in self._parameters}
         for index, parameter in self._parameters:
             single = len(self._grad_buckets) == 1
@@ -176,6 +180,8 @@ class Engine:
             try:
                 self._run(block)
                 break
+            except _DrawsPython:
+                self._seeds_python = True
             except torch.OutOfMemoryError as error:
                 # Partial sums are lost with the vectors; what was emitted is final and stays.
                 self._abandon(block)
@@ -203,7 +209,7 @@ class Engine:
         self._notes.clear()
         last = len(task.samples) - 1
         block.begin()
-        with random_state(self.device):
+        with random_state() as state:
             batches = leaves_of(task.structure, task.tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
                 block.leaf = index
@@ -226,6 +232,9 @@ class Engine:
                 if index != last:
                     for _ in range(carries(index) - onto_left):
                         self._fold_all(block)
+            if not self._seeds_python and not state.unmoved():
+                self._abandon(block)
+                raise _DrawsPython
         block.touched.update([self._index_of[number] for number in set(map(id, self._notes))])
         for bucket in self.layout.result_buckets:  # whatever no hook has finished
             if bucket.index not in block.emitted:
@@ -242,7 +251,7 @@ class Engine:
 
     def _leaf(self, block: _Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
-        seed_all(seed_for(self.seed, step, leaf), self.device)
+        seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
         self._buffers.restore()
         size = -(-self._microbatch // self._pieces)
         loss_sum: Tensor | None = None
@@ -258,10 +267,12 @@ class Engine:
                 raise TypeError(f"the step gave {_described(loss)} as loss, not a tensor with one element")
             if loss.dim() or loss.dtype != torch.float32:
                 loss = loss.reshape(()).float()
+            if loss.grad_fn is None:
+                raise TypeError("the loss does not depend on any trainable parameter")
             self._fires.clear()
             if finishing and end == samples and self._overlap:
                 block.count_down(self._grad_buckets)
-            torch.autograd.backward(loss, self._weight((end - begin) * block.task.loss_scale))
+            _run_backward(loss, self._weight((end - begin) * block.task.loss_scale))
             share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
             block.note_metrics(metrics or {}, (end - begin) / samples, first=begin == 0)
@@ -376,6 +387,10 @@ class Engine:
         return tuple(stacked.tolist())
 
 
+class _DrawsPython(Exception):
+    """A block drew from ``random`` or numpy unseeded: nothing of it has left, it is computed again."""
+
+
 class _Block:
     """The state of one block while it is computed."""
 
@@ -424,6 +439,12 @@ class _Block:
         else:
             for offset, value in enumerate(values, start=len(self.metrics) - len(names)):
                 self.metrics[offset] = self.metrics[offset] + value * share
+
+
+def _run_backward(loss: Tensor, weight: Tensor) -> None:
+    """``torch.autograd.backward(loss, weight)`` less its checks of arguments, which cost a tenth of a small leaf."""
+    engine: Any = Variable._execution_engine
+    engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _add(left: Tensor, right: Tensor) -> None:

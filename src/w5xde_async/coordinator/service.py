@@ -506,7 +506,7 @@ def _evaluate(prepared: Prepared, snapshot: Mapping[str, Tensor]) -> dict[str, f
             tensor.copy_(snapshot[entry.name])
         model.eval()
         if prepared.evaluation_draws is None:
-            prepared.evaluation_draws = draws_random(run)
+            prepared.evaluation_draws = draws_random(run, prepared.job.seed)
         elif prepared.evaluation_draws:
             with random_state():
                 seed_all(prepared.job.seed)
