@@ -50,19 +50,13 @@ class LocalCluster:
     ) -> None:
         """``job`` is a Job or a reference such as ``train.py:job``. ``config`` replaces the defaults as a whole.
 
-        Raises JobError for a reference that cannot be loaded.
+        Entering raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises.
         """
-        self._n_workers, self._threads = n_workers, threads
-        self._job = None if isinstance(job, str) else _with_own_model(job)
-        self._reference = job if isinstance(job, str) else ""
-        config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1))
-        self.coordinator = Coordinator(
-            load_job(job) if isinstance(job, str) else job,
-            run_dir=run_dir,
-            config=config,
-            bus=bus,
-            job_reference=self._reference,
-        )
+        self._given, self._n_workers, self._threads = job, n_workers, threads
+        self._replica = None if isinstance(job, str) else _with_own_model(job)  # before it is trained in place
+        self._run_dir, self._bus = run_dir, bus or Bus()
+        self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1))
+        self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | _TaskWorkers | None = None
         self._changed = asyncio.Event()
         self._unsubscribe: Callable[[], None] | None = None
@@ -70,9 +64,18 @@ class LocalCluster:
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._unsubscribe = self.coordinator.bus.subscribe(self._on_event)
+        if self._coordinator is not None:
+            raise LocalError("a cluster starts once")
+        job, reference = self._given, ""
+        if isinstance(job, str):  # importing the user's file may take its time
+            reference = job
+            job = await asyncio.get_running_loop().run_in_executor(None, load_job, reference)
+        self._coordinator = Coordinator(
+            job, run_dir=self._run_dir, config=self._config, bus=self._bus, job_reference=reference
+        )
+        self._unsubscribe = self._bus.subscribe(self._on_event)
         try:
-            await self.coordinator.start()
+            await self._coordinator.start()
             self._workers = self._make_workers()
             await self._workers.scale(self._n_workers)
         except BaseException:
@@ -82,6 +85,13 @@ class LocalCluster:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator, once the cluster was entered."""
+        if self._coordinator is None:
+            raise LocalError("the cluster has not been started")
+        return self._coordinator
 
     @property
     def address(self) -> str:
@@ -133,7 +143,8 @@ class LocalCluster:
 
     async def _close(self) -> None:
         try:
-            await self.coordinator.aclose()
+            if self._coordinator is not None:
+                await self._coordinator.aclose()
         finally:
             if self._workers is not None:
                 await self._workers.aclose()
@@ -141,14 +152,15 @@ class LocalCluster:
                 self._unsubscribe()
 
     def _make_workers(self) -> LocalWorkers | _TaskWorkers:
-        config = self.coordinator.config
-        if self._job is not None:
+        config = self._config
+        if self._replica is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
-            return _TaskWorkers(self._job, self.address, settings, self._on_all_lost)
+            return _TaskWorkers(self._replica, self.address, settings, self._on_all_lost)
+        assert isinstance(self._given, str)
         return LocalWorkers(
             0,
             address=self.address,
-            reference=self._reference,
+            reference=self._given,
             threads=self._threads,
             token=config.token,
             grace_s=config.grace_s + 2.0,

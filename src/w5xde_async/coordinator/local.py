@@ -102,6 +102,7 @@ class LocalWorkers:
             except asyncio.CancelledError:
                 for keeper in keepers:
                     keeper.cancel()  # a second cancel: no more patience
+                await asyncio.wait(keepers)
                 raise
 
     # -- one worker ----------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""LocalCluster: scaling, endings, and that it leaves nothing behind (the leak check watches)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from w5xde_async import CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError
+from w5xde_async.errors import LocalError, StoreError
+
+
+def linear_job(**settings: Any) -> Job:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    given: dict[str, Any] = {
+        "model": lambda: nn.Linear(4, 2), "dataset": TensorDataset(x, (x.sum(1) > 0).long()),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "loss": nn.functional.cross_entropy,
+        "batch_size": 16, "max_steps": 20,
+    }  # fmt: skip
+    return Job(**(given | settings))
+
+
+ENDLESS = 10**9
+
+
+async def run(job: Job, n_workers: int) -> RunResult:
+    async with LocalCluster(job, n_workers) as cluster:
+        return await cluster.wait()
+
+
+@pytest.mark.both_loops
+async def test_a_job_object_is_trained_by_tasks_of_this_loop() -> None:
+    result = await run(linear_job(), 2)
+    assert (result.outcome, result.step) == ("finished", 20)
+    assert (await run(linear_job(), 1)).digest == result.digest
+
+
+async def test_a_ready_made_model_is_trained_in_place_and_every_worker_has_a_replica() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = await run(linear_job(model=model), 3)
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    again = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    again.load_state_dict(start)
+    assert (await run(linear_job(model=again), 1)).digest == result.digest
+
+
+async def test_scaling_up_and_down() -> None:
+    async with LocalCluster(linear_job(max_steps=ENDLESS), 1) as cluster:
+        await cluster.wait_for_workers(1, 10)
+        assert cluster.address == f"127.0.0.1:{cluster.coordinator.port}"
+        await cluster.scale(3)
+        await cluster.wait_for_workers(3, 10)
+        await cluster.scale(1)
+        assert cluster.num_workers <= 1
+        step = cluster.coordinator.step
+        async with asyncio.timeout(10):
+            while cluster.coordinator.step == step:  # noqa: ASYNC110  # the one that is left goes on
+                await asyncio.sleep(0.01)
+    result = await cluster.wait()
+    assert (result.outcome, result.reason) == ("stopped", "closed")
+    await cluster.aclose()
+
+
+async def test_waiting_for_workers_that_do_not_come() -> None:
+    async with LocalCluster(linear_job(max_steps=ENDLESS), 0) as cluster:
+        with pytest.raises(TimeoutError):
+            await cluster.wait_for_workers(1, 0.05)
+    with pytest.raises(LocalError, match="0 of 9 workers"):
+        await cluster.wait_for_workers(9)
+
+
+async def test_cancelling_leaves_nothing_behind() -> None:
+    started = asyncio.Event()
+
+    async def train() -> None:
+        async with LocalCluster(linear_job(max_steps=ENDLESS), 2) as cluster:
+            await cluster.wait_for_workers(2)
+            started.set()
+            await cluster.wait()
+
+    task = asyncio.create_task(train())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cluster = LocalCluster(linear_job(), 2, run_dir=tmp_path / "file" / "run")
+    with pytest.raises(StoreError, match="file stands"):
+        await cluster.__aenter__()
+    with pytest.raises(LocalError):
+        await cluster.scale(1)
+
+
+async def test_a_run_whose_workers_all_fail_ends() -> None:
+    built = 0
+
+    def only_once() -> nn.Module:
+        nonlocal built
+        built += 1
+        if built > 1:
+            raise RuntimeError("no second model")
+        return nn.Linear(4, 2)
+
+    async with LocalCluster(linear_job(model=only_once), 2) as cluster:
+        with pytest.raises(W5xdeError, match=r"every local worker has failed.*no second model"):
+            await cluster.wait()
+
+
+async def test_a_config_of_ones_own() -> None:
+    config = CoordinatorConfig(port=0, token="hush", max_steps=3)
+    async with LocalCluster(linear_job(), 2, config=config) as cluster:
+        assert (await cluster.wait()).step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.both_loops
+async def test_a_reference_is_trained_by_processes(tmp_path: Path) -> None:
+    (tmp_path / "small_job.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom w5xde_async import Job\n"
+        "def job():\n"
+        "    data = TensorDataset(torch.ones(64, 4), torch.ones(64, dtype=torch.int64))\n"
+        "    return Job(model=lambda: nn.Linear(4, 2), dataset=data, loss=nn.functional.cross_entropy, epochs=200,\n"
+        "               optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    )
+    async with LocalCluster(f"{tmp_path / 'small_job.py'}:job", 2) as cluster:
+        await cluster.wait_for_workers(2)
+        assert (await cluster.wait()).outcome == "finished"
