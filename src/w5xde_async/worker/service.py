@@ -124,7 +124,9 @@ class Worker:
             if self._leaving() and not (current and current.cancelling()):
                 return Departure.DRAINED
             self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
+            (joined,) = await asyncio.gather(self._joining, return_exceptions=True)
+            if isinstance(joined, Joined):  # it was done already when we were cancelled
+                joined.link.abort()
             raise
         finally:
             self._joining = None
