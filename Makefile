@@ -1,0 +1,50 @@
+# make setup   a virtual environment in .venv with everything (again after a change of what it needs)
+# make demo    handwritten digits on two workers of this machine
+# make test    the tests: those of milliseconds, then those with real processes
+# make check   lint, format, types
+# make bench   the benchmarks, each in under a minute
+# make docs    see that the documents' links lead somewhere
+
+# CPU builds of torch are a tenth of the size. `make setup TORCH_INDEX=` takes the build for CUDA.
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+STAMP := .venv/.complete
+DEMO_FLAGS ?=
+
+.PHONY: setup demo test test-fast test-slow check bench docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(BIN)/python -m pip install --quiet --retries 1 -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,examples,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m w5xde_async.coordinator examples/digits.py:job --workers 2 --name digits --resume never --port 0 $(DEMO_FLAGS)
+
+test: test-fast test-slow
+
+test-fast: setup
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -m slow
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	for bench in bench/[a-z]*.py; do grep -q -e --quick $$bench || continue; echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done
+
+docs: setup
+	$(BIN)/python docs/check_links.py
+
+clean:
+	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
