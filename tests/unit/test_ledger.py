@@ -1,0 +1,322 @@
+"""Leases: every leaf is applied exactly once, whatever workers do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from w5xde_async.plan.ledger import Culprit, Grant, Ledger
+from w5xde_async.plan.tree import Block, Frontier
+
+WORKERS = ("a", "b", "c")
+workers = st.sampled_from(WORKERS)
+BUCKETS = 2
+
+
+class ExactlyOnce(RuleBasedStateMachine):
+    """The ledger under any order of events, with an integer model beside it: leaf i of step s is worth 2^i.
+
+    A sum in which a leaf is lost or counted twice is another number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(num_buckets=BUCKETS, max_failures=3, max_deaths=4)
+        self.now = 0.0
+        self.next_step = 0
+        self.granted: dict[int, Grant] = {}  # all that were ever granted
+        self.ended: set[int] = set()
+        self.sums: dict[int, list[int]] = {}  # step -> what each bucket's reducer holds
+        self.frontiers: dict[int, list[Frontier]] = {}
+        self.leaves: dict[int, int] = {}
+        self.failed: dict[tuple[int, int], int] = {}
+
+    def _open_leases(self) -> list[Grant]:
+        return [grant for lease, grant in self.granted.items() if lease not in self.ended]
+
+    @precondition(lambda self: len(self.ledger.open_steps) < 2)
+    @rule(leaves=st.integers(1, 20))
+    def open(self, leaves: int) -> None:
+        self.ledger.open(self.next_step, leaves, self.now)
+        self.sums[self.next_step] = [0] * BUCKETS
+        self.frontiers[self.next_step] = [Frontier(leaves) for _ in range(BUCKETS)]
+        self.leaves[self.next_step] = leaves
+        self.next_step += 1
+
+    @precondition(lambda self: self.ledger.open_steps)
+    @rule(worker=workers, most=st.integers(1, 32), data=st.data(), others=st.sets(workers))
+    def grant(self, worker: str, most: int, data: st.DataObject, others: set[str]) -> None:
+        step = data.draw(st.sampled_from(self.ledger.open_steps))
+        free = self.ledger.free_leaves(step)
+        grant = self.ledger.grant(worker, step, most, now=self.now, deadline_s=5.0, others=others)
+        if grant is None:
+            assert not free or self.failed, "free leaves and nobody who failed on them"
+            return
+        assert (grant.worker, grant.step) == (worker, step)
+        assert grant.lease not in self.granted
+        assert self.ledger.free_leaves(step) == free - grant.block.num_leaves
+        self.granted[grant.lease] = grant
+
+    @precondition(lambda self: self._open_leases())
+    @rule(data=st.data(), bucket=st.integers(0, BUCKETS - 1))
+    def fill(self, data: st.DataObject, bucket: int) -> None:
+        grant = data.draw(st.sampled_from(self._open_leases()))
+        known = self.ledger.filled(grant.lease, bucket)
+        assert self.ledger.fill(grant.lease, bucket) is not known
+        if not known:
+            self.sums[grant.step][bucket] += sum(1 << leaf for leaf in range(*grant.block))
+            self.frontiers[grant.step][bucket].fill(grant.block)
+        assert bucket not in self.ledger.missing(grant.lease)
+
+    @precondition(lambda self: self._open_leases())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(self._open_leases()))
+        if self.ledger.missing(grant.lease):
+            with pytest.raises(ValueError, match="not complete"):
+                self.ledger.finish(grant.lease)
+        else:
+            assert self.ledger.finish(grant.lease) == grant.block
+            self.ended.add(grant.lease)
+
+    @precondition(lambda self: self._open_leases())
+    @rule(data=st.data())
+    def finish_whole(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(self._open_leases()))
+        for bucket in self.ledger.missing(grant.lease):
+            self.ledger.fill(grant.lease, bucket)
+            self.sums[grant.step][bucket] += sum(1 << leaf for leaf in range(*grant.block))
+            self.frontiers[grant.step][bucket].fill(grant.block)
+        self.ledger.finish(grant.lease)
+        self.ended.add(grant.lease)
+
+    @precondition(lambda self: self._open_leases())
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(self._open_leases()))
+        assert self.ledger.give_back(grant.lease) == grant
+        self.ended.add(grant.lease)
+
+    @precondition(lambda self: self._open_leases())
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(self._open_leases()))
+        leaf = data.draw(st.integers(grant.block.start, grant.block.stop - 1))
+        self.failed[grant.step, leaf] = times = self.failed.get((grant.step, leaf), 0) + 1
+        culprit = self.ledger.fail(grant.lease, leaf)
+        assert culprit == (Culprit(grant.step, leaf, times, died=False) if times >= 3 else None)
+        self.ended.add(grant.lease)
+
+    @rule(worker=workers)
+    def lose(self, worker: str) -> None:
+        held = self.ledger.held(worker)
+        lost, _ = self.ledger.lose(worker)
+        assert lost == held
+        self.ended.update(grant.lease for grant in lost)
+        assert self.ledger.num_held(worker) == 0
+
+    @rule(seconds=st.floats(0, 10))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        current = self.ledger.open_steps[:1]
+        late = [g for g in self._open_leases() if [g.step] == current and g.granted_at + 5.0 <= self.now]
+        assert {g.lease for g in self.ledger.overdue(self.now)} <= {g.lease for g in late}
+        for grant in self.ledger.overdue(self.now):
+            self.ledger.give_back(grant.lease)
+            self.ended.add(grant.lease)
+
+    @precondition(lambda self: self.ledger.open_steps)
+    @rule()
+    def close(self) -> None:
+        """Commit the current step if it is complete: then each of its leaves counts exactly once."""
+        step = self.ledger.open_steps[0]
+        if self.ledger.complete(step):
+            self._check_and_close(step)
+
+    def _check_and_close(self, step: int) -> None:
+        assert self.sums[step] == [(1 << self.leaves[step]) - 1] * BUCKETS
+        assert all(frontier.complete for frontier in self.frontiers[step])
+        self.ledger.close(step)
+        self.ended.update(lease for lease, grant in self.granted.items() if grant.step == step)
+        if self.ledger.open_steps:
+            self.ledger.begin(self.ledger.open_steps[0], self.now)
+
+    @invariant()
+    def holds(self) -> None:
+        self.ledger.validate()
+        assert self.ledger.num_open == len(self._open_leases())
+        for lease, grant in self.granted.items():
+            assert self.ledger.get(lease) == (None if lease in self.ended else grant)
+        for step in self.ledger.open_steps:
+            leased = sum(g.block.num_leaves for g in self._open_leases() if g.step == step)
+            assert self.ledger.free_leaves(step) + leased <= self.leaves[step]
+
+    def teardown(self) -> None:
+        """One more worker does what is left: every step can be completed."""
+        for worker in WORKERS:
+            self.lose(worker)
+        for step in self.ledger.open_steps:
+            while (grant := self.ledger.grant("last", step, 8, now=self.now, deadline_s=5.0)) is not None:
+                self.granted[grant.lease] = grant
+                for bucket in self.ledger.missing(grant.lease):
+                    self.ledger.fill(grant.lease, bucket)
+                    self.sums[step][bucket] += sum(1 << leaf for leaf in range(*grant.block))
+                    self.frontiers[step][bucket].fill(grant.block)
+                self.ledger.finish(grant.lease)
+                self.ended.add(grant.lease)
+            assert self.ledger.complete(step)
+            self._check_and_close(step)
+        assert self.ledger.num_open == 0
+
+
+TestExactlyOnce = ExactlyOnce.TestCase
+TestExactlyOnce.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- by hand
+
+
+def ledger(leaves: int = 8, **changes: int) -> Ledger:
+    made = Ledger(num_buckets=BUCKETS, **changes)
+    made.open(0, leaves, 0.0)
+    return made
+
+
+def grant(book: Ledger, worker: str = "a", most: int = 8, **kwargs: object) -> Grant:
+    made = book.grant(worker, 0, most, now=0.0, deadline_s=10.0, **kwargs)  # type: ignore[arg-type]
+    assert made is not None
+    book.validate()
+    return made
+
+
+def test_a_duplicate_is_told_from_the_first() -> None:
+    book = ledger()
+    lease = grant(book).lease
+    assert [book.fill(lease, 0), book.fill(lease, 0), book.fill(lease, 1)] == [True, False, True]
+
+
+def test_what_was_returned_is_stale_for_ever() -> None:
+    book = ledger()
+    lease = grant(book).lease
+    book.give_back(lease)
+    assert book.get(lease) is None
+    assert grant(book).lease != lease
+    for use in (book.finish, book.give_back, book.missing):
+        with pytest.raises(KeyError):
+            use(lease)
+
+
+def test_a_half_filled_block_is_leased_again_whole_and_first() -> None:
+    book = ledger()
+    first = grant(book, most=4)
+    book.fill(first.lease, 1)
+    book.give_back(first.lease)
+    again = grant(book, "b", most=1)
+    assert again.block == first.block
+    assert book.missing(again.lease) == [0]
+
+
+def test_an_empty_block_is_cut_anew() -> None:
+    book = ledger()
+    book.give_back(grant(book, most=4).lease)
+    assert grant(book, "b", most=2).block == Block(0, 2)
+    assert grant(book, "c", most=8).block == Block(2, 4)  # alignment, not greed
+
+
+def test_a_failed_leaf_is_isolated_and_given_to_another_worker() -> None:
+    book = ledger()
+    assert book.fail(grant(book, "a", 4).lease, 2) is None
+    blocks = [grant(book, "b", 8, others=("a", "b")).block for _ in range(2)]
+    assert blocks == [Block(0, 2), Block(2, 3)]  # the suspect alone
+    assert book.fail(book.held("b")[1].lease, 2) is None
+    assert grant(book, "a", 8, others=("a", "c")).block.start == 3  # a leaves it to c
+    assert grant(book, "c", 8, others=("a", "c")).block == Block(2, 3)
+    culprit = book.fail(book.held("c")[0].lease, 2)
+    assert culprit == Culprit(0, 2, 3, died=False)
+
+
+def test_a_worker_alone_tries_again() -> None:
+    book = ledger(max_failures=3)
+    assert [book.fail(grant(book, most=1, others=("a",)).lease, 0) is None for _ in range(3)] == [True, True, False]
+
+
+def test_with_all_having_failed_anyone_tries_again() -> None:
+    book = ledger(1, max_failures=9)
+    for worker in "abab":
+        assert book.fail(grant(book, worker, others=("a", "b")).lease, 0) is None
+
+
+def test_a_leaf_on_which_workers_die_is_isolated_and_named() -> None:
+    book = ledger(max_deaths=4)
+    culprits = []
+    for _ in range(4):
+        block = grant(book, "a", 8).block
+        while not block.start <= 5 < block.stop:  # others do the rest
+            lease = book.held("a")[0].lease
+            for bucket in book.missing(lease):
+                book.fill(lease, bucket)
+            book.finish(lease)
+            block = grant(book, "a", 8).block
+        culprits.append(book.lose("a")[1])
+        book.validate()
+    assert culprits == [None, None, None, Culprit(0, 5, 4, died=True)]
+
+
+def test_a_half_filled_block_on_which_workers_die_is_named_too() -> None:
+    """It cannot be cut any more; its buckets had left with its last leaf."""
+    book = ledger(max_deaths=3)
+    book.fill(grant(book).lease, 0)
+    deaths = [book.lose("a")[1]]
+    for _ in range(2):
+        grant(book)
+        deaths.append(book.lose("a")[1])
+    assert deaths == [None, None, Culprit(0, 7, 3, died=True)]
+
+
+def test_leases_not_yet_begun_do_not_count_as_deaths() -> None:
+    book = ledger(2, max_deaths=1)
+    first, second = grant(book, most=1), grant(book, most=1)
+    lost, culprit = book.lose("a")
+    assert ([g.lease for g in lost], culprit) == ([first.lease, second.lease], Culprit(0, 0, 1, died=True))
+    book.open(1, 1, 0.0)
+    book.grant("b", 1, 1, now=0.0, deadline_s=1.0)
+    assert book.lose("b")[1] is None  # a later step's
+
+
+def test_deadlines_of_leases_given_ahead_begin_with_their_step() -> None:
+    book = ledger(1)
+    book.open(1, 1, 0.0)
+    ahead = book.grant("a", 1, 1, now=1.0, deadline_s=10.0)
+    current = grant(book)
+    assert [g.lease for g in book.overdue(10.0)] == [current.lease]
+    assert book.overdue(9.9) == []
+    book.close(0)
+    book.begin(1, 50.0)
+    assert book.overdue(59.9) == []
+    assert book.overdue(60.0) == [ahead]
+
+
+def test_closing_a_step_voids_its_leases() -> None:
+    book = ledger()
+    lease = grant(book).lease
+    book.close(0)
+    assert (book.get(lease), book.num_open, book.open_steps, book.overdue(1e9)) == (None, 0, [], [])
+
+
+def test_two_steps_are_open_at_once_and_no_more() -> None:
+    book = ledger()
+    with pytest.raises(ValueError, match="step 0"):
+        book.open(0, 1, 0.0)
+    book.open(1, 1, 0.0)
+    with pytest.raises(ValueError, match="step 2"):
+        book.open(2, 1, 0.0)
+
+
+def test_held_leases_by_step() -> None:
+    book = ledger()
+    book.open(1, 4, 0.0)
+    book.grant("a", 1, 4, now=0.0, deadline_s=1.0)
+    grant(book)
+    assert (book.num_held("a"), book.num_held("a", up_to_step=0), book.num_held("b")) == (2, 1, 0)

@@ -1,0 +1,104 @@
+"""How much, for whom, until when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from w5xde_async.plan.pacing import Pacing, PacingConfig
+
+
+def paced(**leaf_s: float) -> Pacing:
+    pacing = Pacing(PacingConfig(target_lease_s=0.0))
+    for worker, seconds in leaf_s.items():
+        pacing.observe(worker, 1, seconds)
+    return pacing
+
+
+def test_nothing_known_means_one_leaf() -> None:
+    assert paced().block_leaves("a", 1000, ["a", "b"]) == 1
+
+
+def test_half_of_the_fair_share_as_a_power_of_two() -> None:
+    assert paced(a=1.0, b=1.0).block_leaves("a", 64, ["a", "b"]) == 16
+    assert paced(a=1.0).block_leaves("a", 64, ["a"]) == 32
+    assert paced(a=1.0, b=1.0).block_leaves("a", 63, ["a", "b"]) == 8
+
+
+def test_a_fast_worker_gets_more() -> None:
+    pacing = paced(fast=0.1, slow=0.4)
+    assert pacing.block_leaves("fast", 100, ["fast", "slow"]) == 32  # half of 80
+    assert pacing.block_leaves("slow", 100, ["fast", "slow"]) == 8  # half of 20
+
+
+def test_a_new_worker_is_taken_for_a_middling_one() -> None:
+    pacing = paced(a=0.1, b=0.2, c=0.9)
+    workers = ["a", "b", "c", "new"]
+    assert pacing.block_leaves("new", 100, workers) == pacing.block_leaves("b", 100, workers)
+
+
+def test_blocks_shrink_towards_the_end() -> None:
+    pacing = paced(a=1.0, b=1.0)
+    sizes, free = [], 64
+    while free:
+        size = min(pacing.block_leaves("a", free, ["a", "b"]), free)
+        sizes.append(size)
+        free -= size
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (16, 1)
+
+
+def test_a_lease_is_worth_its_cost_but_not_more_than_the_share() -> None:
+    pacing = Pacing(PacingConfig(target_lease_s=0.004))
+    for worker in "abcd":
+        pacing.observe(worker, 1, 0.001)
+    assert pacing.block_leaves("a", 16, "abcd") == 4  # 4 ms of work, all of a share
+    assert pacing.block_leaves("a", 8, "abcd") == 2  # every worker still gets one
+    assert pacing.block_leaves("a", 1, "abcd") == 1
+
+
+seconds = st.floats(1e-9, 1e6)
+
+
+@given(st.lists(st.none() | seconds, min_size=1, max_size=8), st.integers(1, 10_000))
+def test_every_worker_gets_a_power_of_two(speeds: list[float | None], free: int) -> None:
+    pacing = Pacing(PacingConfig())
+    workers = [str(number) for number in range(len(speeds))]
+    for worker, leaf_s in zip(workers, speeds, strict=True):
+        if leaf_s is not None:
+            pacing.observe(worker, 1, leaf_s)
+    for worker in workers:
+        leaves = pacing.block_leaves(worker, free, workers)
+        assert 1 <= leaves <= max(free, 1)
+        assert leaves & (leaves - 1) == 0
+        assert 20.0 <= pacing.deadline_s(worker, leaves) <= 3600.0
+
+
+def test_measurements_are_smoothed_and_per_leaf() -> None:
+    pacing = paced(a=1.0)
+    pacing.observe("a", 4, 8.0)
+    assert pacing.leaf_s("a") == pytest.approx(0.7 * 1.0 + 0.3 * 2.0)
+    pacing.observe("b", 10, 0.0)
+    assert pacing.leaf_s("b") == pytest.approx(1e-10)
+
+
+def test_deadlines_are_clamped() -> None:
+    pacing = paced(a=1.0)
+    assert pacing.deadline_s("a", 4) == 4 * 2 * 8  # leaves x leases ahead x factor
+    assert pacing.deadline_s("a", 1) == 20.0
+    assert pacing.deadline_s("a", 10_000) == 3600.0
+    assert pacing.deadline_s("unknown", 1) == 600.0
+
+
+def test_a_forgotten_worker_is_unknown() -> None:
+    pacing = paced(a=1.0)
+    pacing.forget("a")
+    pacing.forget("never seen")
+    assert pacing.leaf_s("a") is None
+
+
+@pytest.mark.parametrize("wrong", [{"leases_ahead": 0}, {"min_deadline_s": 0.0}, {"max_deadline_s": 1.0}])
+def test_settings_are_checked(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"leases_ahead|min_deadline_s"):
+        PacingConfig(**wrong)  # type: ignore[arg-type]
