@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -284,7 +285,7 @@ class Coordinator:
             codec="raw",
             precision=job.precision,
             address=format_address(self.host, self.port),
-            worker_command=f"python -m w5xde_async.worker --server {shown} --job {reference}",
+            worker_command=f"python -m w5xde_async.worker --server {shown} --job {shlex.quote(reference)}",
             security="token" if config.token else "no token, loopback only",
             resumed_step=prepared.first_step,
             total_steps=prepared.total_steps,
