@@ -131,7 +131,7 @@ class LocalCluster:
     async def wait(self) -> RunResult:
         """The run's end. Raises what ended it where it failed, W5xdeError where every worker failed for good."""
         result = await self.coordinator.wait()
-        if self._lost:
+        if self._lost and result.reason == self._lost:
             raise W5xdeError(self._lost)
         return result
 
@@ -170,10 +170,12 @@ class LocalCluster:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, WorkerJoined | WorkerLeft):
             self._changed.set()
+            if self._lost and not event.num_workers:
+                self.coordinator.request_stop(self._lost)
 
     def _on_all_lost(self, reason: str) -> None:
+        self._lost = reason
         if not self.num_workers:
-            self._lost = reason
             self.coordinator.request_stop(reason)
 
 
@@ -184,7 +186,7 @@ class _TaskWorkers:
         self._job, self._address, self._config = job, address, config
         self._on_all_lost = on_all_lost
         self._running: list[tuple[Worker, asyncio.Task[None]]] = []
-        self._number = self._failures = 0
+        self._number = 0
 
     async def scale(self, count: int) -> None:
         while len(self._running) < count:
@@ -216,8 +218,7 @@ class _TaskWorkers:
             pass  # the coordinator raises it, with more to say
         except W5xdeError as error:
             logger.error("worker %s has failed: %s", worker.name, error)
-            self._failures += 1
-            if self._failures == len(self._running):
+            if all(task.done() for other, task in self._running if other is not worker):
                 self._on_all_lost(f"every local worker has failed: {error}")
 
 

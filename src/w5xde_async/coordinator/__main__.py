@@ -37,7 +37,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
     from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
-    from w5xde_async.telemetry.events import Bus
+    from w5xde_async.telemetry.events import Bus, Event, WorkerLeft
     from w5xde_async.telemetry.progress import Progress
 
     if settings.threads is not None:
@@ -56,7 +56,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
             job, run_dir=settings.run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
             settings=to_mapping(settings),
         )  # fmt: skip
-        stop_reason = lost = ""
+        stop_reason = lost = ""  # lost: why no local worker is left
         workers: LocalWorkers | None = None
 
         def stop(reason: str) -> None:
@@ -66,14 +66,19 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
 
         def all_lost(reason: str) -> None:
             nonlocal lost
+            lost = reason
             if not coordinator.num_workers:
-                lost = reason
                 coordinator.request_stop(reason)
+
+        def left(event: Event) -> None:
+            if lost and isinstance(event, WorkerLeft) and not event.num_workers:
+                coordinator.request_stop(lost)
 
         def abandon() -> None:
             if workers is not None:
                 workers.kill()
 
+        bus.subscribe(left)
         async with AsyncExitStack() as stack:
             stack.callback(progress.close)
             stack.enter_context(signals(stop, abandon=abandon))
@@ -93,8 +98,8 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
                     grace_s=config.grace_s + 2.0, on_all_lost=all_lost,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
-            await coordinator.wait()
-        if lost:
+            result = await coordinator.wait()
+        if lost and result.reason == lost:
             raise W5xdeError(lost)
         return ExitCode.OK
 

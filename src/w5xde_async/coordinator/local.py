@@ -38,7 +38,7 @@ _LAST_WORDS = 30  # lines kept to show after a crash
 class LocalWorkers:
     """``count`` worker processes for the coordinator at ``address``.
 
-    ``on_all_lost(reason)`` is called once, when every one of them has failed for good.
+    ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class LocalWorkers:
         self._on_all_lost = on_all_lost
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
-        self._failed: dict[str, str] = {}
         self._number = 0
 
     async def __aenter__(self) -> Self:
@@ -93,8 +92,7 @@ class LocalWorkers:
 
     async def _end(self, names: list[str]) -> None:
         keepers = [self._keepers.pop(name) for name in names]
-        for name, keeper in zip(names, keepers, strict=True):
-            self._failed.pop(name, None)
+        for keeper in keepers:
             keeper.cancel()
         if keepers:
             try:
@@ -131,8 +129,8 @@ class LocalWorkers:
 
     def _give_up(self, name: str, reason: str) -> None:
         logger.error("worker %s %s", name, reason)
-        self._failed[name] = reason
-        if len(self._failed) == len(self._keepers) and self._on_all_lost is not None:
+        others = (keeper for other, keeper in self._keepers.items() if other != name)
+        if self._on_all_lost is not None and all(keeper.done() for keeper in others):
             self._on_all_lost(f"every local worker has failed; {name} {reason.splitlines()[0].rstrip(':')}")
 
     async def _run(self, name: str, words: deque[str]) -> int:
