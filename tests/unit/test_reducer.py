@@ -1,0 +1,133 @@
+"""Block sums in, the root out: the bits of a recursive tree sum, whatever the blocks and their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.reference import tree_sum
+from torch import Tensor, nn
+
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import Reducer, VectorPool
+from w5xde_async.plan.tree import Block, Frontier, aligned_block
+
+
+def layout() -> Layout:
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    return Layout.of(module, bucket_bytes=64)
+
+
+LAYOUT = layout()
+BUCKETS = LAYOUT.result_buckets
+Part = list[Tensor | None]  # per bucket; None: nothing
+
+
+def add(left: Part, right: Part) -> Part:
+    def one(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None or b is None:
+            return b if a is None else a
+        return torch.maximum(a, b) if a.dtype == torch.int64 else a + b
+
+    return [one(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def leaf_part(seed: int, absent: float) -> Part:
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(piece: Tensor) -> Tensor | None:
+        if float(torch.rand((), generator=generator)) < absent:
+            return None
+        if piece.dtype == torch.int64:
+            return torch.randint(-50, 50, piece.shape, generator=generator)
+        scale = 10.0 ** torch.randint(-6, 7, piece.shape, generator=generator)
+        value = torch.randn(piece.shape, generator=generator) * scale
+        return torch.where(torch.rand(piece.shape, generator=generator) < 0.2, -0.0, value)
+
+    return [one(piece) for piece in ResultVector(LAYOUT).buckets]
+
+
+def bits(part: Part) -> list[bytes | None]:
+    return [None if piece is None else piece.numpy().tobytes() for piece in part]
+
+
+def reduce(parts: list[Part], blocks: list[Block], order: Any = None) -> Part:
+    """As the coordinator does it: (block, bucket) after (block, bucket), merged as the frontiers say."""
+    pool = VectorPool(LAYOUT, make=_dirty)
+    reducer = Reducer(LAYOUT, pool)
+    frontiers = [Frontier(len(parts)) for _ in BUCKETS]
+    slots = [(block, bucket.index) for block in blocks for bucket in BUCKETS]
+    for block, bucket in order(slots) if order else slots:
+        piece = tree_sum(parts[block.start : block.stop], add)[bucket]
+        if piece is not None:
+            reducer.vector(block.start).buckets[bucket].copy_(piece)
+        reducer.put(bucket, block.start, present=piece is not None)
+        for left, right in frontiers[bucket].fill(block):
+            reducer.merge(bucket, left, right)
+    root, present = reducer.root()
+    result = [piece.clone() if there else None for piece, there in zip(root.buckets, present, strict=True)]
+    assert pool.num_out == 1
+    reducer.clear()
+    assert pool.num_out == 0
+    return result
+
+
+def _dirty(layout: Layout) -> ResultVector:
+    vector = ResultVector(layout)
+    vector.memory.fill_(123)  # a vector that was used before
+    return vector
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 13), st.sampled_from([0.0, 0.3, 0.8, 1.0]), st.data())
+def test_the_root_has_the_bits_of_the_recursive_sum(num_leaves: int, absent: float, data: st.DataObject) -> None:
+    seed = data.draw(st.integers(0, 1000))
+    parts = [leaf_part(seed * 100 + leaf, absent) for leaf in range(num_leaves)]
+    blocks, start = [], 0
+    while start < num_leaves:
+        blocks.append(aligned_block(start, num_leaves, num_leaves, data.draw(st.integers(1, 8))))
+        start = blocks[-1].stop
+    found = reduce(parts, blocks, lambda slots: data.draw(st.permutations(slots)))
+    assert bits(found) == bits(tree_sum(parts, add))
+
+
+def test_minus_zero_survives() -> None:
+    """A bucket that arrives as nothing contributes nothing: it does not turn -0.0 into 0.0."""
+    part: Part = [
+        torch.full_like(piece, -0.0 if piece.is_floating_point() else 3) for piece in ResultVector(LAYOUT).buckets
+    ]
+    nothing: Part = [None] * len(BUCKETS)
+    for parts in ([part, nothing], [nothing, part], [part, part]):
+        assert bits(reduce(parts, [Block(0, 1), Block(1, 2)])) == bits(part)
+
+
+def test_what_nobody_sent_is_nothing() -> None:
+    nothing: Part = [None] * len(BUCKETS)
+    assert reduce([nothing] * 3, [Block(0, 2), Block(2, 3)]) == nothing
+
+
+def test_memory_is_given_back_as_blocks_merge() -> None:
+    pool = VectorPool(LAYOUT, spare=2)
+    reducer, frontiers = Reducer(LAYOUT, pool), [Frontier(32) for _ in BUCKETS]
+    most = 0
+    for leaf in range(32):
+        for bucket in BUCKETS:
+            reducer.put(bucket.index, leaf, present=True)
+            for left, right in frontiers[bucket.index].fill(Block(leaf, leaf + 1)):
+                reducer.merge(bucket.index, left, right)
+        most = max(most, pool.num_out)
+    assert most <= 6  # log2(leaves) + 1
+    reducer.clear()
+
+
+def test_the_pool_reuses_and_keeps_few() -> None:
+    pool = VectorPool(LAYOUT, spare=2)
+    taken = [pool.take() for _ in range(4)]
+    for vector in taken:
+        pool.give(vector)
+    again = [pool.take() for _ in range(3)]
+    assert [any(vector is old for old in taken) for vector in again] == [True, True, False]
+    assert pool.num_out == 3

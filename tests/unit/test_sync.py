@@ -1,0 +1,254 @@
+"""The synchronous rule beside a plain optimizer loop, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState, ResultVector, named_digest
+from w5xde_async.params.layout import Layout
+from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.updates.sync import LossScale, SyncRule
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 5)
+        self.narrow = nn.Parameter(torch.randn(7).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.rare = nn.Parameter(torch.randn(4))
+        self.norm = nn.BatchNorm1d(5)
+
+
+def grouped(module: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(module, Model)
+    return torch.optim.AdamW(
+        [
+            {"params": [module.body.weight, module.narrow], "weight_decay": 0.1},
+            {"params": [module.body.bias, module.rare, *module.norm.parameters()], "lr": 0.5},
+        ],
+        lr=0.01,
+    )
+
+
+def momentum(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9, nesterov=True)
+
+
+def job(**changes: Any) -> Job:
+    data = TensorDataset(torch.zeros(8, 6), torch.zeros(8))
+    return Job(**{"model": Model, "dataset": data, "optimizer": momentum, "max_steps": 5, "batch_size": 8, **changes})
+
+
+class Bench:
+    """A rule over a flat model, fed with gradients by name."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.model = Model()
+        self.layout = Layout.of(self.model, bucket_bytes=64)
+        self.state = FlatState(self.layout)
+        self.state.copy_from(self.model)
+        self.state.adopt(self.model)
+        self.rule = SyncRule(job(**changes), self.model, self.layout, self.state)
+        self.names = [entry.name for entry in self.layout.entries]
+
+    def apply(self, sums: dict[str, Tensor], samples: int = 8, buffers: dict[str, Tensor] | None = None) -> Any:
+        """``sums`` per trainable parameter; what is missing got no gradient."""
+        root = ResultVector(self.layout)
+        root.memory.fill_(77)  # what is not present may hold anything
+        touched = set()
+        for group, piece in zip(self.layout.groups, root.groups, strict=True):
+            if piece is not None:
+                piece.fill_(-0.0 if group.role != "max" else torch.iinfo(torch.int64).min)
+        for name, value in {**sums, **(buffers or {})}.items():
+            index = self.names.index(name)
+            entry = self.layout.entries[index]
+            root.group(entry.group)[entry.offset : entry.offset + entry.numel].copy_(value.reshape(-1))
+            touched.add(index)
+        present = [any(index in touched for index in bucket.entries) for bucket in self.layout.result_buckets]
+        for bucket, there in zip(self.layout.result_buckets, present, strict=True):
+            if not there:
+                root.buckets[bucket.index].fill_(-7)
+        untouched = {index for index in self.layout.trainable if index not in touched}
+        return self.rule.apply(root, present, samples, untouched)
+
+
+def gradients(step: int, *, rare: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    found = {}
+    for name, parameter in Model().named_parameters():
+        if parameter.requires_grad:
+            found[name] = torch.randn(parameter.shape, generator=generator) * 8
+    if not rare:
+        del found["rare"]
+    return found
+
+
+def plain(make: Make, schedule: Any, clip: float | None, steps: int, samples: int = 8) -> nn.Module:
+    model = Model()
+    optimizer = make(model)
+    scheduler = schedule(optimizer) if schedule else None
+    for step in range(steps):
+        sums = gradients(step, rare=step % 2 == 0)
+        for name, parameter in model.named_parameters():
+            parameter.grad = (sums[name] / samples).to(parameter.dtype) if name in sums else None
+        if clip is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("schedule", [None, cosine])
+@pytest.mark.parametrize("make", [grouped, momentum])
+def test_equal_to_a_plain_loop(make: Make, schedule: Any, clip: float | None) -> None:
+    bench = Bench(optimizer=make, scheduler=schedule, gradient_clip_val=clip)
+    rates = [bench.apply(gradients(step, rare=step % 2 == 0)).learning_rate for step in range(6)]
+    assert bench.state.digest() == named_digest(plain(make, schedule, clip, 6))
+    assert (rates[0] == rates[-1]) == (schedule is None)
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+def test_the_norm_is_that_of_the_mean_gradient_before_clipping() -> None:
+    expected = math.sqrt(sum(float((value / 8).square().sum()) for value in gradients(0).values()))
+    for clip in (None, 0.1):
+        assert Bench(gradient_clip_val=clip).apply(gradients(0)).gradient_norm == pytest.approx(expected, rel=1e-2)
+
+
+def test_buffers_move_by_the_mean_change_and_by_the_maximum() -> None:
+    bench = Bench()
+    before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    change = torch.arange(5.0)
+    applied = bench.apply(
+        gradients(0), buffers={"norm.running_mean": change, "norm.num_batches_tracked": torch.tensor(4)}
+    )
+    assert torch.equal(bench.model.norm.running_mean, before["norm.running_mean"] + change / 8)
+    assert torch.equal(bench.model.norm.running_var, before["norm.running_var"])
+    assert int(bench.model.norm.num_batches_tracked) == 4
+    roles = [bench.layout.groups[bench.layout.buckets[number].group].role for number in applied.changed]
+    assert set(roles) == {"grad", "mean", "max"}
+    assert torch.equal(bench.model.frozen, before["frozen"])
+
+
+def test_only_what_changed_is_sent() -> None:
+    bench = Bench()
+    changed = bench.apply(gradients(0)).changed
+    roles = [bench.layout.groups[bucket.group].role for bucket in bench.layout.result_buckets]
+    assert changed == tuple(number for number, role in enumerate(roles) if role == "grad")
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: float | None) -> None:
+    bench = Bench(optimizer=grouped, scheduler=cosine, gradient_clip_val=clip)
+    bench.apply(gradients(0))
+    before, state = bench.state.digest(), pack_state(bench.rule.state_dict())[0]
+    sums = gradients(1)
+    sums["body.bias"][2] = poison
+    applied = bench.apply(sums, buffers={"norm.running_mean": torch.ones(5)})
+    assert (applied.skipped, applied.changed, math.isfinite(applied.gradient_norm)) == (True, (), False)
+    assert (bench.state.digest(), pack_state(bench.rule.state_dict())[0]) == (before, state)
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+def test_fp16_scales_backs_off_and_grows() -> None:
+    bench, twin = Bench(precision="fp16"), Bench()
+    assert (bench.rule.loss_scale, twin.rule.loss_scale) == (65536.0, 1.0)
+    scaled = {name: value * 65536 for name, value in gradients(0).items()}
+    assert not bench.apply(scaled).skipped
+    twin.apply(gradients(0))
+    assert bench.state.digest() == twin.state.digest()  # a power of two costs no bit
+    assert bench.apply({name: value * math.inf for name, value in scaled.items()}).skipped
+    assert (bench.rule.loss_scale, bench.state.digest()) == (32768.0, twin.state.digest())
+    assert bench.rule.scale is not None
+    bench.rule.scale.growth_interval = 2
+    for _ in range(2):
+        bench.apply({name: value / 2 for name, value in scaled.items()})
+    assert bench.rule.loss_scale == 65536.0
+
+
+def test_the_scale_stays_within_bounds() -> None:
+    scale = LossScale(growth_interval=1)
+    for _ in range(100):
+        scale.update(finite=True)
+    assert scale.value == 2.0**24
+    for _ in range(100):
+        scale.update(finite=False)
+    assert scale.value == 2.0**-24
+    scale = LossScale(growth_interval=2)
+    for finite in (True, False, True):
+        scale.update(finite=finite)
+    assert (scale.value, scale.good_steps) == (32768.0, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_state_goes_round(precision: str) -> None:
+    settings: dict[str, Any] = {"optimizer": grouped, "scheduler": cosine, "precision": precision}
+    first, second = Bench(**settings), Bench(**settings)
+    for step in range(3):
+        first.apply(gradients(step))
+    skeleton, tensors = pack_state(first.rule.state_dict())
+    second.rule.load_state_dict(unpack_state(skeleton, {name: tensor.clone() for name, tensor in tensors.items()}))
+    second.state.copy_from(first.model)
+    for bench in (first, second):
+        bench.apply({name: value * bench.rule.loss_scale for name, value in gradients(9).items()})
+    assert first.state.digest() == second.state.digest()
+    assert first.rule.loss_scale == second.rule.loss_scale
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [({"scheduler": cosine}, "scheduler"), ({"precision": "fp16"}, "fp16"), ({"optimizer": grouped}, "group")],
+)
+def test_a_state_of_another_job_is_refused(mine: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Bench(**mine).rule.load_state_dict(Bench().rule.state_dict())
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def foreign(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*momentum(module).param_groups[0]["params"], nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optimizer": lambda module: torch.optim.LBFGS(module.parameters())}, "LBFGS"),
+        ({"optimizer": lambda module: 3}, "returned int"),
+        ({"optimizer": foreign}, "not the model's"),
+        ({"scheduler": plateau}, "ReduceLROnPlateau"),
+        ({"scheduler": lambda optimizer: "cosine"}, "returned str"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        Bench(**change)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    model = Model().requires_grad_(False)
+    layout = Layout.of(model)
+    with pytest.raises(JobError, match="no trainable parameter"):
+        SyncRule(job(), model, layout, FlatState(layout))
