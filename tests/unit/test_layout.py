@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -64,6 +64,7 @@ def test_counts() -> None:
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=12)
 
 
+@settings(deadline=None, max_examples=60)
 @given(shapes, st.integers(64, 4000), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 def test_buckets_cover_everything_once(
     shapes: list[list[int]], bucket_bytes: int, dtype: torch.dtype, frozen: bool
