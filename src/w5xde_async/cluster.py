@@ -1,7 +1,8 @@
 """LocalCluster: a coordinator and its workers on this machine, inside the caller's event loop.
 
 A guest: no signal handler, no loop policy. A job given by reference gets worker processes; a Job object, which other
-processes cannot see, gets workers as tasks of this loop (their computing is in threads all the same).
+processes cannot see, gets workers as tasks of this loop. Those take turns, since the random state belongs to the
+process: they are for tests and notebooks, not for speed.
 """
 
 from __future__ import annotations

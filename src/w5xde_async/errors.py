@@ -14,6 +14,7 @@ W5xdeError
         Unreachable         nothing answered within the deadline: exit code 3
     Refused                 the peer said no, with a code, a reason and a hint
     LeafFailed              the user's code failed repeatedly on one leaf: stop the run
+    UpdateFailed            the job's optimizer or scheduler raised: stop the run
     StoreError              disk: nothing was lost, say what and where
         CheckpointCorrupt   a record that does not match its own digests
         CheckpointMismatch  a whole record of another model or job
@@ -43,6 +44,7 @@ __all__ = [
     "StoreError",
     "UnexpectedMessage",
     "Unreachable",
+    "UpdateFailed",
     "UsageError",
     "W5xdeError",
 ]
@@ -69,17 +71,14 @@ class RefusalCode(IntEnum):
     MODEL_MISMATCH = 3
     RUN_FULL = 4
     PROTOCOL_ERROR = 5
-    JOB_REQUIRED = 6
-    TERM = 7
-    SHUTTING_DOWN = 8
-    DUPLICATE_WORKER = 9
+    TERM = 6
+    SHUTTING_DOWN = 7
 
 
 _REFUSAL_EXIT = {
     RefusalCode.PROTOCOL_VERSION: ExitCode.MISMATCH,
     RefusalCode.AUTHENTICATION: ExitCode.AUTHENTICATION,
     RefusalCode.MODEL_MISMATCH: ExitCode.MISMATCH,
-    RefusalCode.JOB_REQUIRED: ExitCode.USAGE,
 }
 
 
@@ -193,6 +192,17 @@ class LeafFailed(W5xdeError):
         self.step, self.leaf, self.indices, self.attempts, self.traceback = step, leaf, indices, attempts, traceback
         shown = ", ".join(map(str, indices[:64])) + (f", ... ({len(indices)} in all)" if len(indices) > 64 else "")
         super().__init__(f"step {step}, leaf {leaf} failed {attempts} time(s); sample indices [{shown}]\n{traceback}")
+
+
+class UpdateFailed(W5xdeError):
+    """The job's optimizer or scheduler raised. Fields: ``step``, ``traceback`` (text).
+
+    The parameters may be half updated: the last checkpoint is what counts.
+    """
+
+    def __init__(self, step: int, error: BaseException, traceback: str) -> None:
+        self.step, self.traceback = step, traceback
+        super().__init__(f"the update after step {step} raised {type(error).__name__}: {error}\n{traceback}")
 
 
 class StoreError(W5xdeError):

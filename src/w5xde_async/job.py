@@ -6,6 +6,7 @@ A job is data and callables; nothing here runs them but ``loss_of`` (the default
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -131,10 +132,13 @@ class Job:
         return self.microbatch_samples * self.accumulate_grad_batches
 
 
-def build_model(job: Job) -> nn.Module:
-    """The job's model in train mode; a factory runs with all seeds set and the caller's random state kept."""
+def build_model(job: Job, *, replica: bool = False) -> nn.Module:
+    """The job's model in train mode; a factory runs with all seeds set and the caller's random state kept.
+
+    A module is trained in place by the coordinator; a ``replica`` is a copy of it, for a worker in the same process.
+    """
     if isinstance(job.model, nn.Module):
-        return job.model.train()
+        return (copy.deepcopy(job.model) if replica else job.model).train()
     with random_state():
         seed_all(job.seed)
         model = job.model()
@@ -201,7 +205,12 @@ def load_job(reference: str) -> Job:
     target, colon, attribute = reference.rpartition(":")
     if not colon or not target or not attribute:
         raise JobError(reference, "is not FILE.py:NAME or MODULE:NAME", "for example train.py:job")
-    seed_all(0)
+    with random_state():
+        seed_all(0)
+        return _load(reference, target, attribute)
+
+
+def _load(reference: str, target: str, attribute: str) -> Job:
     module = _import_file(reference, Path(target)) if target.endswith(".py") else _import_module(reference, target)
     found = module
     for part in attribute.split("."):

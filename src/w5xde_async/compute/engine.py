@@ -120,7 +120,7 @@ class Engine:
         self.precision = precision or job.precision
         self._microbatch = microbatch_samples or job.microbatch_samples
         self._accumulate = accumulate or job.accumulate_grad_batches
-        self.model = build_model(job).to(self.device)
+        self.model = build_model(job, replica=True).to(self.device)
         self.layout = layout = Layout.of(self.model, bucket_bytes=bucket_bytes)
         self._step = step_function(job)
         self._transfer = Transfer(layout, self.device)
@@ -141,7 +141,10 @@ class Engine:
         self._autocast = None if dtype is None else partial(torch.autocast, self.device.type, dtype=dtype)
         self._bound: ResultVector | None = None
         self._pieces = 1  # halvings of a microbatch that lack of memory has forced so far, as a factor
-        self._overlap = False  # on after the first block has shown that each gradient arrives once
+        # On after the first block has shown that each gradient arrives once a backward pass. Where one comes in parts
+        # (re-entrant checkpoints), a sum is complete only at the end, and a leaf must be summed by itself.
+        self._overlap = False
+        self._in_parts = False
         self._fires: dict[int, int] = {}
         self._block: _Block | None = None
         # With one gradient bucket nothing is to be sent before backward ends: noting who came is enough, and a list's
@@ -180,8 +183,8 @@ class Engine:
             try:
                 self._run(block)
                 break
-            except _DrawsPython:
-                self._seeds_python = True
+            except _AgainOtherwise:
+                self._abandon(block)  # nothing has left: it is computed again, in the way that was found right
             except torch.OutOfMemoryError as error:
                 # Partial sums are lost with the vectors; what was emitted is final and stays.
                 self._abandon(block)
@@ -192,7 +195,7 @@ class Engine:
         losses = self._read(block.losses)
         metrics = self._read(block.metrics) if block.metrics else ()
         self._transfer.wait()
-        self._overlap = all(count == 1 for count in self._fires.values())
+        self._overlap = not self._in_parts
         return Outcome(
             losses=losses,
             metric_names=block.metric_names or (),
@@ -224,7 +227,7 @@ class Engine:
                 self._bind(block.open[-1])
                 try:
                     self._leaf(block, index, samples, self._transfer.batch(batch), finishing=index == last)
-                except torch.OutOfMemoryError:
+                except (torch.OutOfMemoryError, _AgainOtherwise):
                     raise
                 except Exception as error:
                     self._abandon(block)
@@ -233,8 +236,8 @@ class Engine:
                     for _ in range(carries(index) - onto_left):
                         self._fold_all(block)
             if not self._seeds_python and not state.unmoved():
-                self._abandon(block)
-                raise _DrawsPython
+                self._seeds_python = True
+                raise _AgainOtherwise
         block.touched.update([self._index_of[number] for number in set(map(id, self._notes))])
         for bucket in self.layout.result_buckets:  # whatever no hook has finished
             if bucket.index not in block.emitted:
@@ -247,7 +250,7 @@ class Engine:
     @property
     def _lands_directly(self) -> bool:
         # A leaf of several microbatches is summed by itself first; other dtypes are cast on the way.
-        return self._accumulate == 1 and self._pieces == 1 and not self._native
+        return self._accumulate == 1 and self._pieces == 1 and not self._native and not self._in_parts
 
     def _leaf(self, block: _Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
@@ -272,7 +275,11 @@ class Engine:
             self._fires.clear()
             if finishing and end == samples and self._overlap:
                 block.count_down(self._grad_buckets)
+            before = len(self._notes)
             _run_backward(loss, self._weight((end - begin) * block.task.loss_scale))
+            if not self._in_parts and self._came_in_parts(before):
+                self._in_parts, self._overlap = True, False
+                raise _AgainOtherwise
             share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
             block.note_metrics(metrics or {}, (end - begin) / samples, first=begin == 0)
@@ -281,6 +288,11 @@ class Engine:
         self._buffers.collect(block.open[-1], samples, block.changed)
         if not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
+
+    def _came_in_parts(self, before: int) -> bool:
+        """Whether a parameter got more than one gradient in the last backward pass."""
+        notes = self._notes[before:]
+        return len(set(map(id, notes))) != len(notes) or max(self._fires.values(), default=1) > 1
 
     def _landed(self, index: int, _: Tensor) -> None:
         block = self._block_now
@@ -387,8 +399,8 @@ class Engine:
         return tuple(stacked.tolist())
 
 
-class _DrawsPython(Exception):
-    """A block drew from ``random`` or numpy unseeded: nothing of it has left, it is computed again."""
+class _AgainOtherwise(Exception):
+    """A block drew from ``random`` or numpy unseeded, or got gradients in parts: it is computed again."""
 
 
 class _Block:

@@ -48,7 +48,6 @@ class Prepared:
     total_steps: int
     samples: int
     notes: list[str]
-    evaluation_draws: bool | None = None  # whether evaluate uses random numbers; None: not tried yet
 
 
 def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_id: Callable[[], str]) -> Prepared:
@@ -174,11 +173,26 @@ def _restore(prepared: Prepared, record: Record, where: str) -> None:
     tensors = record.groups["model"]
     for entry, view in zip(prepared.layout.entries, prepared.state.views, strict=True):
         view.copy_(tensors[entry.name])
+    ours = _hyperparameters(prepared.rule.optimizer)
     try:
         prepared.rule.load_state_dict(unpack_state(record.meta["rule"], record.groups["rule"]))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointMismatch(where, f"its optimizer state does not fit the job's ({error}); {fresh}") from error
+    for name, value in _hyperparameters(prepared.rule.optimizer).items():
+        # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
+        if ours.get(name) != value and not (prepared.rule.scheduler and name.endswith(("lr", "momentum", "betas"))):
+            prepared.notes.append(f"the checkpoint's optimizer setting {name}={value} counts, not {ours.get(name)}")
     prepared.first_step, prepared.samples = record.step, samples
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Every group's settings as text, by ``group N: name``."""
+    return {
+        f"group {number}: {name}": str(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def record_of(prepared: Prepared, step: int, samples: int) -> Record:

@@ -16,29 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
-
-import torch
-from torch import Tensor
+from typing import Self
 
 import w5xde_async
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.preparation import Prepared, prepare, record_of
+from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.session import Session
-from w5xde_async.coordinator.training import Commit, Training
+from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LocalError, StoreError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import Listener, format_address, listen
 from w5xde_async.net.link import Link
-from w5xde_async.params.flat import state_of
-from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import (
     Bus,
-    CheckpointFailed,
-    CheckpointSaved,
-    Evaluated,
     RunFinished,
     RunStarted,
     Warned,
@@ -107,18 +100,11 @@ class Coordinator:
         self._listener: Listener | None = None
         self._recorder: Recorder | None = None
         self._bulk: ThreadPoolExecutor | None = None
-        self._evaluate_on: ThreadPoolExecutor | None = None
+        self._following: Following | None = None
         self._main: asyncio.Task[RunResult] | None = None
-        self._tasks: asyncio.TaskGroup | None = None
         self._incarnations = 0
         self._began = 0.0
         self._stop_reason = ""
-        self._saving: asyncio.Task[None] | None = None
-        self._evaluating: asyncio.Task[None] | None = None
-        self._checkpoint_wanted = False
-        self._saved_step = -1
-        self._evaluated_step = -1
-        self._metrics: dict[str, float] = {}
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -146,7 +132,11 @@ class Coordinator:
         self._main = asyncio.create_task(self._run(), name=f"coordinator {self.name}")
 
     async def wait(self) -> RunResult:
-        """The run's end. Raises what ended it where it failed (LeafFailed, NonFinite). Cancelling leaves it running."""
+        """The run's end. Cancelling leaves it running.
+
+        Raises what ended it where it failed (LeafFailed, NonFinite, UpdateFailed), and StoreError where the last
+        checkpoint could not be written.
+        """
         if self._main is None:
             raise LocalError("the coordinator has not been started")
         return await asyncio.shield(self._main)
@@ -167,7 +157,8 @@ class Coordinator:
 
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
-        self._checkpoint_wanted = True
+        if self._following is not None:
+            self._following.checkpoint_wanted = True
 
     async def aclose(self) -> None:
         """Stop in good order and free everything. May be called twice; a failure of the run is not raised again."""
@@ -251,8 +242,7 @@ class Coordinator:
             total_steps=prepared.total_steps,
         )
         self._training.samples_applied = prepared.samples
-        self._training.on_commit = self._on_commit
-        self._saved_step = prepared.first_step if prepared.first_step else -1
+        self._following = Following(prepared, self._training, config, self.bus)
         if prepared.run_dir is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
@@ -296,21 +286,24 @@ class Coordinator:
         )
 
     async def _run(self) -> RunResult:
-        training, prepared = self._training, self._prepared
+        training, prepared, following = self._training, self._prepared, self._following
         assert training is not None
         assert prepared is not None
+        assert following is not None
         failure: BaseException | None = None
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                ticking = self._tasks.create_task(self._tick(training), name="tick")
+            async with asyncio.TaskGroup() as tasks:
+                training.on_commit = lambda commit: following.on_commit(commit, tasks)
+                ticking = tasks.create_task(self._tick(training), name="tick")
                 try:
                     await training.run()
-                except W5xdeError as error:
+                except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ticking.cancel()
-            result = await self._finish(training, prepared, failure)
+            result = await self._finish(training, prepared, following, failure)
         finally:
             await self._close()
+        failure = failure or following.save_error
         if failure is not None:
             raise failure
         return result
@@ -336,73 +329,11 @@ class Coordinator:
         )  # fmt: skip
         await session.run()
 
-    # -- after commits -------------------------------------------------------------------------------------
-
-    def _on_commit(self, commit: Commit) -> None:
-        """Runs before anything else can touch the parameters: what is submitted to the aggregator sees this version."""
-        assert self._tasks is not None
-        due = self._checkpoint_wanted or commit.step % self.config.checkpoint_every == 0
-        if due and self._prepared is not None and self._prepared.store is not None:
-            if self._saving is None or self._saving.done():
-                self._checkpoint_wanted = False
-                self._saving = self._tasks.create_task(self._save(commit.step), name=f"checkpoint {commit.step}")
-            else:
-                self._checkpoint_wanted = True  # the one before is still being written: the next commit tries again
-        every = self.job.evaluate_every
-        wanted = commit.last_of_epoch if every is None else commit.step % every == 0
-        if wanted and self._evaluator and (self._evaluating is None or self._evaluating.done()):
-            self._evaluating = self._tasks.create_task(self._evaluate(commit.step), name=f"evaluate {commit.step}")
-
-    @property
-    def _evaluator(self) -> bool:
-        return self._prepared is not None and self._prepared.evaluator is not None
-
-    async def _save(self, step: int) -> None:
-        training, prepared = self._training, self._prepared
-        assert training is not None
-        assert prepared is not None
-        assert prepared.store is not None
-        loop = asyncio.get_running_loop()
-        samples = training.samples_applied
-
-        def copy() -> tuple[Any, float]:
-            began = time.perf_counter()
-            return record_of(prepared, step, samples), time.perf_counter() - began
-
-        record, pause_s = await loop.run_in_executor(training.executor, copy)
-        try:
-            saved = await loop.run_in_executor(None, prepared.store.save, record)
-        except StoreError as error:
-            self._checkpoint_wanted = True
-            self.bus.publish(CheckpointFailed(step=step, reason=str(error)))
-            return
-        self._saved_step = max(self._saved_step, step)
-        self.bus.publish(
-            CheckpointSaved(
-                step=step, path=str(saved.path), nbytes=saved.nbytes, pause_s=pause_s, seconds=saved.seconds
-            )
-        )
-
-    async def _evaluate(self, step: int) -> None:
-        training, prepared = self._training, self._prepared
-        assert training is not None
-        assert prepared is not None
-        loop = asyncio.get_running_loop()
-        snapshot = await loop.run_in_executor(training.executor, training.snapshot_state)
-        if self._evaluate_on is None:
-            self._evaluate_on = ThreadPoolExecutor(1, thread_name_prefix="w5xde-evaluate")
-        began = time.monotonic()
-        try:
-            metrics = await loop.run_in_executor(self._evaluate_on, _evaluate, prepared, snapshot)
-        except Exception as error:
-            self.bus.publish(Warned(text=f"evaluate raised {type(error).__name__}: {error}; the run goes on"))
-            return
-        self._metrics, self._evaluated_step = metrics, step
-        self.bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))
-
     # -- the end -------------------------------------------------------------------------------------------
 
-    async def _finish(self, training: Training, prepared: Prepared, failure: BaseException | None) -> RunResult:
+    async def _finish(
+        self, training: Training, prepared: Prepared, following: Following, failure: BaseException | None
+    ) -> RunResult:
         finished = failure is None and training.version >= training.total_steps
         outcome = "failed" if failure is not None else "finished" if finished else "stopped"
         reason = str(failure) if failure is not None else "" if finished else self._stop_reason
@@ -412,13 +343,10 @@ class Coordinator:
         training.say_goodbye(code, reason.splitlines()[0][:300] if reason else f"the run is {outcome}")
         if self._listener is not None:
             await self._listener.stop_accepting()
-        if finished and self._evaluator and self._evaluated_step != training.version:
-            await self._evaluate(training.version)
-        if prepared.store is not None and self._saved_step != training.version and training.version:
-            await self._save(training.version)
+        await following.finish(evaluate=finished)
         await self._wait_for_goodbyes(training)
         loop = asyncio.get_running_loop()
-        digest = await loop.run_in_executor(training.executor, prepared.state.digest)
+        digest = await loop.run_in_executor(training.aggregator.executor, prepared.state.digest)
         paths: dict[str, Path | None] = {"model_path": None, "metrics_path": None, "plot_path": None}
         if prepared.run_dir is not None:
             paths = await self._write_results(prepared)
@@ -429,10 +357,10 @@ class Coordinator:
                 outcome=outcome,
                 reason=reason,
                 step=training.version,
-                total_steps=training.total_steps,
+                total_steps=max(training.total_steps, training.version),
                 samples=training.samples_applied,
                 loss=training.last_loss,
-                metrics=self._metrics,
+                metrics=following.metrics,
                 seconds=seconds,
                 bytes_sent=sent,
                 bytes_received=received,
@@ -444,7 +372,7 @@ class Coordinator:
             )
         )
         return RunResult(
-            outcome=outcome, reason=reason, step=training.version, loss=training.last_loss, metrics=self._metrics,
+            outcome=outcome, reason=reason, step=training.version, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, **paths,
         )  # fmt: skip
 
@@ -484,34 +412,11 @@ class Coordinator:
             await self._listener.aclose()
         if self._training is not None:
             await self._training.aclose()
-        for executor in (self._bulk, self._evaluate_on):
-            if executor is not None:
-                await loop.run_in_executor(None, executor.shutdown)
+        if self._following is not None:
+            await self._following.aclose()
+        if self._bulk is not None:
+            await loop.run_in_executor(None, self._bulk.shutdown)
         if self._recorder is not None:
             await loop.run_in_executor(None, self._recorder.close)
         if self._prepared is not None and self._prepared.run_dir is not None:
             self._prepared.run_dir.close()
-
-
-def _evaluate(prepared: Prepared, snapshot: Mapping[str, Tensor]) -> dict[str, float]:
-    model, evaluate = prepared.evaluator, prepared.job.evaluate
-    assert model is not None
-    assert evaluate is not None
-    found: dict[str, float] = {}
-
-    def run() -> None:
-        found.update({str(name): float(value) for name, value in evaluate(model).items()})
-
-    with torch.no_grad():
-        for entry, tensor in zip(prepared.layout.entries, state_of(model, prepared.layout), strict=True):
-            tensor.copy_(snapshot[entry.name])
-        model.eval()
-        if prepared.evaluation_draws is None:
-            prepared.evaluation_draws = draws_random(run, prepared.job.seed)
-        elif prepared.evaluation_draws:
-            with random_state():
-                seed_all(prepared.job.seed)
-                run()
-        else:
-            run()
-    return found

@@ -90,7 +90,7 @@ class Session:
         self.last_message = ""
         self._host, self._token, self._handshake_s = host, token, handshake_s
         self.outbox = Outbox(link)
-        self._closing = False
+        self._closing = self._mismatch = False
         self._scratch = bytearray()
         self._garbage = 0
         self._end_reason = ""
@@ -106,7 +106,7 @@ class Session:
                     return
             member = True
             await self._serve()
-            reason, clean = self._end_reason or "said goodbye", True
+            reason, clean = self._end_reason or "said goodbye", not self._mismatch
         except TimeoutError:
             reason = f"silent for {self._handshake_s:.0f} s before it had proved itself"
         except RemoteError as error:
@@ -194,6 +194,7 @@ class Session:
                 self._host.draining(self, message)
             elif type(message) is Bye:
                 self._end_reason = _printable(message.reason, 300)
+                self._mismatch = message.code == ByeCode.MISMATCH
             elif type(message) is Ready:
                 await self._host.make_room(self)
                 refusal = self._host.joined(self, message)

@@ -1,8 +1,7 @@
-"""The training itself: leases out, results in, one commit after the other. The aggregator lives here.
+"""The training itself: leases out, results in, one commit after the other.
 
-One task (``run``) owns the parameters: it drains what sessions have received, has the reducer add it in tree order and
-the update rule apply the root, both in one executor thread, then publishes the new version. Everything else on this
-object runs on the event loop's thread between its awaits and never blocks.
+One task (``run``) drives the aggregator: it adds what sessions have received, commits a complete step and publishes the
+new version. Everything else on this object runs on the event loop's thread between its awaits and never blocks.
 
 The parameters that are being sent are the live ones, not a copy. An optimizer step may overwrite them while a slow
 worker is still being sent the version before; what that worker makes of it can only be results of a step that is
@@ -15,13 +14,10 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
+from dataclasses import dataclass
 
 from w5xde_async.coordinator.accounts import Accounts
+from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.loader import Loader
@@ -30,12 +26,11 @@ from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import LeafFailed, RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import Reducer, VectorPool
 from w5xde_async.plan.ledger import Culprit, Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.pacing import Pacing
-from w5xde_async.plan.sampler import Sampler, StepPlan
-from w5xde_async.plan.tree import Block, Frontier, Merge
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec
@@ -56,9 +51,6 @@ from w5xde_async.wire.messages import (
 
 __all__ = ["Commit", "NonFinite", "Training"]
 
-#: Reductions of fewer bytes than this are done on the loop: they take less than the way to a thread and back.
-_INLINE_BYTES = 64 << 10
-
 
 class NonFinite(W5xdeError):
     """Too many steps in a row had a non-finite gradient. Fields: ``step``, ``count``."""
@@ -71,37 +63,12 @@ class NonFinite(W5xdeError):
         )
 
 
-class _Arrival(NamedTuple):
-    bucket: int
-    start: int
-    present: bool
-    merges: list[Merge]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """One commit, for whoever follows the run. ``step`` counts commits from 1."""
 
     step: int
-    epoch: int
     last_of_epoch: bool
-    loss: float
-    applied: Applied
-    event: Callable[[], StepCommitted]
-
-
-@dataclass(slots=True)
-class _StepState:
-    """What the current step has gathered."""
-
-    plan: StepPlan
-    frontiers: list[Frontier]
-    losses: list[float]
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    untouched: set[int] | None = None
-    applied: dict[Session, list[int]] = field(default_factory=dict)
-    began: float = 0.0
-    reduce_s: float = 0.0
 
 
 class Training:
@@ -121,7 +88,7 @@ class Training:
         first_step: int,
         total_steps: int,
     ) -> None:
-        self.sampler, self.loader, self.layout, self.state, self.rule = sampler, loader, layout, state, rule
+        self.sampler, self.loader, self.layout, self.rule = sampler, loader, layout, rule
         self.config, self.bus = config, bus
         self.version, self.total_steps = first_step, total_steps
         self.samples_applied = 0
@@ -138,12 +105,8 @@ class Training:
         self.publisher.begin(first_step, rule.loss_scale)
         self._welcome = welcome
         self._layout_text = layout.describe()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
-        self._pool = VectorPool(layout)
-        self._reducer = Reducer(layout, self._pool)
-        self._inbox: list[_Arrival] = []
+        self.aggregator = Aggregator(layout, state, rule)
         self._wake = asyncio.Event()
-        self._step: _StepState | None = None
         self._failure: BaseException | None = None
         self._stopping = False
         self._stop_at = 0.0
@@ -151,6 +114,7 @@ class Training:
         self._nonfinite = 0
         self._bytes_before = (0, 0)
         self._last_commit = time.monotonic()
+        self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
         self._devices: set[tuple[str, int]] = set()
         loader.on_ready = self._schedule
         loader.on_error = self.fail
@@ -180,6 +144,8 @@ class Training:
         if not self._stopping:
             self._stopping = True
             self._stop_at = time.monotonic() + self.config.grace_s
+            for session in self.sessions.values():
+                session.post(Drain("the coordinator stops", self.config.grace_s))
         self._wake.set()
 
     def fail(self, error: BaseException) -> None:
@@ -187,16 +153,10 @@ class Training:
         self._failure = self._failure or error
         self._wake.set()
 
-    @property
-    def executor(self) -> ThreadPoolExecutor:
-        """The aggregator's thread: what is submitted here sees the parameters between two commits."""
-        return self._executor
-
     async def aclose(self) -> None:
-        """Wait for the aggregator's thread."""
+        """Wait for the loader and the aggregator's thread."""
         await self.loader.aclose()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True))
+        await self.aggregator.aclose()
 
     def _open_steps(self) -> None:
         """The current step and the next are open, so that a worker's next lease is there before the version is."""
@@ -206,24 +166,15 @@ class Training:
                 plan = self.sampler.plan(step)
                 self.ledger.open(step, plan.num_leaves, now)
                 self.loader.open(plan)
-        if self._step is None:
-            plan = self.sampler.plan(self.version)
-            frontiers = [Frontier(plan.num_leaves) for _ in self.layout.result_buckets]
-            self._step = _StepState(plan, frontiers, [0.0] * plan.num_leaves, began=time.monotonic())
+        if self.aggregator.step is None:
+            self.aggregator.begin(self.sampler.plan(self.version))
 
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
-        loop = asyncio.get_running_loop()
         while self._failure is None:
             if self.ledger.complete(self.version):
                 return True
-            if self._inbox:
-                arrivals, self._inbox = self._inbox, []
-                nbytes = sum(self.layout.result_nbytes(self.layout.buckets[a.bucket]) for a in arrivals if a.merges)
-                if nbytes > _INLINE_BYTES:
-                    await loop.run_in_executor(self._executor, self._reduce, arrivals)
-                else:
-                    self._reduce(arrivals)
+            if await self.aggregator.reduce():
                 continue
             self._wake.clear()
             if not self._stopping:
@@ -238,47 +189,14 @@ class Training:
                 return False
         return False
 
-    def _reduce(self, arrivals: Sequence[_Arrival]) -> None:
-        began = time.perf_counter()
-        for bucket, start, present, merges in arrivals:
-            self._reducer.put(bucket, start, present=present)
-            for left, right in merges:
-                self._reducer.merge(bucket, left, right)
-        if self._step is not None:
-            self._step.reduce_s += time.perf_counter() - began
-
     async def _commit(self) -> None:
-        step = self._step
-        assert step is not None
-        arrivals, self._inbox = self._inbox, []
-        waited = time.monotonic()
-        timings: dict[str, float] = {}
-
-        def apply() -> Applied:
-            self._reduce(arrivals)
-            began = time.perf_counter()
-            root, present = self._reducer.root()
-            applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
-            timings["apply"] = time.perf_counter() - began
-            return applied
-
-        loop = asyncio.get_running_loop()
-        applied = await loop.run_in_executor(self._executor, apply)
-        published = time.perf_counter()
-        self._reducer.clear()
+        step, applied, phases_s = await self.aggregator.commit()
+        began = time.perf_counter()
         self.version += 1
         self._publish(applied.changed, step.applied)
         self.ledger.close(step.plan.step)
         self.loader.close_step(step.plan.step)
-        self._step = None
-        now = time.monotonic()
-        timings = {
-            "wait": max(0.0, waited - step.began - step.reduce_s),
-            "reduce": step.reduce_s,
-            **timings,
-            "publish": time.perf_counter() - published,
-        }
-        self._note(step, applied, now, timings)
+        self._note(step, applied, phases_s | {"publish": time.perf_counter() - began})
 
     def _publish(self, changed: Sequence[int], applied: dict[Session, list[int]]) -> None:
         self.publisher.begin(self.version, self.rule.loss_scale)
@@ -288,11 +206,9 @@ class Training:
                 session.post(Verdict(tuple(leases), VerdictCode.APPLIED, ""))
             self.publisher.send(session, changed)
 
-    def _note(self, step: _StepState, applied: Applied, now: float, timings: dict[str, float]) -> None:
-        plan = step.plan
-        samples = [plan.samples_in(leaf) for leaf in range(plan.num_leaves)]
-        loss = sum(n * value for n, value in zip(samples, step.losses, strict=True)) / plan.num_samples
-        self.last_loss = loss
+    def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
+        plan, now = step.plan, time.monotonic()
+        loss = self.last_loss = step.mean(step.losses)
         self.samples_applied += plan.num_samples
         seconds, self._last_commit = now - self._last_commit, now
         self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
@@ -300,39 +216,29 @@ class Training:
             self._warn(f"step {self.version} was skipped: its gradient is not finite")
         if self._nonfinite >= self.config.max_nonfinite_steps:
             self.fail(NonFinite(self.version, self._nonfinite))
-        version, workers, clip_norm = self.version, len(self.sessions), applied.gradient_norm
-
-        def event() -> StepCommitted:
+        if self.bus.active:
             sent, received = self.accounts.traffic(self.sessions.values())
             before, self._bytes_before = self._bytes_before, (sent, received)
-            return StepCommitted(
-                step=version,
-                epoch=plan.epoch,
-                loss=loss,
-                metrics={
-                    name: sum(n * value for n, value in zip(samples, values, strict=True)) / plan.num_samples
-                    for name, values in step.metrics.items()
-                },
-                samples=plan.num_samples,
-                leaves=plan.num_leaves,
-                learning_rate=applied.learning_rate,
-                gradient_norm=clip_norm,
-                loss_scale=self.rule.loss_scale,
-                skipped=applied.skipped,
-                seconds=seconds,
-                num_workers=workers,
-                bytes_sent=sent - before[0],
-                bytes_received=received - before[1],
-                phases_s=timings,
+            self.bus.publish(
+                StepCommitted(
+                    step=self.version,
+                    epoch=plan.epoch,
+                    loss=loss,
+                    metrics={name: step.mean(values) for name, values in step.metrics.items()},
+                    samples=plan.num_samples,
+                    leaves=plan.num_leaves,
+                    learning_rate=applied.learning_rate,
+                    gradient_norm=applied.gradient_norm,
+                    loss_scale=self.rule.loss_scale,
+                    skipped=applied.skipped,
+                    seconds=seconds,
+                    num_workers=len(self.sessions),
+                    bytes_sent=sent - before[0],
+                    bytes_received=received - before[1],
+                    phases_s=phases_s,
+                )
             )
-
-        last = version % self.sampler.steps_per_epoch == 0
-        commit = Commit(
-            step=version, epoch=plan.epoch, last_of_epoch=last, loss=loss, applied=applied, event=event
-        )  # fmt: skip
-        if self.bus.active:
-            self.bus.publish(event())
-        self.on_commit(commit)
+        self.on_commit(Commit(step=self.version, last_of_epoch=self.version % self.sampler.steps_per_epoch == 0))
 
     def _warn(self, text: str) -> None:
         self.bus.publish(Warned(text=text))
@@ -354,7 +260,7 @@ class Training:
             self.sessions[worker].post(lease.message, lease.buffers)
 
     def tick(self, now: float) -> None:
-        """Revoke what is overdue, drop who is silent, tell the others that we live. Called every ``heartbeat_s``."""
+        """Revoke what is overdue, drop who is silent, tell the others that we live. Called every second or so."""
         for session in (*self.sessions.values(), *self._joining):
             if session.outbox.idle:
                 session.post(Heartbeat(f"step {self.version} of {self.total_steps}"))
@@ -457,13 +363,13 @@ class Training:
         grant = self.ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
             return None
-        if self._step is None:
+        if self.aggregator.step is None:
             return None  # the run has ended
         if grant.step != self.version:
             raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
         if self.ledger.filled(result.lease, result.bucket):
             return None
-        return self._reducer.vector(grant.block.start).bucket_bytes[result.bucket]
+        return self.aggregator.memory(grant.block, result.bucket)
 
     def arrived(self, session: Session, result: Result) -> None:
         grant = self.ledger.get(result.lease)
@@ -471,19 +377,15 @@ class Training:
             self._fill(result.lease, grant.block, result.bucket, present=True)
 
     def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
-        assert self._step is not None
-        if self.ledger.fill(lease, bucket):
-            merges = self._step.frontiers[bucket].fill(block)
-            self._inbox.append(_Arrival(bucket, block.start, present, merges))
-            if merges:
-                self._wake.set()
+        if self.ledger.fill(lease, bucket) and self.aggregator.fill(block, bucket, present=present):
+            self._wake.set()
 
     def done(self, session: Session, done: Done) -> None:
         grant = self.ledger.get(done.lease)
         if grant is None or grant.worker != session.worker_id:
             session.post(Verdict((done.lease,), VerdictCode.STALE, "the lease was given to another"))
             return
-        step, block = self._step, grant.block
+        step, block = self.aggregator.step, grant.block
         if step is None:
             session.post(Verdict((done.lease,), VerdictCode.STALE, "the run has ended"))
             return
@@ -504,13 +406,13 @@ class Training:
             self._fill(done.lease, block, bucket, present=False)
         self.ledger.finish(done.lease)
         self.loader.finished(grant.step, block)
-        step.losses[block.start : block.stop] = done.losses
-        for index, name in enumerate(done.metric_names):
-            values = step.metrics.setdefault(name, [float("nan")] * step.plan.num_leaves)
-            values[block.start : block.stop] = done.metrics[index :: len(done.metric_names)]
-        untouched = set(done.untouched)
-        step.untouched = untouched if step.untouched is None else step.untouched & untouched
-        step.applied.setdefault(session, []).append(done.lease)
+        step.note(session, block, done)
+        if done.splits and session.worker_id not in self._halved:
+            self._halved.add(session.worker_id)
+            self._warn(
+                f"{session.name} lacks memory for a whole microbatch and computes it in {1 << done.splits} pieces: the "
+                "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
+            )
         self.pacing.observe(session.worker_id, leaves, done.compute_s)
         member = self.membership.members.get(session.worker_id)
         if member is not None:
@@ -581,8 +483,3 @@ class Training:
         if culprit is not None and self._failure is None:
             self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")
         return len(grants)
-
-    def snapshot_state(self) -> dict[str, Any]:
-        """Copies of every tensor, by entry name. Runs on the aggregator's thread, between two commits."""
-        with torch.no_grad():
-            return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}

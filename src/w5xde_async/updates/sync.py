@@ -91,7 +91,7 @@ class SyncRule:
             assert gradient is not None
             parameter.grad = None if index in untouched else gradient.to(parameter.dtype)
         norm = self._norm(root)
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and self._fits()
         if self.scale is not None:
             self.scale.update(finite=finite)
         if not finite:
@@ -114,6 +114,11 @@ class SyncRule:
                     mine.copy_(torch.where(result == torch.iinfo(torch.int64).min, mine.to(torch.int64), result))
                 changed.append(bucket.index)
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
+
+    def _fits(self) -> bool:
+        """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
+        narrow = [p.grad for _, p in self._parameters if p.dtype == torch.float16 and p.grad is not None]
+        return all(bool(torch.isfinite(gradient).all()) for gradient in narrow)
 
     def _norm(self, root: ResultVector) -> float:
         if self.clip is not None:

@@ -32,7 +32,7 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version that has become whole; ``buckets`` came with it."""
+    """A version that has become whole; ``buckets`` came since the one before."""
 
     number: int
     loss_scale: float
@@ -45,9 +45,9 @@ class Inbox:
     def __init__(self, layout: Layout, incoming: FlatState, memory_limit_bytes: int) -> None:
         self._layout, self._incoming, self._limit = layout, incoming, memory_limit_bytes
         self.version = -1  # the newest whole one
-        self.loss_scale = 1.0
         self._receiving = -1
-        self._received: list[int] = []
+        self._num_received = 0  # buckets of the version being received
+        self._fresh: set[int] = set()  # buckets that came since the last whole version
         self._pieces: list[Tensor] = []
         self._leases: dict[int, HeldLease] = {}
 
@@ -78,13 +78,16 @@ class Inbox:
         if message.version != self._receiving:
             if message.version < self._receiving:
                 raise MalformedFrame(f"PARAMS of version {message.version} after version {self._receiving}")
-            self._receiving, self._received = message.version, []
+            self._receiving, self._num_received = message.version, 0
         if message.num_buckets:
-            self._received.append(message.bucket)
-        if len(self._received) < message.num_buckets:
+            self._num_received += 1
+            self._fresh.add(message.bucket)
+        if self._num_received < message.num_buckets:
             return None
-        self.version, self.loss_scale = message.version, message.loss_scale
-        return Version(message.version, message.loss_scale, tuple(self._received))
+        # Buckets of a version that was overtaken before it was whole are not sent again: they count now.
+        fresh, self._fresh = tuple(sorted(self._fresh)), set()
+        self.version = message.version
+        return Version(message.version, message.loss_scale, fresh)
 
     def place_lease(self, message: Lease, specs: Sequence[BufferSpec]) -> list[memoryview]:
         """Memory for a lease's batch. Raises FrameTooLarge over the memory limit."""

@@ -300,7 +300,8 @@ class Serving:
             if self.outbox.idle:
                 self.outbox.post(encode(Heartbeat(self._activity)))
             now = time.monotonic()
-            if self.link.bytes_received != seen:
+            if self._state is State.JOINING or self.link.bytes_received != seen:
+                # While the model is being built nobody reads: silence then says nothing of the coordinator.
                 seen, since = self.link.bytes_received, now
             elif now - since > self.welcome.silence_s:
                 raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")

@@ -1,0 +1,157 @@
+"""The aggregator: block sums in, a step's root out, the rule applied. The one owner of the parameters.
+
+Sessions fill (block, bucket) slots whose memory it lends; it adds them in tree order and has the update rule apply the
+root. Additions of a big model and every update run in its one thread, so whatever else is submitted to ``executor``
+sees the parameters between two commits, never inside one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from w5xde_async.coordinator.session import Session
+from w5xde_async.errors import UpdateFailed
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import Reducer, VectorPool
+from w5xde_async.plan.sampler import StepPlan
+from w5xde_async.plan.tree import Block, Frontier, Merge
+from w5xde_async.updates.sync import Applied, SyncRule
+from w5xde_async.wire.messages import Done
+
+__all__ = ["Aggregator", "StepState"]
+
+#: Reductions of fewer bytes than this are done on the loop: they take less than the way to a thread and back.
+_INLINE_BYTES = 64 << 10
+
+
+class _Arrival(NamedTuple):
+    bucket: int
+    start: int
+    present: bool
+    merges: list[Merge]
+
+
+@dataclass(slots=True)
+class StepState:
+    """What the current step has gathered."""
+
+    plan: StepPlan
+    frontiers: list[Frontier]
+    losses: list[float]
+    began: float
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    untouched: set[int] | None = None
+    applied: dict[Session, list[int]] = field(default_factory=dict)
+    reduce_s: float = 0.0
+
+    @property
+    def samples(self) -> list[int]:
+        """Samples of each leaf."""
+        return [self.plan.samples_in(leaf) for leaf in range(self.plan.num_leaves)]
+
+    def mean(self, values: Sequence[float]) -> float:
+        """One value a leaf, weighted by samples, added in leaf order."""
+        return sum(n * value for n, value in zip(self.samples, values, strict=True)) / self.plan.num_samples
+
+    def note(self, session: Session, block: Block, done: Done) -> None:
+        """A block is finished: keep what its DONE says."""
+        self.losses[block.start : block.stop] = done.losses
+        for index, name in enumerate(done.metric_names):
+            values = self.metrics.setdefault(name, [float("nan")] * self.plan.num_leaves)
+            values[block.start : block.stop] = done.metrics[index :: len(done.metric_names)]
+        untouched = set(done.untouched)
+        self.untouched = untouched if self.untouched is None else self.untouched & untouched
+        self.applied.setdefault(session, []).append(done.lease)
+
+
+class Aggregator:
+    """Parameters, optimizer and the sums of the step under way."""
+
+    def __init__(self, layout: Layout, state: FlatState, rule: SyncRule) -> None:
+        self.layout, self.state, self.rule = layout, state, rule
+        self.step: StepState | None = None
+        self.torn = False  # an update broke off: the parameters are not those of any version
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+        self._reducer = Reducer(layout, VectorPool(layout))
+        self._inbox: list[_Arrival] = []
+
+    def begin(self, plan: StepPlan) -> None:
+        """The next step."""
+        frontiers = [Frontier(plan.num_leaves) for _ in self.layout.result_buckets]
+        self.step = StepState(plan, frontiers, [0.0] * plan.num_leaves, time.monotonic())
+
+    def memory(self, block: Block, bucket: int) -> memoryview:
+        """Where a bucket of a block's result is received."""
+        return self._reducer.vector(block.start).bucket_bytes[bucket]
+
+    def fill(self, block: Block, bucket: int, *, present: bool) -> bool:
+        """A bucket has come, or is nothing. True when something can be added now."""
+        assert self.step is not None
+        merges = self.step.frontiers[bucket].fill(block)
+        self._inbox.append(_Arrival(bucket, block.start, present, merges))
+        return bool(merges)
+
+    async def reduce(self) -> bool:
+        """Add what has come. False when there was nothing."""
+        arrivals, self._inbox = self._inbox, []
+        nbytes = sum(self.layout.result_nbytes(self.layout.buckets[a.bucket]) for a in arrivals if a.merges)
+        if nbytes > _INLINE_BYTES:
+            await asyncio.get_running_loop().run_in_executor(self.executor, self._add, arrivals)
+        else:
+            self._add(arrivals)
+        return bool(arrivals)
+
+    async def commit(self) -> tuple[StepState, Applied, dict[str, float]]:
+        """Apply the complete step: its state, what was applied, seconds by phase. Raises UpdateFailed."""
+        step = self.step
+        assert step is not None
+        arrivals, self._inbox = self._inbox, []
+        waited = time.monotonic() - step.began - step.reduce_s
+        apply_s = 0.0
+
+        def apply() -> Applied:
+            nonlocal apply_s
+            self._add(arrivals)
+            began = time.perf_counter()
+            root, present = self._reducer.root()
+            try:
+                applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
+            except Exception as error:
+                self.torn = True
+                text = "".join(traceback.format_exception(error))[-8000:]
+                raise UpdateFailed(step.plan.step, error, text) from error
+            apply_s = time.perf_counter() - began
+            return applied
+
+        applied = await asyncio.get_running_loop().run_in_executor(self.executor, apply)
+        self._reducer.clear()
+        self.step = None
+        return step, applied, {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of every tensor, by entry name. Runs in ``executor``."""
+        with torch.no_grad():
+            return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}
+
+    async def aclose(self) -> None:
+        """Wait for the thread."""
+        await asyncio.get_running_loop().run_in_executor(None, self.executor.shutdown)
+
+    def _add(self, arrivals: Sequence[_Arrival]) -> None:
+        began = time.perf_counter()
+        for bucket, start, present, merges in arrivals:
+            self._reducer.put(bucket, start, present=present)
+            for left, right in merges:
+                self._reducer.merge(bucket, left, right)
+        if self.step is not None:
+            self.step.reduce_s += time.perf_counter() - began
