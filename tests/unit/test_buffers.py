@@ -1,0 +1,108 @@
+"""What a step makes of buffers: every leaf starts at the step's values; only changes are summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.compute.buffers import BufferMerge
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Layout
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.tensor([1.0, -0.0]))
+        self.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("low", torch.tensor([-5], dtype=torch.int32))
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.model = Model()
+        self.layout = Layout.of(self.model)
+        self.state = FlatState(self.layout)
+        self.state.copy_from(self.model)
+        self.merge = BufferMerge(self.layout, self.model, self.state.views)
+        self.vector = ResultVector(self.layout)
+        self.vector.reset()
+        self.names = [entry.name for entry in self.layout.entries]
+
+    def leaf(self, samples: int, *values: object) -> set[str]:
+        """Restore, let the caller change something, collect; the names of what changed."""
+        changed: set[int] = set()
+        self.merge.collect(self.vector, samples, changed)
+        return {self.names[index] for index in changed}
+
+    def sum(self, name: str) -> Tensor:
+        entry = self.layout.entries[self.names.index(name)]
+        return self.vector.group(entry.group)[entry.offset : entry.offset + entry.numel]
+
+
+STATISTICS = {"norm.running_mean", "norm.running_var"}
+
+
+def test_changes_are_weighted_by_samples_and_summed() -> None:
+    bench = Bench()
+    for samples, value in ((2, 3.0), (1, 0.5)):
+        bench.merge.restore()
+        assert float(bench.model.mean[0]) == 1.0
+        bench.model.mean[0] = value
+        assert "mean" in bench.leaf(samples)
+    assert bench.sum("mean").tolist() == [2 * 2.0 + 1 * -0.5, 0.0]
+
+
+def test_integers_and_flags_become_the_maximum() -> None:
+    bench = Bench()
+    for value in (-7, -9):
+        bench.merge.restore()
+        bench.model.low.fill_(value)
+        bench.model.flags[value % 2] = True
+        assert bench.leaf(1) >= {"low", "flags"}
+    assert bench.sum("low").tolist() == [-7]
+    assert bench.sum("flags").tolist() == [0, 1]
+
+
+def test_what_nobody_changes_is_not_named() -> None:
+    bench = Bench()
+    bench.merge.restore()
+    assert bench.leaf(1) <= STATISTICS  # batch norm's own are taken as changed by every leaf
+    assert bench.sum("mean").signbit().all()
+
+
+def test_batch_norm_that_first_runs_in_a_later_leaf_is_seen() -> None:
+    """Its kernel changes the statistics without counting; the first leaf shows nothing."""
+    bench = Bench()
+    bench.merge.restore()
+    bench.leaf(1)
+    bench.merge.restore()
+    x = torch.randn(4, 3)
+    bench.model.norm(x)
+    after = bench.model.norm.running_mean.clone()
+    assert bench.leaf(4) >= {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert torch.equal(bench.sum("norm.running_mean"), after * 4)
+    bench.merge.restore()
+    assert not bool(bench.model.norm.running_mean.any())
+
+
+def test_an_operator_that_does_not_count_is_found_in_the_first_leaf() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.merge.restore()
+        bench.model.mean.data[1] = 4.0  # past autograd's counter
+        assert "mean" in bench.leaf(1)
+    assert float(bench.sum("mean")[1]) == 8.0
+
+
+def test_a_new_version_is_taken_up() -> None:
+    bench = Bench()
+    bench.merge.restore()
+    bench.state.views[bench.names.index("mean")].fill_(9.0)
+    bench.merge.restore()
+    assert float(bench.model.mean[0]) == 1.0  # nobody has said so yet
+    bench.merge.refresh([bench.names.index("mean"), bench.names.index("norm.weight")])
+    bench.merge.restore()
+    assert float(bench.model.mean[0]) == 9.0

@@ -1,0 +1,532 @@
+"""One replica on one device: block sums equal the naive sum of leaf gradients in tree order, to the last bit."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.reference import tree_sum
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task, choose_device
+from w5xde_async.job import Job, build_model, step_function
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.plan.sampler import seed_for
+from w5xde_async.randomness import random_state, seed_all
+
+LEAF = 4
+STEP = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """Dropout, batch norm, tied and unused weights, a bfloat16 layer, a parameter that few leaves touch."""
+
+    def __init__(self, narrow: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.again = nn.Linear(8, 16)
+        self.again.weight = self.first.weight
+        self.unused = nn.Linear(4, 4)
+        self.rare = nn.Parameter(torch.ones(40))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.narrow = nn.Linear(16, 16).to(torch.bfloat16) if narrow else nn.Identity()
+        self.head = nn.Linear(16, 3)
+        self.register_buffer("mark", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.norm(F.relu(self.first(x) + self.again(x))), 0.3)
+        if isinstance(self.narrow, nn.Linear):
+            h = self.narrow(h.bfloat16()).float()
+        if float(x[0, 0]) > 0:
+            h = h * self.rare[:16]
+            self.mark += int(x[0, 1] * 100)
+        out: Tensor = self.head(h) + self.empty.sum()
+        return out
+
+
+def plain_net() -> nn.Module:
+    return Net(narrow=False)
+
+
+def job(**changes: Any) -> Job:
+    data = TensorDataset(torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64))
+    defaults: dict[str, Any] = {
+        "model": Net, "dataset": data, "loss": nn.CrossEntropyLoss(), "batch_size": 64, "microbatch_size": LEAF,
+        "max_steps": 5, "seed": 2, "optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    }  # fmt: skip
+    return Job(**{**defaults, **changes})
+
+
+def leaves(samples: tuple[int, ...], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, 8, generator=generator), torch.randint(3, (n,), generator=generator)) for n in samples
+    ]  # fmt: skip
+
+
+def task(batches: list[Any], samples: tuple[int, ...], *, packed: bool = True, **changes: Any) -> Task:
+    structure = flatten(batches[0])[0]
+    flat = [flatten(batch)[1] for batch in batches]
+    if packed:
+        tensors = [torch.cat(column) for column in zip(*flat, strict=True)]
+    else:
+        tensors = [tensor for leaf in flat for tensor in leaf]
+    fields = {"step": STEP, "start": 0, "samples": samples, "loss_scale": 1.0, **changes}
+    return Task(structure=structure, packed=packed, tensors=tensors, **fields)
+
+
+class Run:
+    """One engine's blocks: what was emitted, in order, and what came with it."""
+
+    def __init__(self, job: Job, **kwargs: Any) -> None:
+        self.engine = Engine(job, bucket_bytes=512, **kwargs)
+        self.emitted: list[int] = []
+        self.copies: dict[int, Tensor] = {}
+
+    def compute(self, wanted: Task) -> Outcome:
+        self.emitted, self.copies = [], {}
+
+        def emit(bucket: int, vector: ResultVector) -> None:
+            self.emitted.append(bucket)
+            self.copies[bucket] = vector.buckets[bucket].clone()
+
+        outcome = self.engine.compute(wanted, emit)
+        for vector in outcome.vectors:
+            self.engine.release(vector)
+        return outcome
+
+    def sums(self, outcome: Outcome) -> dict[str, Tensor | None]:
+        """What was sent, by name; None for what nobody touched."""
+        layout, found = self.engine.layout, ResultVector(self.engine.layout)
+        found.reset()
+        for bucket, piece in self.copies.items():
+            found.buckets[bucket].copy_(piece)
+        result: dict[str, Tensor | None] = {}
+        for index, entry in enumerate(layout.entries):
+            if entry.role != "frozen":
+                flat = found.group(entry.group)[entry.offset : entry.offset + entry.numel]
+                result[entry.name] = None if index in outcome.untouched else flat.view(entry.shape)
+        return result
+
+
+def naive(job: Job, batches: list[Any], samples: tuple[int, ...], start: int = 0, scale: float = 1.0) -> dict[str, Any]:
+    """Every leaf by itself on a plain model, summed by recursion."""
+    model, step = build_model(job), step_function(job)
+    buffers = dict(model.named_buffers())
+    origin = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def leaf(number: int) -> dict[str, Tensor | None]:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for name, buffer in buffers.items():
+            buffer.copy_(origin[name])
+        seed_all(seed_for(job.seed, STEP, start + number))
+        count, batch = samples[number], batches[number]
+        for at in range(0, count, job.microbatch_samples):
+            micro = tuple(tensor[at : at + job.microbatch_samples].clone() for tensor in batch)
+            loss, _ = step(model, micro)
+            (loss * (len(micro[0]) * scale)).backward()  # type: ignore[no-untyped-call]
+        part = {n: None if p.grad is None else p.grad.float().clone() for n, p in model.named_parameters()}
+        for name, buffer in buffers.items():
+            if torch.equal(buffer, origin[name]):
+                part[name] = None
+            elif buffer.dtype.is_floating_point:
+                part[name] = (buffer - origin[name]) * count
+            else:
+                part[name] = buffer.clone()
+        return part
+
+    def add(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+        def one(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+            if a is None or b is None:
+                return b if a is None else a
+            return torch.maximum(a, b) if a.dtype == torch.int64 else a + b
+
+        return {name: one(left[name], right[name]) for name in left}
+
+    with random_state(), torch.no_grad():
+        with torch.enable_grad():
+            parts = [leaf(number) for number in range(len(samples))]
+        result: dict[str, Any] = tree_sum(parts, add)
+        return result
+
+
+def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    for name, value in found.items():
+        wanted = expected[name]
+        if wanted is None:
+            neutral = torch.iinfo(torch.int64).min if value is not None and value.dtype == torch.int64 else 0
+            assert value is None or bool((value == neutral).all()), name
+        else:
+            assert value is not None, name
+            assert value.numpy().tobytes() == wanted.contiguous().numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("num_leaves", range(1, 10))
+@pytest.mark.parametrize("model", [Net, plain_net])
+def test_block_sums_are_the_naive_sums(model: Any, num_leaves: int, packed: bool) -> None:
+    run = Run(job(model=model))
+    for first, start in ((True, 0), (False, 16)):  # the second block overlaps sending with backward
+        samples = (LEAF,) * (num_leaves - 1) + (3,)
+        batches = leaves(samples, seed=num_leaves)
+        outcome = run.compute(task(batches, samples, packed=packed, start=start))
+        same(run.sums(outcome), naive(job(model=model), batches, samples, start))
+        assert len(outcome.losses) == num_leaves
+        assert sorted([*run.emitted, *outcome.absent]) == list(range(len(run.engine.layout.result_buckets))), first
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 5])
+@pytest.mark.parametrize("model", [Net, plain_net])
+def test_accumulated_leaves(model: Any, num_leaves: int) -> None:
+    wanted = job(model=model, accumulate_grad_batches=3)
+    samples = (12,) * (num_leaves - 1) + (7,)
+    batches = leaves(samples)
+    run = Run(wanted)
+    for _ in range(2):
+        outcome = run.compute(task(batches, samples))
+        same(run.sums(outcome), naive(wanted, batches, samples))
+    assert outcome.splits == 0
+
+
+def test_the_loss_scale_multiplies_gradients_but_not_losses() -> None:
+    run, batches = Run(job(model=plain_net)), leaves((4, 4))
+    plain = run.compute(task(batches, (4, 4)))
+    scaled = run.compute(task(batches, (4, 4), loss_scale=1024.0))
+    same(run.sums(scaled), naive(job(model=plain_net), batches, (4, 4), scale=1024.0))
+    assert plain.losses == scaled.losses
+
+
+def test_untouched_and_absent_are_named() -> None:
+    run = Run(job())
+    batches = leaves((4, 4))
+    for x, _ in batches:
+        x[0, 0] = -1.0  # nobody uses ``rare``
+    outcome = run.compute(task(batches, (4, 4)))
+    names = {run.engine.layout.entries[index].name for index in outcome.untouched}
+    assert names == {"unused.weight", "unused.bias", "rare"}
+    marks = [b.index for b in run.engine.layout.result_buckets if run.engine.layout.groups[b.group].role == "max"]
+    assert not set(outcome.absent) & set(marks)  # batch norm counts in the same bucket as ``mark``
+    batches[1][0][0, 0] = 1.0
+    outcome = run.compute(task(batches, (4, 4)))
+    assert "rare" not in {run.engine.layout.entries[index].name for index in outcome.untouched}
+    same(run.sums(outcome), naive(job(), batches, (4, 4)))
+
+
+class Watched(nn.Module):
+    """Notes when backward comes by its first layer, which is the last to get its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.at_start: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.layers[0](x)
+        if first.requires_grad:
+            first.register_hook(self.note)
+        for layer in list(self.layers)[1:]:
+            first = F.relu(layer(first))
+        return first[:, :3]
+
+    def note(self, _: Tensor) -> None:
+        self.at_start.append(len(RUNNING[0].emitted))
+
+
+RUNNING: list[Run] = []
+
+
+def test_buckets_leave_while_backward_goes_on() -> None:
+    run = Run(job(model=Watched))
+    RUNNING[:] = [run]
+    module = run.engine.model
+    assert isinstance(module, Watched)
+    batches = leaves((4, 4))
+    outcome = run.compute(task(batches, (4, 4)))
+    assert max(module.at_start) == 0  # the first block learns whether each gradient comes once
+    module.at_start.clear()
+    outcome = run.compute(task(batches, (4, 4)))
+    assert module.at_start[0] == 0  # not in the first leaf
+    assert module.at_start[1] >= 3  # but in the last
+    assert len(run.emitted) == len(set(run.emitted)) == len(run.engine.layout.result_buckets)
+    same(run.sums(outcome), naive(job(model=Watched), batches, (4, 4)))
+
+
+class Shared(nn.Module):
+    """One layer in two segments of a reentrant checkpoint: its gradient comes twice a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.others = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.twice = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.others[0](x)
+        for _ in range(2):
+            h = checkpoint(self.layer, h, use_reentrant=True) if self.twice else self.layer(h)
+        return h[:, :3]
+
+
+def test_gradients_that_come_twice_are_summed_before_they_leave() -> None:
+    run, batches = Run(job(model=Shared)), leaves((4, 4))
+    for _ in range(3):
+        outcome = run.compute(task(batches, (4, 4)))
+        same(run.sums(outcome), naive(job(model=Shared), batches, (4, 4)))
+
+
+def test_gradients_that_come_twice_all_of_a_sudden_are_an_error_with_advice() -> None:
+    run, batches = Run(job(model=Shared)), leaves((4, 4))
+    module = run.engine.model
+    assert isinstance(module, Shared)
+    module.twice = False
+    run.compute(task(batches, (4, 4)))
+    module.twice = True
+    with pytest.raises(LeafError, match="use_reentrant=False") as caught:
+        run.compute(task(batches[:1], (4,)))  # buckets leave already
+    assert "'layer." in caught.value.error
+    outcome = run.compute(task(batches, (4, 4)))  # seen in a leaf before any leaves: computed again, otherwise
+    same(run.sums(outcome), naive(job(model=Shared), batches, (4, 4)))
+
+
+# -- lack of memory
+
+
+class Hungry(nn.Module):
+    """Runs out of memory for more than ``most`` rows; ``late``: only in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.most = 2
+        self.late = False
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        h: Tensor = self.layer(x)
+        if len(x) > self.most:
+            if not self.late:
+                raise torch.OutOfMemoryError("out of memory")
+            h.register_hook(self.fail)
+        return h[:, :3]
+
+    def fail(self, _: Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_out_of_memory_is_tried_again_in_smaller_pieces(most: int, late: bool) -> None:
+    run = Run(job(model=Hungry))
+    module = run.engine.model
+    assert isinstance(module, Hungry)
+    module.most, module.late = most, late
+    samples = (4, 4, 1)  # a short last leaf says nothing of the others
+    batches = leaves(samples)
+    outcome = run.compute(task(batches, samples))
+    assert outcome.splits == {1: 2, 2: 1, 3: 1}[most]
+    same(run.sums(outcome), naive_pieces(batches, 4 >> outcome.splits))
+    again = run.compute(task(batches, samples))  # what was learnt stays
+    assert (again.splits, again.losses) == (outcome.splits, outcome.losses)
+    assert run.engine._pool.num_out == 0
+
+
+def naive_pieces(batches: list[Any], size: int) -> dict[str, Any]:
+    wanted = job(model=Hungry, microbatch_size=size, accumulate_grad_batches=4 // size)
+    model, step = build_model(wanted), step_function(wanted)
+    assert isinstance(model, Hungry)
+    model.most = 100
+    parts = []
+    for x, y in batches:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for at in range(0, len(x), size):
+            loss, _ = step(model, (x[at : at + size].clone(), y[at : at + size].clone()))
+            (loss * len(x[at : at + size])).backward()  # type: ignore[no-untyped-call]
+        parts.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    result: dict[str, Any] = tree_sum(parts, lambda a, b: {name: a[name] + b[name] for name in a})
+    return result
+
+
+def test_a_sample_that_never_fits_is_the_leafs_error() -> None:
+    run = Run(job(model=Hungry))
+    module = run.engine.model
+    assert isinstance(module, Hungry)
+    module.most = 0
+    with pytest.raises(LeafError, match="OutOfMemoryError: out of memory") as caught:
+        run.compute(task(leaves((4, 4)), (4, 4), start=8))
+    assert (caught.value.leaf, module.rows) == (8, [4, 2, 1])
+    assert run.engine._pool.num_out == 0
+
+
+# -- the job's own errors
+
+
+def failing(module: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    if bool((x == 7).any()):
+        raise ZeroDivisionError("a bad row")
+    return F.cross_entropy(module(x), y)
+
+
+def test_an_error_names_its_leaf_and_where_it_was_raised() -> None:
+    run = Run(job(loss=None, step=failing, model=plain_net))
+    batches = leaves((4, 4, 4, 4))
+    batches[2][0][1, 1] = 7
+    for _ in range(2):
+        with pytest.raises(LeafError, match="leaf 10: ZeroDivisionError: a bad row") as caught:
+            run.compute(task(batches, (4, 4, 4, 4), start=8))
+        assert caught.value.leaf == 10
+        assert 'raise ZeroDivisionError("a bad row")' in caught.value.traceback
+        assert run.engine._pool.num_out == 0
+    good = leaves((4, 4))
+    outcome = run.compute(task(good, (4, 4)))  # nothing of the failed block is left
+    same(run.sums(outcome), naive(job(model=plain_net), good, (4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda module, batch: module(batch[0]), r"a tensor of shape \[4, 3\] as loss"),
+        (lambda module, batch: 3.0, "float as loss"),
+        (lambda module, batch: torch.ones(()), "grad|depend"),
+        (lambda module, batch: (module(batch[0]).sum(), {1: 2.0}), "metrics with string names"),
+        (lambda module, batch: (module(batch[0]).sum(), {str(n): 0.0 for n in range(65)}), "at most 64 metrics"),
+        (lambda module, batch: (module(batch[0]).sum(), {"name": "text"}), "ValueError"),
+    ],
+)
+def test_what_a_step_may_not_return(step: Any, words: str) -> None:
+    run = Run(job(loss=None, step=step, model=plain_net))
+    with pytest.raises(LeafError, match=words):
+        run.compute(task(leaves((4,)), (4,)))
+
+
+# -- metrics and losses
+
+
+def counting(module: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    out = module(x)
+    return F.cross_entropy(out, y), {"mean": x.mean(), "rows": len(x), "first": x[:1, 0]}
+
+
+def test_metrics_come_leaf_by_leaf_as_means_over_samples() -> None:
+    wanted = job(loss=None, step=counting, model=plain_net, accumulate_grad_batches=2)
+    run, batches = Run(wanted), leaves((8, 7))
+    outcome = run.compute(task(batches, (8, 7)))
+    assert outcome.metric_names == ("mean", "rows", "first")
+    means = [outcome.metrics[0], outcome.metrics[3]]
+    assert means == pytest.approx([float(x.mean()) for x, _ in batches], rel=1e-5)
+    assert [outcome.metrics[1], outcome.metrics[4]] == pytest.approx([4.0, (4 * 4 + 3 * 3) / 7])
+
+
+@pytest.mark.parametrize("order", [[{"a": 1.0}, {}], [{}, {"a": 1.0}], [{"a": 1.0}, {"b": 1.0}], [{"a": 1.0}, None]])
+def test_metrics_that_come_and_go_are_an_error(order: list[Any]) -> None:
+    supply: Iterator[Any] = iter(order)
+    run = Run(job(loss=None, step=lambda module, batch: (module(batch[0]).sum(), next(supply)), model=plain_net))
+    with pytest.raises(LeafError, match="return the same every time"):
+        run.compute(task(leaves((4, 4)), (4, 4)))
+
+
+def test_a_loss_with_one_element_will_do() -> None:
+    run = Run(job(loss=None, step=lambda module, batch: module(batch[0]).sum().double().reshape(1, 1), model=plain_net))
+    assert len(run.compute(task(leaves((4,)), (4,))).losses) == 1
+
+
+# -- random numbers
+
+
+def drawing(module: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    noise = random.gauss(0, 1) + float(np.random.rand()) + float(torch.rand(()))
+    return F.cross_entropy(module(x) * noise, y)
+
+
+def test_the_callers_random_state_is_untouched_and_draws_are_seeded() -> None:
+    wanted = job(loss=None, step=drawing, model=plain_net)
+    batches = leaves((4, 4, 3))
+    run = Run(wanted)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        outcome = run.compute(task(batches, (4, 4, 3)))
+        found = float(torch.rand(())), random.gauss(0, 1), float(np.random.rand())
+        same(run.sums(outcome), naive(wanted, batches, (4, 4, 3)))
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        assert found == (float(torch.rand(())), random.gauss(0, 1), float(np.random.rand()))
+
+
+def test_a_step_of_a_small_model_that_draws_from_python_alone() -> None:
+    """One gradient bucket: nothing leaves before the block's end."""
+    wanted = job(loss=None, step=drawing, model=lambda: nn.Linear(8, 3))
+    engine, batches = Engine(wanted), leaves((4, 4))
+    for start in (0, 2):
+        outcome = engine.compute(task(batches, (4, 4), start=start), lambda *_: None)
+        expected = naive(wanted, batches, (4, 4), start)
+        assert torch.equal(outcome.vectors[0].buckets[0][:24].view(3, 8), expected["weight"])
+        engine.release(outcome.vectors[0])
+
+
+def test_blocks_on_two_threads_take_turns_with_the_random_state() -> None:
+    wanted, batches = job(loss=None, step=drawing, model=plain_net), leaves((4,) * 8)
+    expected = naive(wanted, batches, (4,) * 8)
+    runs = [Run(wanted) for _ in range(3)]
+    outcomes: dict[int, Outcome] = {}
+
+    def work(number: int) -> None:
+        outcomes[number] = runs[number].compute(task(batches, (4,) * 8))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, run in enumerate(runs):
+        same(run.sums(outcomes[number]), expected)
+
+
+# -- new versions
+
+
+def test_new_parameters_and_buffers_are_computed_with() -> None:
+    run, batches = Run(job(model=plain_net)), leaves((4, 4))
+    before = run.compute(task(batches, (4, 4)))
+    layout, incoming = run.engine.layout, run.engine.incoming
+    index = [entry.name for entry in layout.entries].index("norm.running_mean")
+    for bucket in layout.buckets:
+        if index in bucket.entries:
+            incoming.views[index].fill_(5.0)
+            run.engine.load([bucket.index])
+    run.compute(task(batches, (4, 4)))
+    live = dict(run.engine.model.named_buffers())["norm.running_mean"]
+    assert bool((live > 3).all())  # moved a tenth of the way from 5
+    head = [entry.name for entry in layout.entries].index("head.weight")
+    incoming.views[head].fill_(0.25)
+    after = run.compute(task(batches, (4, 4)))
+    assert before.losses != after.losses
+
+
+def test_devices_that_are_not_there_are_named() -> None:
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in ("cpu", "cuda", "mps")
+    with pytest.raises(ValueError, match="cuda:99 is not on this machine"):
+        choose_device("cuda:99")

@@ -1,0 +1,114 @@
+"""The process's random state: seeded, borrowed, given back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from w5xde_async.randomness import draws_random, random_state, seed_all
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.rand(()),
+    "python": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: np.random.rand(),
+    "numpy normal": lambda: np.random.standard_normal(),
+}
+
+
+def sequence() -> list[float]:
+    return [float(draw()) for draw in DRAWS.values() for _ in range(3)]  # type: ignore[arg-type]
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    with random_state():
+        seed_all(5)
+        first = sequence()
+        random.gauss(0, 1)  # leaves half of a pair behind
+        seed_all(5)
+        assert sequence() == first
+        seed_all(6)
+        assert sequence() != first
+
+
+def test_python_and_numpy_are_seeded_as_their_own_functions_do() -> None:
+    with random_state():
+        seed_all(1234567890123)
+        found = random.random(), np.random.rand(), torch.rand(()).item()
+        random.seed(1234567890123)
+        np.random.seed(1234567890123 & 0xFFFFFFFF)
+        torch.manual_seed(1234567890123)
+        assert found == (random.random(), np.random.rand(), torch.rand(()).item())
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**63 - 1])
+def test_any_63_bit_seed(seed: int) -> None:
+    with random_state():
+        seed_all(seed)
+
+
+def test_the_state_is_put_back_even_after_an_error() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = sequence()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    with pytest.raises(KeyError), random_state():
+        seed_all(9)
+        sequence()
+        raise KeyError
+    assert sequence() == expected
+
+
+def test_one_holds_it_at_a_time() -> None:
+    inside = 0
+    overlaps = []
+
+    def work() -> None:
+        nonlocal inside
+        for number in range(50):
+            with random_state():
+                inside += 1
+                overlaps.append(inside)
+                seed_all(number)
+                torch.rand(3)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(overlaps) == {1}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_seen(name: str) -> None:
+    assert draws_random(DRAWS[name], 1)
+
+
+def test_what_does_not_draw_is_seen_too() -> None:
+    assert not draws_random(lambda: torch.zeros(3) + 1, 1)
+    assert not draws_random(lambda: random.Random(3).random(), 1)
+
+
+def test_probing_leaves_the_callers_state_alone() -> None:
+    random.seed(4)
+    expected = random.random()
+    random.seed(4)
+    draws_random(DRAWS["python"], 1)
+    assert random.random() == expected
+
+
+def test_an_error_while_probing_is_raised_and_frees_the_state() -> None:
+    with pytest.raises(ZeroDivisionError):
+        draws_random(lambda: 1 / 0, 1)
+    with random_state():
+        pass
