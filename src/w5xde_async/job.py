@@ -236,18 +236,24 @@ def _load(reference: str, target: str, attribute: str) -> Job:
 def _import_file(reference: str, path: Path) -> Any:
     if not path.is_file():
         raise JobError(reference, f"there is no file {path}", f"the current directory is {Path.cwd()}")
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    known = sys.modules.get(path.stem)
+    taken = known is not None and getattr(known, "__file__", None) != str(path.resolve())
+    name = f"job_{path.stem}" if taken else path.stem  # a file may be called json.py
+    before = sys.modules.get(name)
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        del sys.modules[path.stem]
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
         raise JobError(reference, f"importing {path} raised {_where(error)}") from error
     return module
 

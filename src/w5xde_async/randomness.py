@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["draws_random", "random_state", "seed_all"]
 
-_TURN = threading.Lock()
+_TURN = threading.RLock()  # a job's own code may build models and load jobs
 
 # ``random.seed`` without its handling of strings: what it does for a number, at half the time. Once a leaf counts.
 _GENERATOR: Any = random._inst

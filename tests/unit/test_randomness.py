@@ -60,10 +60,15 @@ def test_the_state_is_put_back_even_after_an_error() -> None:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-    with pytest.raises(KeyError), random_state():
-        seed_all(9)
-        sequence()
-        raise KeyError
+
+    def work() -> None:
+        with random_state():
+            seed_all(9)
+            sequence()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
     assert sequence() == expected
 
 

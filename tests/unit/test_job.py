@@ -1,0 +1,280 @@
+"""Jobs: what they refuse, how they are found by name, the default reading of a batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from w5xde_async.errors import ExitCode, JobError
+from w5xde_async.job import Job, build_model, load_job, loss_of, step_function
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+DATA = TensorDataset(torch.zeros(10, 2), torch.zeros(10, dtype=torch.int64))
+
+
+def job(**changes: Any) -> Job:
+    return Job(**{"model": model, "dataset": DATA, "optimizer": sgd, "max_steps": 1, "batch_size": 4, **changes})
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": 3}, "model is neither a module nor a function"),
+        ({"optimizer": "sgd"}, r"optimizer is not a function; write optimizer=lambda model: torch.optim.SGD\(...\)"),
+        ({"scheduler": 3}, "scheduler is not a function"),
+        ({"loss": nn.MSELoss(), "step": lambda m, b: m}, "both loss and step"),
+        ({"batch_size": 0}, "batch_size is 0; give a whole number >= 1"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": 4.0}, "batch_size is 4.0"),
+        ({"microbatch_size": -1}, "microbatch_size is -1"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches is 0"),
+        ({"max_steps": None}, "it has no end; give epochs or max_steps"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"evaluate_every": 0}, "evaluate_every is 0"),
+        ({"precision": "fp64"}, "precision is 'fp64'; give fp32, bf16 or fp16"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1 << 63}, "seed is 9223372036854775808"),
+        ({"seed": 1.0}, "seed is 1.0"),
+        ({"gradient_clip_val": 0.0}, "gradient_clip_val is 0.0"),
+        ({"gradient_clip_val": float("nan")}, "gradient_clip_val is nan"),
+        ({"dataset": iter(())}, "use a map-style dataset"),
+        ({"dataset": Stream()}, "use a map-style dataset"),
+        ({"dataset": []}, "dataset is empty"),
+        ({"drop_last": True, "batch_size": 11}, "drop_last leaves no step: 10 samples, batch_size 11"),
+        ({"microbatch_size": 5}, "a leaf of 5 samples"),
+        ({"microbatch_size": 2, "accumulate_grad_batches": 3}, "a leaf of 6 samples"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_job_refuses(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words) as caught:
+        job(**change)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("change", "microbatch", "leaf"),
+    [
+        ({"batch_size": 64}, 8, 8),  # an eighth
+        ({"batch_size": 65}, 9, 9),
+        ({"batch_size": 3}, 1, 1),
+        ({"batch_size": 64, "accumulate_grad_batches": 2}, 4, 8),
+        ({"batch_size": 64, "microbatch_size": 5, "accumulate_grad_batches": 3}, 5, 15),
+    ],
+)
+def test_leaves_of_a_step(change: dict[str, int], microbatch: int, leaf: int) -> None:
+    made = job(**change)
+    assert (made.microbatch_samples, made.leaf_samples) == (microbatch, leaf)
+
+
+# -- models
+
+
+def test_a_factory_is_seeded_and_the_callers_state_is_kept() -> None:
+    torch.manual_seed(9)
+    expected = torch.rand(())
+    torch.manual_seed(9)
+    made = [build_model(job(seed=seed)) for seed in (1, 1, 2)]
+    assert torch.equal(torch.rand(()), expected)
+    weights = [module.state_dict()["weight"] for module in made]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_models_are_built_in_train_mode() -> None:
+    assert build_model(job(model=nn.Linear(2, 2).eval())).training
+    assert build_model(job(model=lambda: nn.Linear(2, 2).eval())).training
+
+
+def test_a_factory_that_gives_no_module() -> None:
+    with pytest.raises(JobError, match="the model function returned dict"):
+        build_model(job(model=dict))
+
+
+# -- the default step
+
+
+class Named(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Any:
+        return {"logits": a + b, "other": 1}
+
+
+def difference(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).sum()
+
+
+ONE, TWO, FIVE = torch.ones(1), torch.full((1,), 2.0), torch.full((1,), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "loss"),
+    [
+        (nn.Identity(), (FIVE, TWO), 3.0),
+        (nn.Identity(), [FIVE, TWO], 3.0),
+        (Named(), (ONE, TWO, FIVE), -2.0),
+        (Named(), {"a": ONE, "b": FIVE, "labels": TWO}, 4.0),
+        (Named(), {"b": FIVE, "a": ONE, "target": TWO}, 4.0),
+    ],
+)
+def test_tuples_and_dicts(module: nn.Module, batch: Any, loss: float) -> None:
+    assert float(loss_of(module, batch, difference)) == loss
+
+
+def test_outputs_with_logits_as_an_attribute() -> None:
+    class Output(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(logits=x * 2)
+
+    assert float(loss_of(Output(), (ONE, FIVE), difference)) == -3.0
+
+
+def test_a_model_that_computes_its_own_loss() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            return {"loss": (x - labels).sum()}
+
+    assert float(loss_of(Own(), {"x": FIVE, "labels": ONE}, None)) == 4.0
+
+
+@pytest.mark.parametrize("batch", [{"a": ONE}, ONE, "text", 3])
+def test_batches_that_the_default_step_does_not_understand(batch: Any) -> None:
+    with pytest.raises(TypeError, match=r"give step="):
+        loss_of(nn.Identity(), batch, difference)
+
+
+def test_steps_with_and_without_metrics() -> None:
+    loss, metrics = step_function(job(step=lambda module, batch: (ONE, {"a": 1.0})))(nn.Identity(), None)
+    assert (loss, metrics) == (ONE, {"a": 1.0})
+    assert step_function(job(step=lambda module, batch: ONE))(nn.Identity(), None) == (ONE, {})
+    assert step_function(job(loss=difference))(nn.Identity(), (FIVE, ONE)) == (torch.tensor(4.0), {})
+
+
+# -- by name
+
+FILE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import w5xde_async
+import beside
+
+def made():
+    data = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    return w5xde_async.Job(model=nn.Linear(2, 2), dataset=data, optimizer=lambda m: None, max_steps=1, batch_size=1)
+
+job = made()
+class Space:
+    inner = job
+number = 3
+def wrong(): return 5
+def raises(): return 1 / 0
+def refuses(): return w5xde_async.Job(model=3, dataset=[1], optimizer=made)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    known = set(sys.modules)
+    (tmp_path / "w5jobs.py").write_text(FILE)
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "w5broken.py").write_text("x = 1\n1 / 0\n")
+    (tmp_path / "w5syntax.py").write_text("x = \n")
+    (tmp_path / "w5missing.py").write_text("import there_is_no_such_module\n")
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name.startswith("w5") or name == "beside":
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["w5jobs.py:job", "w5jobs.py:made", "w5jobs:job", "w5jobs:made", "w5jobs:Space.inner", "./w5jobs.py:job"],
+)
+def test_a_job_by_name(folder: Path, reference: str) -> None:
+    assert isinstance(load_job(reference), Job)
+
+
+def test_a_module_level_model_is_the_same_at_every_start(folder: Path) -> None:
+    first, second = (load_job(str(folder / "w5jobs.py:job")).model for _ in range(2))
+    assert isinstance(first, nn.Module)
+    assert isinstance(second, nn.Module)
+    assert first is not second
+    assert torch.equal(first.state_dict()["weight"], second.state_dict()["weight"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("", "is not FILE.py:NAME or MODULE:NAME"),
+        ("w5jobs.py", "is not FILE.py:NAME or MODULE:NAME; for example train.py:job"),
+        (":job", "is not FILE.py:NAME"),
+        ("w5jobs.py:", "is not FILE.py:NAME"),
+        ("nowhere.py:job", "there is no file nowhere.py; the current directory is"),
+        ("w5nowhere:job", "there is no module w5nowhere; for a file write its name with .py"),
+        ("w5jobs.nowhere:job", "there is no module w5jobs.nowhere"),
+        ("w5jobs.py:jobs", "has no 'jobs'; it has TensorDataset"),
+        ("w5jobs.py:Space.outer", "has no 'Space.outer'"),
+        ("w5jobs.py:number", "is a int, not a Job or a function"),
+        ("w5jobs.py:wrong", "returned int; return a w5xde_async.Job"),
+        ("w5jobs.py:raises", r"raised ZeroDivisionError: division by zero \(w5jobs.py:17\)"),
+        ("w5jobs.py:refuses", "model is neither"),
+        ("w5broken.py:job", r"importing w5broken.py raised ZeroDivisionError: division by zero \(w5broken.py:2\)"),
+        ("w5broken:job", r"importing w5broken raised ZeroDivisionError: division by zero \(w5broken.py:2\)"),
+        ("w5syntax.py:job", r"raised SyntaxError: .* \(w5syntax.py:1\)"),
+        ("w5missing.py:job", "raised ModuleNotFoundError: No module named 'there_is_no_such_module'"),
+        ("w5missing:job", "importing w5missing raised ModuleNotFoundError"),
+    ],
+)
+def test_names_that_cannot_be_loaded(folder: Path, reference: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        load_job(reference)
+
+
+def test_a_job_file_may_load_another(folder: Path) -> None:
+    (folder / "w5outer.py").write_text("from w5xde_async.job import load_job\njob = load_job('w5jobs.py:job')\n")
+    assert isinstance(load_job("w5outer.py:job"), Job)
+
+
+def test_a_file_that_fails_leaves_no_module_behind(folder: Path) -> None:
+    with pytest.raises(JobError):
+        load_job("w5broken.py:job")
+    assert "w5broken" not in sys.modules
+
+
+def test_a_file_named_like_a_module_does_not_take_its_place(folder: Path) -> None:
+    """``json.py:job`` must not make the rest of the program import the user's file for ``json``."""
+    import json
+
+    for name, text in (("json", FILE), ("secrets", "1 / 0")):
+        (folder / f"{name}.py").write_text(text)
+    load_job("json.py:job")
+    assert sys.modules["json"] is json
+    import secrets
+
+    with pytest.raises(JobError):
+        load_job("secrets.py:job")
+    assert sys.modules["secrets"] is secrets
