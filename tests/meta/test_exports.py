@@ -1,0 +1,53 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import w5xde_async
+
+PUBLIC = [
+    "Bus", "Coordinator", "CoordinatorConfig", "Job", "LocalCluster", "RunResult", "W5xdeError", "Worker",
+    "WorkerConfig", "__version__",
+]  # fmt: skip
+ROOT = Path(w5xde_async.__file__).parent
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert w5xde_async.__all__ == PUBLIC
+    for name in PUBLIC:
+        assert getattr(w5xde_async, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        w5xde_async.Nothing  # noqa: B018
+
+
+def test_the_parts_say_what_they_export() -> None:
+    for path in ROOT.rglob("*.py"):
+        if path.name in ("__main__.py", "__init__.py"):
+            continue
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        module = import_module(".".join(parts))
+        assert module.__all__, path
+        assert sorted(set(module.__all__)) == sorted(module.__all__)
+        for name in module.__all__:
+            assert hasattr(module, name), f"{path}: {name}"
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, w5xde_async; assert w5xde_async.__version__; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_every_error_is_of_one_tree() -> None:
+    from w5xde_async import errors
+
+    for name in errors.__all__:
+        found = getattr(errors, name)
+        if issubclass(found, Exception):
+            assert issubclass(found, errors.W5xdeError), name

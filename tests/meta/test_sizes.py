@@ -1,0 +1,31 @@
+"""Files that can be read in one sitting, with names that say what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "src").rglob("*.py"))
+MOST_LINES = 500
+
+
+def test_there_are_files() -> None:
+    assert len(FILES) > 50
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_too_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    for path in FILES:
+        parts = {part.lower() for part in path.relative_to(ROOT).with_suffix("").parts}
+        assert not parts & {"utils", "util", "helpers", "helper", "common", "manager", "misc"}, path
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for path in FILES:
+        assert path.read_text().lstrip().startswith(('"""', 'r"""')), path

@@ -1,0 +1,302 @@
+"""The dataset's side: leaves in order, ahead of need and not further, the same whoever reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from w5xde_async.compute.batch import leaves_of
+from w5xde_async.coordinator.loader import BlockData, Loader
+from w5xde_async.errors import LeafFailed
+from w5xde_async.job import Job
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.tree import Block
+
+SAMPLES, BATCH, LEAF = 96, 32, 4
+X = torch.arange(SAMPLES * 3, dtype=torch.float32).reshape(SAMPLES, 3)
+Y = torch.arange(SAMPLES)
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """The same rows one by one; notes what is read."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.read: list[int] = []
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.bad:
+            raise OSError("unreadable")
+        self.read.append(index)
+        return X[index], Y[index]
+
+
+class Many(Rows):
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [self[index] for index in indices]
+
+
+class Noisy(Rows):
+    """A few samples draw from every generator, most do not: the first leaf often shows nothing."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        if index % 5 == 0:
+            x = x + torch.rand(()) + random.random() + float(np.random.rand())
+        return x, y
+
+
+def job(dataset: Any, **changes: Any) -> Job:
+    return Job(
+        model=nn.Identity, dataset=dataset, optimizer=lambda m: None, batch_size=BATCH, microbatch_size=LEAF, epochs=2,
+        **changes,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def sampler(seed: int = 3) -> Sampler:
+    return Sampler(num_samples=SAMPLES, batch_size=BATCH, leaf_samples=LEAF, seed=seed)
+
+
+class Reader:
+    """A loader with somewhere to wait."""
+
+    def __init__(self, loader: Loader, plans: Sampler) -> None:
+        self.loader, self.plans = loader, plans
+        self.errors: list[BaseException] = []
+        self._came = asyncio.Event()
+        loader.on_ready = self._came.set
+        loader.on_error = self._failed
+
+    def _failed(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self._came.set()
+
+    def open(self, *steps: int) -> None:
+        for step in steps:
+            self.loader.open(self.plans.plan(step))
+
+    async def block(self, step: int, start: int, stop: int) -> BlockData:
+        while True:
+            self._came.clear()
+            data = self.loader.data(step, Block(start, stop))
+            if data is not None:
+                return data
+            await self._came.wait()
+            if self.errors:
+                raise self.errors[0]
+
+    async def rest(self) -> None:
+        """Until nothing is being read."""
+        while self.loader._reading:
+            self._came.clear()
+            await self._came.wait()
+
+
+@asynccontextmanager
+async def reading(dataset: Any, **kwargs: Any) -> AsyncIterator[Reader]:
+    loader = Loader(job(dataset), sampler(), **kwargs)
+    try:
+        yield Reader(loader, sampler())
+    finally:
+        await loader.aclose()
+
+
+def batches(data: BlockData) -> list[tuple[Tensor, ...]]:
+    tensors = []
+    for spec, buffer in data.buffers:
+        flat = torch.frombuffer(bytearray(buffer), dtype=getattr(torch, spec.dtype))
+        tensors.append(flat.reshape(spec.shape))
+    return [batch for _, batch in leaves_of(data.structure, tensors, data.samples, data.packed)]
+
+
+@pytest.mark.parametrize("dataset", [Rows, Many, lambda: TensorDataset(X, Y)], ids=["rows", "many", "gathered"])
+async def test_leaves_come_in_the_samplers_order(dataset: Callable[[], Any]) -> None:
+    async with reading(dataset()) as reader:
+        reader.open(0, 1)
+        for step in (1, 0):  # whichever is asked for first
+            plan = reader.plans.plan(step)
+            for start, stop in ((0, 2), (2, 3), (4, 8), (3, 4)):
+                found = batches(await reader.block(step, start, stop))
+                for leaf, (x, y) in zip(range(start, stop), found, strict=True):
+                    indices = torch.from_numpy(plan.leaf_indices(leaf).copy())
+                    assert torch.equal(x, X[indices])
+                    assert torch.equal(y, Y[indices])
+
+
+async def test_the_next_epoch_and_its_shorter_step() -> None:
+    plans = Sampler(num_samples=SAMPLES, batch_size=36, leaf_samples=LEAF, seed=1)
+    loader = Loader(job(TensorDataset(X, Y)), plans)
+    reader = Reader(loader, plans)
+    reader.open(2)
+    assert (await reader.block(2, 4, 6)).samples == (4, 4)
+    loader.close_step(2)
+    reader.open(3)
+    assert batches(await reader.block(3, 0, 1))[0][1].tolist() == plans.plan(3).leaf_indices(0).tolist()
+    await loader.aclose()
+
+
+async def test_it_reads_ahead_but_not_further() -> None:
+    dataset = Rows()
+    async with reading(dataset, prefetch_leaves=3) as reader:
+        reader.open(0, 1)
+        await reader.block(0, 0, 1)
+        await reader.rest()
+        assert sorted(dataset.read) == sorted(reader.plans.plan(0).indices[: 3 * LEAF].tolist())
+        reader.loader.finished(0, Block(0, 1))
+        await reader.rest()
+        assert len(dataset.read) == 4 * LEAF
+        await reader.block(0, 7, 8)  # asked for out of turn
+        assert set(reader.plans.plan(0).leaf_indices(7).tolist()) <= set(dataset.read)
+
+
+async def test_finished_leaves_are_forgotten_and_unfinished_ones_kept() -> None:
+    dataset = Rows()
+    async with reading(dataset, prefetch_leaves=8) as reader:
+        reader.open(0)
+        await reader.block(0, 0, 4)
+        await reader.rest()
+        reader.loader.finished(0, Block(0, 2))
+        assert {number for _, number in reader.loader._chunks} == {2, 3, 4, 5, 6, 7}
+        before = len(dataset.read)
+        await reader.block(0, 2, 4)  # leased again
+        assert len(dataset.read) == before
+        reader.loader.close_step(0)
+        assert reader.loader._chunks == {}
+
+
+async def test_gathered_chunks_are_kept_until_their_last_leaf() -> None:
+    async with reading(TensorDataset(X, Y)) as reader:
+        reader.open(0)
+        await reader.block(0, 0, 8)
+        reader.loader.finished(0, Block(0, 4))
+        assert len((await reader.block(0, 4, 8)).samples) == 4
+        reader.loader.finished(0, Block(4, 8))
+        assert reader.loader._chunks == {}
+
+
+async def test_every_sample_is_read_once() -> None:
+    dataset = Rows()
+    async with reading(dataset, threads=3) as reader:
+        for step in range(3):
+            reader.open(step)
+            for leaf in range(8):
+                await reader.block(step, leaf, leaf + 1)
+                reader.loader.finished(step, Block(leaf, leaf + 1))
+            reader.loader.close_step(step)
+        assert sorted(dataset.read) == list(range(SAMPLES))
+
+
+async def read_all(dataset: Any, **kwargs: Any) -> list[list[Any]]:
+    found = []
+    async with reading(dataset, **kwargs) as reader:
+        for step in range(3):
+            reader.open(step)
+            for leaf in reversed(range(8)):
+                found.extend(
+                    [tensor.tolist() for tensor in batch] for batch in batches(await reader.block(step, leaf, leaf + 1))
+                )
+    return found
+
+
+async def test_random_datasets_are_the_same_whoever_reads_them() -> None:
+    torch.manual_seed(0)
+    expected = await read_all(Noisy(), threads=1)
+    state = torch.get_rng_state()
+    assert await read_all(Noisy(), threads=3) == expected
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's own is left alone
+    torch.rand(5)
+    assert await read_all(Noisy(), threads=1, prefetch_leaves=1) == expected
+    assert await read_all(Noisy(), processes=2) == expected
+    assert await read_all(Rows(), threads=1) != expected
+
+
+async def test_a_dataset_that_does_not_draw_is_read_side_by_side() -> None:
+    """After 64 samples: readers wait for each other inside the dataset, which takes two at once."""
+    both = threading.Barrier(2, timeout=5)
+
+    class Meeting(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            item = super().__getitem__(index)
+            if len(self.read) > 64 and index in self.meet:
+                both.wait()
+            return item
+
+        meet: frozenset[int] = frozenset()
+
+    dataset = Meeting()
+    async with reading(dataset, threads=2, prefetch_leaves=1) as reader:
+        for step in range(2):
+            reader.open(step)
+            for leaf in range(8):
+                await reader.block(step, leaf, leaf + 1)
+            reader.loader.close_step(step)
+        plan = reader.plans.plan(2)
+        dataset.meet = frozenset([int(plan.leaf_indices(0)[0]), int(plan.leaf_indices(1)[0])])
+        reader.open(2)
+        await reader.block(2, 0, 2)
+
+
+@pytest.mark.parametrize("kwargs", [{"threads": 2}, {"processes": 1}], ids=["threads", "processes"])
+async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> None:
+    bad = int(sampler().plan(0).indices[9])
+    async with reading(Rows(bad=bad), **kwargs) as reader:
+        reader.open(0)
+        with pytest.raises(LeafFailed, match="while reading the dataset") as caught:
+            await reader.block(0, 0, 8)
+    failure = caught.value
+    assert (failure.step, failure.leaf) == (0, 2)
+    assert failure.indices == sampler().plan(0).leaf_indices(2).tolist()
+    assert "OSError: unreadable" in failure.traceback
+
+
+async def test_batches_of_different_structure_are_named() -> None:
+    def collate(samples: list[Any]) -> Any:
+        x = torch.stack([x for x, _ in samples])
+        return {"x": x} if float(x[0, 0]) % 2 else {"y": x}
+
+    loader = Loader(job(Rows(), collate=collate), sampler())
+    reader = Reader(loader, sampler())
+    reader.open(0)
+    with pytest.raises(LeafFailed, match="another structure than the leaf before"):
+        await reader.block(0, 0, 8)
+    await loader.aclose()
+
+
+async def test_blocks_are_bounded_by_bytes_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("w5xde_async.coordinator.loader._LEASE_BYTES", 200)
+    async with reading(Rows()) as reader:
+        reader.open(0)
+        await reader.block(0, 0, 1)
+        assert reader.loader.max_block_leaves == 2  # 80 bytes a leaf
+    async with reading(TensorDataset(X, Y)) as reader:
+        assert reader.loader.max_block_leaves == 256
+
+
+async def test_closing_in_the_middle_of_reading() -> None:
+    async with reading(Rows(), threads=2) as reader:
+        reader.open(0, 1)
+
+
+async def test_strings_and_empty_tensors_travel() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return {"none": torch.zeros(0), "names": ["a"] * len(samples), "x": torch.stack([x for x, _ in samples])}
+
+    loader = Loader(job(Rows(), collate=collate), sampler())
+    reader = Reader(loader, sampler())
+    reader.open(0)
+    data = await reader.block(0, 0, 2)
+    assert [spec.nbytes for spec, _ in data.buffers] == [0, LEAF * 12] * 2
+    await loader.aclose()
