@@ -46,7 +46,7 @@ def room_of(path: Path) -> str:
     return "__main__" if parts[-1] == "__main__" else parts[0]
 
 
-def imported(path: Path, *, lazy: bool = True) -> Iterator[str]:
+def imported(path: Path) -> Iterator[str]:
     """Dotted names of everything that a file imports, in functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
