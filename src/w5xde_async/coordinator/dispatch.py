@@ -38,9 +38,14 @@ class Dispatch:
         """The worker is gone: so is what was known of its speed."""
         self._pacing.forget(worker)
 
-    def leases(self, workers: Sequence[str], steps: Sequence[int], now: float) -> Iterator[tuple[str, Sendable]]:
-        """Leases to send now, for ``workers`` that take work, on ``steps`` (the current one first)."""
-        self._grant(workers, steps, now)
+    def leases(
+        self, workers: Sequence[str], steps: Sequence[int], now: float, *, only: str | None = None
+    ) -> Iterator[tuple[str, Sendable]]:
+        """Leases to send now, for ``workers`` that take work, on ``steps`` (the current one first).
+
+        ``only`` names the one worker that has more room than before, where nothing else has changed.
+        """
+        self._grant(workers, steps, now, workers if only is None else [only])
         waiting, self._unread = self._unread, []
         for grant in waiting:
             if self._ledger.get(grant.lease) is not grant:
@@ -55,10 +60,10 @@ class Dispatch:
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
 
-    def _grant(self, workers: Sequence[str], steps: Sequence[int], now: float) -> None:
+    def _grant(self, workers: Sequence[str], steps: Sequence[int], now: float, hungry: Sequence[str]) -> None:
         ledger = self._ledger
         for room in range(self._config.pacing.leases_ahead):
-            for worker in workers:
+            for worker in hungry:
                 for step in steps:
                     # Leases of a later step do not count: what an earlier one needs now must find a place.
                     if ledger.num_held(worker, up_to_step=step) > room:
@@ -66,7 +71,7 @@ class Dispatch:
                     free = ledger.free_leaves(step)
                     if not free:
                         continue
-                    leaves = self._pacing.block_leaves(worker, free, workers)
+                    leaves = self._pacing.block_leaves(worker, free, workers, step_leaves=ledger.num_leaves(step))
                     leaves = min(leaves, self._loader.max_block_leaves)
                     deadline_s = self._pacing.deadline_s(worker, leaves)
                     grant = ledger.grant(worker, step, leaves, now=now, deadline_s=deadline_s, others=workers)

@@ -245,18 +245,20 @@ class Training:
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def _schedule(self) -> None:
-        """Give work to whoever has room for it."""
+    def _schedule(self, only: str | None = None) -> None:
+        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
         ready = [member.worker_id for member in self.membership.ready()]
         if not self._begun:
             if len(ready) < self.config.min_workers:
                 self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
                 return
             self._begun = True
+        if only is not None and only not in ready:
+            return
         steps = self.ledger.open_steps
         if self._stopping:
             steps = steps[:1]
-        for worker, lease in self.dispatch.leases(ready, steps, time.monotonic()):
+        for worker, lease in self.dispatch.leases(ready, steps, time.monotonic(), only=only):
             self.sessions[worker].post(lease.message, lease.buffers)
 
     def tick(self, now: float) -> None:
@@ -423,7 +425,7 @@ class Training:
             if member.standing is Standing.DRAINING and not self.ledger.num_held(session.worker_id):
                 session.say_goodbye(ByeCode.LEAVING, "drained")
         self._wake.set()
-        self._schedule()
+        self._schedule(session.worker_id)
 
     def failed(self, session: Session, failed: Failed) -> None:
         grant = self.ledger.get(failed.lease)

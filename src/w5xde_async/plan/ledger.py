@@ -110,6 +110,10 @@ class Ledger:
         """True when every leaf of ``step`` lies in a finished block."""
         return self._steps[step].complete
 
+    def num_leaves(self, step: int) -> int:
+        """Leaves of an open step."""
+        return self._steps[step].num_leaves
+
     def free_leaves(self, step: int) -> int:
         """Leaves of ``step`` that nobody holds."""
         opened = self._steps[step]

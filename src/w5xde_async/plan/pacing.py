@@ -1,8 +1,9 @@
 """How much, for whom, until when.
 
 Blocks are sized as in guided self-scheduling (Polychronopoulos & Kuck 1987), weighted by measured speed: a worker
-gets half of its fair share of what is left, so blocks shrink towards the step's end and all finish together. A block
-is not made so small that the lease costs more than the work, while every worker can still have one.
+gets half of its fair share of what is left, so blocks shrink towards the step's end and all finish together. Two floors
+keep a lease from costing more than its work: ``target_lease_s`` while every worker can still have a block of that size,
+and ``min_lease_s`` as long as it is no more than a fair share of the whole step.
 Pure: speeds come in as measurements, time is an argument.
 """
 
@@ -16,12 +17,13 @@ __all__ = ["Pacing", "PacingConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class PacingConfig:
-    """``target_lease_s``: work that a lease should hold at least; ``leases_ahead``: leases a worker holds, the one it
+    """``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above; ``leases_ahead``: leases a worker holds, the one it
     computes included; ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the expected time.
     ``first_deadline_s`` serves workers whose speed is not known yet (a first step may compile kernels).
     """
 
-    target_lease_s: float = 0.004
+    target_lease_s: float = 0.01
+    min_lease_s: float = 0.002
     leases_ahead: int = 2
     smoothing: float = 0.3
     deadline_factor: float = 8.0
@@ -57,8 +59,11 @@ class Pacing:
         """Smoothed seconds per leaf, None before the first measurement."""
         return self._leaf_s.get(worker)
 
-    def block_leaves(self, worker: str, free_leaves: int, workers: Collection[str]) -> int:
-        """Most leaves (a power of two) of the next block for ``worker``; ``free_leaves`` are left for ``workers``."""
+    def block_leaves(self, worker: str, free_leaves: int, workers: Collection[str], *, step_leaves: int = 0) -> int:
+        """Most leaves (a power of two) of the next block for ``worker``.
+
+        ``free_leaves`` are left for ``workers``, of the step's ``step_leaves``.
+        """
         leaf_s = self._leaf_s.get(worker)
         if leaf_s is None:
             known = [self._leaf_s[other] for other in workers if other in self._leaf_s]
@@ -67,8 +72,13 @@ class Pacing:
             leaf_s = sorted(known)[len(known) // 2]
         speed = 1 / leaf_s
         total = sum(1 / self._leaf_s.get(other, leaf_s) for other in workers) or speed
-        share = free_leaves * speed / max(total, speed)
-        wanted = max(share / 2, min(share, self.config.target_lease_s / leaf_s))
+        fair = speed / max(total, speed)
+        share = free_leaves * fair
+        wanted = max(
+            share / 2,
+            min(share, self.config.target_lease_s / leaf_s),
+            min(step_leaves * fair, self.config.min_lease_s / leaf_s),
+        )
         return 1 << max(int(wanted), 1).bit_length() - 1
 
     def deadline_s(self, worker: str, leaves: int) -> float:
