@@ -532,6 +532,23 @@ async def test_a_worker_whose_link_breaks_comes_back() -> None:
     assert result.digest == expected(40)
 
 
+async def test_a_worker_cancelled_as_it_joins_closes_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, joins = Worker._join, []
+
+    async def cancelled_meanwhile(self: Worker) -> Any:
+        joins.append(await join(self))
+        asyncio.get_running_loop().call_soon(task.cancel)  # between the end of joining and whoever waits for it
+        return joins[0]
+
+    monkeypatch.setattr(Worker, "_join", cancelled_meanwhile)
+    async with started() as coordinator:
+        task = asyncio.create_task(Worker(coordinator.address, job=tiny(), config=QUICK_WORKER).run())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(LinkLost):
+            await joins[0].link.recv()
+
+
 async def test_a_coordinator_that_restarts_finds_its_worker_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as picked:
         port = picked.getsockname()[1]
