@@ -5,9 +5,8 @@
 # make bench   the benchmarks, each in under a minute
 # make docs    see that the documents' links lead somewhere
 
-# CPU builds of torch are a tenth of the size. `make setup TORCH_INDEX=` takes the build for CUDA.
+# constraints.txt pins torch. For another build (CUDA), install it into .venv before or after: pip keeps what fits.
 PYTHON ?= python3
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 STAMP := .venv/.complete
 DEMO_FLAGS ?=
@@ -19,7 +18,6 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
-	$(BIN)/python -m pip install --quiet --retries 1 -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,examples,dev]'
 	touch $@
 

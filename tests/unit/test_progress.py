@@ -61,6 +61,7 @@ FINISHED = RunFinished(
     step=1000,
     total_steps=1000,
     samples=64_000,
+    session_samples=64_000,
     loss=0.1234,
     metrics={"accuracy": 0.9712},
     seconds=192.0,

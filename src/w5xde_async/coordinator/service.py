@@ -359,6 +359,7 @@ class Coordinator:
                 step=training.version,
                 total_steps=max(training.total_steps, training.version),
                 samples=training.samples_applied,
+                session_samples=training.samples_applied - prepared.samples,
                 loss=training.last_loss,
                 metrics=following.metrics,
                 seconds=seconds,

@@ -165,13 +165,17 @@ class WorkerShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
-    """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written."""
+    """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written.
+
+    ``step`` and ``samples`` are the whole run's; ``session_samples``, ``seconds``, bytes and shares this session's.
+    """
 
     outcome: str
     reason: str
     step: int
     total_steps: int
     samples: int
+    session_samples: int
     loss: float | None
     metrics: Mapping[str, float]
     seconds: float

@@ -265,7 +265,7 @@ def _blend(old: float | None, new: float, weight: float) -> float:
 
 def _columns(stream: TextIO) -> int:
     try:
-        return os.get_terminal_size(stream.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns or 80  # a fresh pseudo-terminal says 0
     except (OSError, ValueError):
         return 80
 

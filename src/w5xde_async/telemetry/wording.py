@@ -207,13 +207,21 @@ def phases(event: StepCommitted, paint: Paint) -> str:
 def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     """The table at the end."""
 
+    width = max(_LABEL, *(len(_name(name)) + 2 for name in event.metrics)) if event.metrics else _LABEL
+
     def row(label: str, *parts: str) -> str:
-        return "  " + paint("dim", f"{label:<{_LABEL}}") + _SEPARATOR.join(part for part in parts if part)
+        return "  " + paint("dim", f"{label:<{width}}") + _SEPARATOR.join(part for part in parts if part)
 
     style = {"finished": "good", "failed": "bad"}.get(event.outcome, "warn")
-    reason = f": {clean(event.reason)}" if event.reason and event.outcome != "finished" else ""
+    reason = f": {clean(event.reason)}" if event.reason else ""
     redone = f"{_count(event.step - first_step)} in this session" if first_step else ""
-    rate = f"{_short(event.samples / event.seconds)} samples/s" if event.seconds > 0 and event.samples else ""
+    rate = (
+        ""
+        if not event.session_samples
+        else f"{_short(event.session_samples / event.seconds)} samples/s"
+        if event.seconds > 0
+        else ""
+    )
     lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
     lines.append(row("steps", f"{_count(event.step)} of {_count(event.total_steps)}", redone))
     lines.append(row("samples", _count(event.samples), rate))
