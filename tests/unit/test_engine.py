@@ -417,6 +417,18 @@ def test_what_a_step_may_not_return(step: Any, words: str) -> None:
         run.compute(task(leaves((4,)), (4,)))
 
 
+def clearing(module: nn.Module, batch: Any) -> Tensor:
+    module.zero_grad()
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("model", [Net, plain_net, lambda: nn.Linear(8, 3)])
+def test_a_step_that_clears_gradients_is_told_so(model: Any) -> None:
+    run = Run(job(loss=None, step=clearing, model=model))
+    with pytest.raises(LeafError, match="leave zero_grad and the optimizer out"):
+        run.compute(task(leaves((4, 4)), (4, 4)))
+
+
 # -- metrics and losses
 
 

@@ -277,6 +277,9 @@ class Engine:
                 block.count_down(self._grad_buckets)
             before = len(self._notes)
             _run_backward(loss, self._weight((end - begin) * block.task.loss_scale))
+            first, parameter = self._parameters[0]
+            if parameter.grad is not self._native.get(first, block.open[-1].gradients[first]):
+                raise TypeError("the step cleared the model's gradients; leave zero_grad and the optimizer out of it")
             if not self._in_parts and self._came_in_parts(before):
                 self._in_parts, self._overlap = True, False
                 raise _AgainOtherwise
