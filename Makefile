@@ -27,10 +27,10 @@ demo: setup
 test: test-fast test-slow
 
 test-fast: setup
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
 
 test-slow: setup
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 -m slow
 
 check: setup
 	$(BIN)/ruff check .

@@ -424,7 +424,7 @@ def work(
     profile: bool = False,
 ) -> None:
     """``count`` workers on one loop, until the run is over."""
-    config = WorkerConfig(device=device, threads=1, connect_timeout_s=2.0)
+    config = WorkerConfig(device=device, threads=1, connect_timeout_s=2.0, inline_block_s=0.0005)
 
     async def one() -> Worker:
         worker = Worker(f"127.0.0.1:{port}", job=make_job(job, **options), config=config)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.support import jobs, reference
-from tests.support.cluster import QUICK_WORKER, settings, train
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.params.flat import named_digest
 from w5xde_async.telemetry.events import Event, StepCommitted
@@ -45,13 +45,15 @@ async def test_digest_and_losses_equal_the_plain_loop(name: str, workers: int) -
 async def test_stop_in_the_middle_of_an_epoch_and_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for stop_after in (5, 6, None):
-        async with Coordinator(jobs.cnn_adamw(), run_dir=run, config=settings(checkpoint_every=4)) as coordinator:
+        commits = Commits()
+        async with Coordinator(
+            jobs.cnn_adamw(), run_dir=run, config=settings(checkpoint_every=4), bus=commits.bus
+        ) as coordinator:
             worker = Worker(coordinator.address, job=jobs.cnn_adamw(), config=QUICK_WORKER)
             task = asyncio.create_task(worker.run())
             first = coordinator.step
             if stop_after is not None:
-                while coordinator.step < first + stop_after:
-                    await asyncio.sleep(0.001)
+                await commits.reach(first + stop_after)
                 coordinator.request_stop("test")
             result = await coordinator.wait()
             worker.drain()
@@ -62,7 +64,8 @@ async def test_stop_in_the_middle_of_an_epoch_and_resume(tmp_path: Path) -> None
 
 
 async def test_workers_that_come_and_go(tmp_path: Path) -> None:
-    async with Coordinator(jobs.gpt_adamw(), config=settings()) as coordinator:
+    commits = Commits()
+    async with Coordinator(jobs.gpt_adamw(), config=settings(), bus=commits.bus) as coordinator:
         tasks: list[asyncio.Task[object]] = []
 
         def start() -> None:
@@ -71,12 +74,10 @@ async def test_workers_that_come_and_go(tmp_path: Path) -> None:
 
         start()
         start()
-        while coordinator.step < 4:
-            await asyncio.sleep(0.001)
+        await commits.reach(4)
         tasks[0].cancel()  # vanishes without a word
         await asyncio.gather(tasks[0], return_exceptions=True)
-        while coordinator.step < 8:
-            await asyncio.sleep(0.001)
+        await commits.reach(8)
         start()
         result = await coordinator.wait()
         await asyncio.gather(*tasks[1:])

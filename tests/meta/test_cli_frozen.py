@@ -18,7 +18,7 @@ COORDINATOR = """
 """
 WORKER = """
 --server --job --name --token-file --connect-timeout --lifetime
---device --threads --memory-limit
+--device --threads --inline-block --memory-limit
 --loop --log --log-format --config --exit-with-stdin
 """
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.support import jobs, reference
 from tests.support.processes import Gate, Program, programs
 

@@ -10,11 +10,34 @@ from typing import Any
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Bus, Event
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
 
 QUICK_WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
+
+
+class Commits:
+    """Waits for steps: ``await commits.reach(5)``. Give ``bus`` to the coordinator."""
+
+    def __init__(self) -> None:
+        self.bus = Bus()
+        self.step = 0
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self.bus.subscribe(self._see)
+
+    async def reach(self, step: int) -> None:
+        if self.step < step:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append((step, future))
+            await future
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            self.step = event.step
+            for step, future in self._waiting:
+                if step <= event.step and not future.done():
+                    future.set_result(None)
 
 
 def settings(**kwargs: Any) -> CoordinatorConfig:

@@ -121,8 +121,8 @@ def _mlp(**kwargs: Any) -> Job:
 
     x, y = _digits()
     return Job(
-        model=model, dataset=TensorDataset(x, y), loss=delayed(nn.CrossEntropyLoss()), batch_size=200, microbatch_size=24,
-        max_steps=32, seed=3, **kwargs,
+        model=model, dataset=TensorDataset(x, y), loss=delayed(nn.CrossEntropyLoss()), batch_size=200,
+        microbatch_size=24, max_steps=32, seed=3, **kwargs,
     )  # fmt: skip
 
 
@@ -136,7 +136,8 @@ def _cnn(**kwargs: Any) -> Job:
 
 def _gpt(**kwargs: Any) -> Job:
     return Job(
-        model=GPT, dataset=Text(), loss=delayed(lm_loss), batch_size=20, microbatch_size=4, max_steps=32, seed=7, **kwargs
+        model=GPT, dataset=Text(), loss=delayed(lm_loss), batch_size=20, microbatch_size=4, max_steps=32, seed=7,
+        **kwargs,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
     persistent = set(model.state_dict())
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
     parameters = dict(model.named_parameters())
-    scale, good, losses = 65536.0 if job.precision == "fp16" else 1.0, 0, []
+    scale, losses = 65536.0 if job.precision == "fp16" else 1.0, []
     random_data = _draws(job)
     for step in range(steps):
         plan = sampler.plan(step)
@@ -106,7 +106,7 @@ def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
         }
         if not all(g is None or bool(g.isfinite().all()) for g in gradients.values()):
             assert job.precision == "fp16"
-            scale, good = scale / 2, 0
+            scale = scale / 2
             for name, b in buffers.items():
                 b.copy_(start[name])
             continue

@@ -212,7 +212,7 @@ class Engine:
         self._notes.clear()
         last = len(task.samples) - 1
         block.begin()
-        with random_state() as state:
+        with random_state(quick=not self._seeds_python) as state:
             batches = leaves_of(task.structure, task.tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
                 block.leaf = index

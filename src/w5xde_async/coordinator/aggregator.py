@@ -1,19 +1,20 @@
 """The aggregator: block sums in, a step's root out, the rule applied. The one owner of the parameters.
 
 Sessions fill (block, bucket) slots whose memory it lends; it adds them in tree order and has the update rule apply the
-root. Additions of a big model and every update run in its one thread, so whatever else is submitted to ``executor``
-sees the parameters between two commits, never inside one.
+root. What takes longer than the way to a thread and back runs in its one thread; what others submit to that thread sees
+the parameters between two commits, never inside one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import traceback
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,15 @@ from w5xde_async.wire.messages import Done
 
 __all__ = ["Aggregator", "StepState"]
 
-#: Reductions of fewer bytes than this are done on the loop: they take less than the way to a thread and back.
-_INLINE_BYTES = 64 << 10
+#: Additions of at most this much are done on the loop: they take about as long as the way to a thread and back, and a
+#: bucket is added while it is still in the cache.
+_INLINE_ADD_BYTES = 4 << 20
+#: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
+_INLINE_UPDATE_BYTES = 64 << 10
+_INLINE_UPDATE_S = 0.0005
+
+
+_T = TypeVar("_T")
 
 
 class _Arrival(NamedTuple):
@@ -81,9 +89,11 @@ class Aggregator:
         self.layout, self.state, self.rule = layout, state, rule
         self.step: StepState | None = None
         self.torn = False  # an update broke off: the parameters are not those of any version
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+        self._last: Future[Any] | None = None
         self._reducer = Reducer(layout, VectorPool(layout))
         self._inbox: list[_Arrival] = []
+        self._update_s = math.inf  # what the last update took
 
     def begin(self, plan: StepPlan) -> None:
         """The next step."""
@@ -105,8 +115,8 @@ class Aggregator:
         """Add what has come. False when there was nothing."""
         arrivals, self._inbox = self._inbox, []
         nbytes = sum(self.layout.result_nbytes(self.layout.buckets[a.bucket]) for a in arrivals if a.merges)
-        if nbytes > _INLINE_BYTES:
-            await asyncio.get_running_loop().run_in_executor(self.executor, self._add, arrivals)
+        if nbytes > _INLINE_ADD_BYTES:
+            await self.submit(lambda: self._add(arrivals))
         else:
             self._add(arrivals)
         return bool(arrivals)
@@ -133,19 +143,33 @@ class Aggregator:
             apply_s = time.perf_counter() - began
             return applied
 
-        applied = await asyncio.get_running_loop().run_in_executor(self.executor, apply)
+        if self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S and self._idle():
+            applied = apply()
+        else:
+            applied = await self.submit(apply)
+        self._update_s = apply_s
         self._reducer.clear()
         self.step = None
         return step, applied, {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s}
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of every tensor, by entry name. Runs in ``executor``."""
+        """Copies of every tensor, by entry name. To be submitted."""
         with torch.no_grad():
             return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}
 
     async def aclose(self) -> None:
         """Wait for the thread."""
-        await asyncio.get_running_loop().run_in_executor(None, self.executor.shutdown)
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+
+    def submit(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Run ``call`` in the aggregator's thread: between two commits, never inside one."""
+        future = self._executor.submit(call)
+        self._last = future
+        return asyncio.wrap_future(future)
+
+    def _idle(self) -> bool:
+        """Whether everything that was submitted is done (first in, first out)."""
+        return self._last is None or self._last.done()
 
     def _add(self, arrivals: Sequence[_Arrival]) -> None:
         began = time.perf_counter()

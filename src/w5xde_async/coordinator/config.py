@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from w5xde_async.errors import UsageError
@@ -26,7 +27,8 @@ class CoordinatorConfig:
                             set aside; a path: go on from that checkpoint
     bucket_bytes            the unit on the wire and in the reducer
     loader_threads, loader_processes, prefetch_leaves   how the dataset is read, and how far ahead
-    bulk_threads            threads that copy big payloads to and from sockets (0: the event loop does)
+    bulk_threads            threads that copy big payloads to and from sockets (0: the event loop does); 2 where
+                            there are four cores, since on fewer they take turns with the workers
     heartbeat_s, silence_s  how often each side says that it lives; after how long a silent peer counts as gone
     handshake_s             an unauthenticated connection has that long
     grace_s                 a stop waits that long for the step under way
@@ -50,7 +52,7 @@ class CoordinatorConfig:
     loader_threads: int = 1
     loader_processes: int = 0
     prefetch_leaves: int = 64
-    bulk_threads: int = 2
+    bulk_threads: int = field(default_factory=lambda: 2 if (os.cpu_count() or 1) >= 4 else 0)
     heartbeat_s: float = 3.0
     silence_s: float = 15.0
     handshake_s: float = 10.0

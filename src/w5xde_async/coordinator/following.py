@@ -76,7 +76,7 @@ class Following:
             began = time.perf_counter()
             return record_of(self._prepared, step, samples), time.perf_counter() - began
 
-        record, pause_s = await loop.run_in_executor(self._training.aggregator.executor, copy)
+        record, pause_s = await self._training.aggregator.submit(copy)
         try:
             saved = await loop.run_in_executor(None, store.save, record)
         except StoreError as error:
@@ -94,7 +94,7 @@ class Following:
     async def _evaluate(self, step: int) -> None:
         loop = asyncio.get_running_loop()
         aggregator = self._training.aggregator
-        snapshot = await loop.run_in_executor(aggregator.executor, aggregator.snapshot)
+        snapshot = await aggregator.submit(aggregator.snapshot)
         began = time.monotonic()
         try:
             metrics = await loop.run_in_executor(self._thread, self._measure, snapshot)

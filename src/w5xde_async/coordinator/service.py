@@ -345,8 +345,7 @@ class Coordinator:
             await self._listener.stop_accepting()
         await following.finish(evaluate=finished)
         await self._wait_for_goodbyes(training)
-        loop = asyncio.get_running_loop()
-        digest = await loop.run_in_executor(training.aggregator.executor, prepared.state.digest)
+        digest = await training.aggregator.submit(prepared.state.digest)
         paths: dict[str, Path | None] = {"model_path": None, "metrics_path": None, "plot_path": None}
         if prepared.run_dir is not None:
             paths = await self._write_results(prepared)

@@ -17,9 +17,11 @@ __all__ = ["Pacing", "PacingConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class PacingConfig:
-    """``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above; ``leases_ahead``: leases a worker holds, the one it
-    computes included; ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the expected time.
-    ``first_deadline_s`` serves workers whose speed is not known yet (a first step may compile kernels).
+    """Knobs of the pace.
+
+    ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``leases_ahead``: leases a worker
+    holds, the one it computes included. ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the
+    expected time; ``first_deadline_s`` serves workers whose speed is not known yet (a first step may compile kernels).
     """
 
     target_lease_s: float = 0.01

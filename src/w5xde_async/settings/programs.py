@@ -289,6 +289,10 @@ class WorkerSettings(Program):
     threads: AtLeast1 | None = setting(
         None, "torch's threads", group="machine", accepts=_FROM_1, shown="torch's choice"
     )
+    inline_block: Annotated[Duration, Field(ge=0, le=0.1)] = setting(
+        0.0005, "blocks expected to take no longer are computed on the event loop; 0: none", group="machine",
+        metavar="TIME", accepts="a time from 0 to 100ms", shown="0.5ms",
+    )  # fmt: skip
     memory_limit: Annotated[Annotated[int, Field(ge=1 << 20)] | None, BeforeValidator(_auto_or_size)] = setting(
         None, "most memory for batches that wait", group="machine", metavar="SIZE",
         accepts=f"auto, or {_BYTES}, at least 1MiB", shown="auto",
@@ -329,6 +333,7 @@ class WorkerSettings(Program):
             threads=self.threads,
             connect_timeout_s=self.connect_timeout,
             lifetime_s=self.lifetime,
+            inline_block_s=self.inline_block,
             memory_limit_bytes=_WORKER.memory_limit_bytes if self.memory_limit is None else self.memory_limit,
         )
 

@@ -19,6 +19,8 @@ class WorkerConfig:
     device            auto, cpu, cuda, cuda:N or mps
     threads           torch's threads for one operation on the CPU; None leaves torch's own choice
     connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
+    inline_block_s    blocks expected to take no longer are computed on the event loop itself, since the way to a thread
+                      and back takes longer than they do; 0: never, as befits a guest in somebody's loop
     lifetime_s        leave in good order after that long (a spot instance's hour)
     memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
     """
@@ -28,6 +30,7 @@ class WorkerConfig:
     device: str = "auto"
     threads: int | None = None
     connect_timeout_s: float = 300.0
+    inline_block_s: float = 0.0
     lifetime_s: float | None = None
     memory_limit_bytes: int = field(default_factory=lambda: _quarter_of_memory())
 
@@ -38,6 +41,7 @@ class WorkerConfig:
 
         need(self.threads is None or self.threads >= 1, f"threads is {self.threads}; give a number >= 1")
         need(self.connect_timeout_s > 0, f"connect_timeout is {self.connect_timeout_s}; give seconds > 0")
+        need(0 <= self.inline_block_s <= 0.1, f"inline_block is {self.inline_block_s}; give 0 to 0.1 seconds")
         need(self.lifetime_s is None or self.lifetime_s > 0, f"lifetime is {self.lifetime_s}; give seconds > 0")
         need(self.memory_limit_bytes >= 1 << 20, "memory_limit is less than 1 MiB")
         kind = self.device.partition(":")[0]

@@ -132,7 +132,10 @@ class Worker:
             self._joining = None
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
         self._terms[welcome.run_id] = welcome.term
-        self._serving = serving = Serving(link, welcome, self._compute, self.config.memory_limit_bytes)
+        self._serving = serving = Serving(
+            link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
+            inline_s=self.config.inline_block_s,
+        )  # fmt: skip
         try:
             return await serving.run(lambda: self._prepare(welcome, layout))
         except LinkLost as error:

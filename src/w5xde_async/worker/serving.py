@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from enum import Enum
+from typing import Any
 
 from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task
 from w5xde_async.errors import LinkLost, MalformedFrame, Refused, W5xdeError
@@ -68,11 +70,14 @@ class RunFailed(W5xdeError):
 class Serving:
     """One link from READY to its end."""
 
-    def __init__(self, link: Link, welcome: Welcome, compute: Executor, memory_limit_bytes: int) -> None:
+    def __init__(
+        self, link: Link, welcome: Welcome, compute: Executor, *, memory_limit_bytes: int, inline_s: float
+    ) -> None:
         self.link, self.welcome = link, welcome
         self.outbox = Outbox(link)
         self.leases_done = self.leases_stale = 0
-        self._compute, self._limit = compute, memory_limit_bytes
+        self._compute, self._limit, self._inline_s = compute, memory_limit_bytes, inline_s
+        self._leaf_s = 0.0  # seconds a leaf, by the last block
         self._state = State.JOINING
         self._activity = "building the model"
         self._queue: deque[HeldLease | Version] = deque()
@@ -88,7 +93,7 @@ class Serving:
 
         Raises LinkLost, Refused, RunFailed, RemoteError, and whatever ``prepare`` raises.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         try:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [
@@ -198,9 +203,29 @@ class Serving:
     def _feed(self) -> None:
         """Queue what can be computed now and see that the compute thread is at it."""
         self._queue.extend(self._inbox.take())
-        if self._queue and self._thread is None and not self._stopping:
+        if not self._queue or self._thread is not None or self._stopping:
+            return
+        if 0 < self._expected_s() <= self._inline_s:
+            try:
+                self._work()
+            except Exception as error:
+                self._failure = error
+                self.link.abort()
+        else:
             self._thread = self._loop.run_in_executor(self._compute, self._work)
             self._thread.add_done_callback(self._worked)
+
+    def _expected_s(self) -> float:
+        """How long what is queued will take, by the last block; 0 where that is not known or no lease is queued."""
+        leaves = sum(len(item.message.samples) for item in self._queue if type(item) is HeldLease)
+        return leaves * self._leaf_s
+
+    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call on the loop's thread: at once from there, else as soon as it can."""
+        if threading.get_ident() == self._loop_thread:
+            call(*arguments)
+        else:
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _worked(self, thread: asyncio.Future[None]) -> None:
         self._thread = None
@@ -250,16 +275,17 @@ class Serving:
             if self._together:
                 together.append((bucket, vector))
             else:
-                self._loop.call_soon_threadsafe(self._send_result, lease.lease, bucket, vector)
+                self._soon(self._send_result, lease.lease, bucket, vector)
 
         try:
             outcome = self._engine.compute(task, emit)
         except LeafError as error:
-            self._loop.call_soon_threadsafe(self._send_failed, lease.lease, error)
+            self._soon(self._send_failed, lease.lease, error)
         else:
             wait_s = began - self._idle_since
-            self._loop.call_soon_threadsafe(self._send_done, lease.lease, outcome, wait_s, together)
+            self._soon(self._send_done, lease.lease, outcome, wait_s, together)
         self._idle_since = time.perf_counter()
+        self._leaf_s = (self._idle_since - began) / len(lease.samples)
         self._activity = "waiting for work"
 
     # -- out -----------------------------------------------------------------------------------------------
