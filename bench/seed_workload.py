@@ -25,9 +25,9 @@ from report import Report, median, parser
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--leaves", type=int, default=320, help="leaves a step (320)")
+    flags.add_argument("--leaves", type=int, default=1280, help="leaves a step (1280)")
     flags.add_argument("--rounds", type=int, default=0, help="windows that are measured (5; 3 with --quick)")
-    flags.add_argument("--processes", type=int, default=2, help="worker processes that hold the 10 workers (2)")
+    flags.add_argument("--processes", type=int, default=10, help="processes that hold the 10 workers (10)")
     flags.add_argument("--sweep", action="store_true", help="also other leaves a step and spreads of the 10 workers")
     flags.add_argument("--profile", action="store_true", help="one short run of 2 workers under cProfile, nothing else")
     flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -172,12 +172,12 @@ def plain(reply: Reply, *, options: dict[str, Any], windows: int, window_s: floa
 
 def sweep(rig: Rig, window_s: float) -> None:
     print("\nother leaves a step (2 workers; 10 in 2 processes)")
-    for leaves in (10, 32, 64, 128, 320, 1024):
+    for leaves in (32, 128, 320, 1280):
         pair = [measure(rig, spread, {"leaves": leaves}, 1, window_s) for spread in ([1, 1], [5, 5])]
         print(f"  {leaves:>5} {median(pair[0]['rates']):>10,.0f} {median(pair[1]['rates']):>10,.0f}")
     print("\nthe 10 workers in so many processes")
     for processes in (1, 2, 5, 10):
-        run = measure(rig, shared_out(10, processes), {"leaves": 320}, 1, window_s)
+        run = measure(rig, shared_out(10, processes), {"leaves": 1280}, 1, window_s)
         print(f"  {processes:>5} {median(run['rates']):>10,.0f}")
 
 

@@ -24,8 +24,8 @@ class PacingConfig:
     expected time; ``first_deadline_s`` serves workers whose speed is not known yet (a first step may compile kernels).
     """
 
-    target_lease_s: float = 0.01
-    min_lease_s: float = 0.002
+    target_lease_s: float = 0.03
+    min_lease_s: float = 0.005
     leases_ahead: int = 2
     smoothing: float = 0.3
     deadline_factor: float = 8.0
