@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -134,19 +135,17 @@ class Aggregator:
             self._add(arrivals)
             began = time.perf_counter()
             root, present = self._reducer.root()
-            try:
-                applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
-            except Exception as error:
-                self.torn = True
-                text = "".join(traceback.format_exception(error))[-8000:]
-                raise UpdateFailed(step.plan.step, error, text) from error
+            applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
             apply_s = time.perf_counter() - began
             return applied
 
-        if self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S and self._idle():
-            applied = apply()
-        else:
-            applied = await self.submit(apply)
+        small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S
+        try:
+            applied = apply() if small and self._idle() else await self.submit(apply)
+        except Exception as error:
+            self.torn = True
+            lines = await self.submit(partial(traceback.format_exception, error))  # reads source files
+            raise UpdateFailed(step.plan.step, error, "".join(lines)[-8000:]) from error
         self._update_s = apply_s
         self._reducer.clear()
         self.step = None

@@ -1,0 +1,76 @@
+"""Ends that are not the plain one: updates that raise, a last checkpoint that fails; and blocks on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs, reference
+from tests.support.cluster import settings
+
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import StoreError, UpdateFailed
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import RunFailed, Worker
+
+WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Stumbling(torch.optim.SGD):
+    """Raises in its fourth step, half done."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 4:
+            self.param_groups[0]["params"][0].data.fill_(7.0)
+            raise ArithmeticError("stumbled")
+        super().step(*args, **kwargs)
+
+
+async def test_an_optimizer_that_raises_ends_the_run_and_nothing_half_updated_is_saved(tmp_path: Path) -> None:
+    job = replace(jobs.metrics(), optimizer=lambda model: Stumbling(model.parameters(), lr=0.1))
+    coordinator = Coordinator(job, run_dir=tmp_path / "run", config=settings(checkpoint_every=2))
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=WORKER).run())
+        with pytest.raises(UpdateFailed, match=r"step 3 raised ArithmeticError: stumbled[\s\S]*test_endings"):
+            await coordinator.wait()
+        with pytest.raises(RunFailed):
+            await worker
+    record, skipped = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").latest)
+    assert record is not None
+    assert record.step == 2
+    assert not skipped
+    assert not any(bool((tensor == 7.0).all()) for tensor in record.groups["model"].values())
+
+
+async def test_a_last_checkpoint_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: CheckpointStore, record: object) -> None:
+        raise StoreError("disk", "it is full")
+
+    monkeypatch.setattr(CheckpointStore, "save", full)
+    async with Coordinator(jobs.metrics(), run_dir=tmp_path / "run", config=settings()) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=WORKER).run())
+        with pytest.raises(StoreError, match="it is full"):
+            await coordinator.wait()
+        await worker
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("name", ["metrics", "cnn_adamw", "odd"])
+async def test_blocks_computed_on_the_loop_give_the_same_bits(name: str) -> None:
+    config = replace(WORKER, inline_block_s=0.1)
+    async with Coordinator(jobs.ALL[name](), config=settings(min_workers=2)) as coordinator:
+        workers = [Worker(coordinator.address, job=jobs.ALL[name](), config=config).run() for _ in range(2)]
+        await asyncio.gather(*workers)
+        result = await coordinator.wait()
+    assert result.digest == reference.digest(jobs.ALL[name]())
