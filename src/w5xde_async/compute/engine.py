@@ -304,6 +304,7 @@ class Engine:
         if block.pending is None:
             return
         if self._fires[index] > 1:
+            self._in_parts, self._overlap = True, False  # what has left is wrong, but the next attempt will be right
             raise TypeError(
                 f"parameter {self.layout.entries[index].name!r} got two gradients in one backward pass, after passes "
                 "with one; use torch.utils.checkpoint with use_reentrant=False"
