@@ -48,6 +48,8 @@ CLOSED_BY_PEER = "closed by peer"
 READ_AHEAD_BYTES = 128 * 1024
 #: The most that may be asked of ``fill``; leaves room for what a transport pushes meanwhile.
 FILL_BYTES = 32 * 1024
+#: Read ahead after a big payload: enough for a header.
+GLANCE_BYTES = 4096
 #: What is left of a buffer below this is read ahead and copied: cheaper than a system call each.
 DIRECT_BYTES = 16 * 1024
 #: A payload with this much left is worth a thread (a hop costs about 55 us, 512 KiB about 100 us).
@@ -91,6 +93,7 @@ class Stream(ABC):
         self.peer = peer
         self.bytes_sent = self.bytes_received = 0
         self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._glance = False  # the last payload was big: so may be the next, and what is read ahead of it is copied
         self.start = self.end = 0
         self.lost: str | None = None  # why the stream ended; None while it stands
         self.certificate = b""  # the peer's, DER, under TLS; what a proof is bound to
@@ -120,7 +123,9 @@ class Stream(ABC):
         """Have at least ``num_bytes`` (at most FILL_BYTES) read ahead, and as many more as are there."""
         while self.end - self.start < num_bytes:
             self._compact(num_bytes)
-            self.end += await self.receive(self.ahead[self.end :], 1)
+            stop = self.end + max(num_bytes, GLANCE_BYTES) if self._glance else READ_AHEAD_BYTES
+            self._glance = False
+            self.end += await self.receive(self.ahead[self.end : stop], 1)
 
     def _compact(self, num_bytes: int) -> None:
         """Move what is held to the front where ``num_bytes`` would not fit behind it, or hardly more would."""
@@ -133,6 +138,7 @@ class Stream(ABC):
         """Fill ``view`` (flat, format B)."""
         size = len(view)
         done = 0
+        self._glance = size >= 16 * GLANCE_BYTES
         while done < size:
             held = self.end - self.start
             if held:
