@@ -7,7 +7,7 @@ so all of them read the same bytes with the same checks.
 Invariants: sizes are checked, and the caller has agreed to them (``accept``), before a payload byte is stored; one
 sender and one receiver at a time; an interrupted send or receive aborts the link, nobody resumes mid-frame; a link
 that ended says who ended it (:data:`CLOSED_HERE`, :data:`CLOSED_BY_PEER`). What this module does not do: decide what
-a peer may say (``wire.handshake``) or notice that it says nothing (``net.liveness``).
+a peer may say (``wire.handshake``) or notice that it says nothing (the services' ticks).
 """
 
 from __future__ import annotations
