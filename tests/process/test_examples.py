@@ -10,6 +10,19 @@ from tests.support.processes import programs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
+def test_the_demo_gives_the_same_bits_with_one_and_two_workers(tmp_path: Path) -> None:
+    digests = set()
+    for workers in ("1", "2", "2"):
+        with programs() as start:
+            coordinator = start(
+                "w5xde_async.coordinator", "examples/digits.py:job", "--workers", workers, "--worker-threads", "1",
+                "--run-dir", str(tmp_path / "run"), "--resume", "never", "--port", "0", "--log-format", "json",
+            )  # fmt: skip
+            assert coordinator.finish(150) == 0, "".join(coordinator.text[-20:])
+            digests.add(coordinator.last("run_finished")["digest"])
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize(
     ("example", "steps", "metric"),
     [

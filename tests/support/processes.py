@@ -27,7 +27,8 @@ class Program:
 
     def __init__(self, *arguments: str, leaf_s: float = 0.0, cwd: Path = ROOT) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s)}
+        env.pop("OMP_NUM_THREADS", None)  # thread counts come from the flags, as they do for people
+        env |= {"PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -204,6 +204,10 @@ class Worker:
                 "use the same job file on both sides",
             )
         threads = await loop.run_in_executor(self._compute, torch.get_num_threads)
+        if self.config.inline_block_s:
+            # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
+            # loop must have the compute thread's.
+            torch.set_num_threads(threads)
         return engine, Ready(
             engine.layout.fingerprint, str(self._device), _device_name(self._device), threads, torch.__version__
         )
