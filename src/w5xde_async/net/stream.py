@@ -65,6 +65,8 @@ LINGER_S = 0.5
 TURN_BYTES = 4 << 20
 #: A system call counts as this many bytes towards a turn.
 CALL_BYTES = 16 * 1024
+#: A link that had this much waiting is asked again before the loop watches it: a round of the loop costs ten calls.
+FLOW_BYTES = 8 * 1024
 IOV_MAX = 1024
 
 _T = TypeVar("_T")
@@ -215,6 +217,7 @@ class SocketStream(Stream):
         self._target = self.ahead
         self._got = self._least = 0
         self._drained = False  # the last receive took all that there was
+        self._flowing = False  # but bytes come so fast that there may be more by now
         self._writing: asyncio.Future[None] | None = None
         self._outgoing: _Outgoing | None = None
 
@@ -223,7 +226,7 @@ class SocketStream(Stream):
             self._check()
         self._target, self._got, self._least = view, 0, least
         try:
-            if not self._drained:
+            if self._flowing or not self._drained:
                 self._pull()
             while self._got < least:
                 if self._bulk is not None and not self._drained and least - self._got >= BULK_BYTES:
@@ -267,6 +270,7 @@ class SocketStream(Stream):
             self._drained = False
         except BlockingIOError:
             self._drained = True
+            self._flowing = False
 
     def _on_readable(self) -> None:
         # The descriptor stays watched over a series of receives; it is forgotten when it fires unasked.
@@ -280,6 +284,7 @@ class SocketStream(Stream):
         except (OSError, LinkLost) as error:
             waiting.set_exception(error)
             return
+        self._flowing = self._got >= FLOW_BYTES
         left = self._least - self._got
         if left <= 0 or (self._bulk is not None and not self._drained and left >= BULK_BYTES):
             waiting.set_result(None)
@@ -287,7 +292,8 @@ class SocketStream(Stream):
     def write_now(self, chunks: Sequence[Buffer]) -> Sequence[Buffer] | None:
         if self.lost is not None:
             raise LinkLost(self.peer, self.lost)
-        if self._bulk is not None and sum(map(len, chunks)) >= BULK_BYTES:
+        total = sum(map(len, chunks))
+        if self._bulk is not None and total >= BULK_BYTES:
             return chunks
         try:
             sent = self._sock.sendmsg(chunks if len(chunks) <= IOV_MAX else chunks[:IOV_MAX])
@@ -297,7 +303,7 @@ class SocketStream(Stream):
             raise LinkLost(self.peer, ended_by(error)) from None
         self.bytes_sent += sent
         self._turn += sent + CALL_BYTES
-        if sent < sum(map(len, chunks)):
+        if sent < total:
             return _Outgoing(chunks, sent).rest()
         return None if self._turn < TURN_BYTES else ()
 

@@ -38,6 +38,8 @@ Buffer = bytes | bytearray | memoryview
 
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct(">I")
+#: One for all headers: a new one costs as much as the packing. It runs no Python code, so no other thread comes between.
+_PACKER = msgpack.Packer(use_bin_type=True)
 
 #: Bytes of one element; also the list of dtypes that the wire knows (names as torch prints them).
 DTYPE_BYTES = {
@@ -78,13 +80,16 @@ def encode(message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) 
     Raises ProtocolViolation where a buffer is not as long as its spec says: the peer would read on out of step.
     """
     specs = []
+    chunks: list[Buffer] = [b""]
     for spec, data in buffers:
-        if len(data) != spec.nbytes:
-            raise ProtocolViolation(f"buffer {spec.name!r} has {len(data)} bytes, its spec says {spec.nbytes}")
+        nbytes = spec.nbytes
+        if len(data) != nbytes:
+            raise ProtocolViolation(f"buffer {spec.name!r} has {len(data)} bytes, its spec says {nbytes}")
         specs.append(spec)
-    header: bytes = msgpack.packb((message.TYPE, message.fields(), specs), use_bin_type=True)
-    chunks: list[Buffer] = [_LENGTH.pack(len(header)) + header]
-    chunks.extend(data for spec, data in buffers if spec.nbytes)
+        if nbytes:
+            chunks.append(data)
+    header: bytes = _PACKER.pack((message.TYPE, message.fields(), specs))
+    chunks[0] = _LENGTH.pack(len(header)) + header
     return chunks
 
 
