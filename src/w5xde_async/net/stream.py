@@ -19,6 +19,8 @@ import asyncio
 import os
 import select
 import socket
+import struct
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -68,6 +70,7 @@ CALL_BYTES = 16 * 1024
 #: A link that had this much waiting is asked again before the loop watches it: a round of the loop costs ten calls.
 FLOW_BYTES = 8 * 1024
 IOV_MAX = 1024
+_LINGER = "hh" if sys.platform == "win32" else "ii"  # struct linger: on or off, seconds
 
 _T = TypeVar("_T")
 
@@ -419,6 +422,9 @@ class SocketStream(Stream):
             self._sock.close()
             return
         with suppress(OSError):
+            # Closed with a reset: a thread may empty a full buffer after the shutdown, and the kernel then goes on
+            # telling the peer that its window is zero; a sender would wait for TCP_USER_TIMEOUT.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack(_LINGER, 1, 0))
             self._sock.shutdown(socket.SHUT_RDWR)  # the threads see the end; the last of them to return closes
         for job in list(self._jobs):
             job.cancel()
