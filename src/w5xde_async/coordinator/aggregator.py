@@ -12,7 +12,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -86,11 +86,21 @@ class StepState:
 class Aggregator:
     """Parameters, optimizer and the sums of the step under way."""
 
-    def __init__(self, layout: Layout, state: FlatState, rule: SyncRule) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        state: FlatState,
+        rule: SyncRule,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+    ) -> None:
+        """``executor`` runs one call at a time, in order; it belongs to this object from now on."""
+        self._clock = clock
         self.layout, self.state, self.rule = layout, state, rule
         self.step: StepState | None = None
         self.torn = False  # an update broke off: the parameters are not those of any version
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
         self._last: Future[Any] | None = None
         self._reducer = Reducer(layout, VectorPool(layout))
         self._inbox: list[_Arrival] = []
@@ -99,7 +109,7 @@ class Aggregator:
     def begin(self, plan: StepPlan) -> None:
         """The next step."""
         frontiers = [Frontier(plan.num_leaves) for _ in self.layout.result_buckets]
-        self.step = StepState(plan, frontiers, [0.0] * plan.num_leaves, time.monotonic())
+        self.step = StepState(plan, frontiers, [0.0] * plan.num_leaves, self._clock())
 
     def memory(self, block: Block, bucket: int) -> memoryview:
         """Where a bucket of a block's result is received."""
@@ -127,16 +137,16 @@ class Aggregator:
         step = self.step
         assert step is not None
         arrivals, self._inbox = self._inbox, []
-        waited = time.monotonic() - step.began - step.reduce_s
+        waited = self._clock() - step.began - step.reduce_s
         apply_s = 0.0
 
         def apply() -> Applied:
             nonlocal apply_s
             self._add(arrivals)
-            began = time.perf_counter()
+            began = self._clock()
             root, present = self._reducer.root()
             applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
-            apply_s = time.perf_counter() - began
+            apply_s = self._clock() - began
             return applied
 
         small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S
@@ -171,10 +181,10 @@ class Aggregator:
         return self._last is None or self._last.done()
 
     def _add(self, arrivals: Sequence[_Arrival]) -> None:
-        began = time.perf_counter()
+        began = self._clock()
         for bucket, start, present, merges in arrivals:
             self._reducer.put(bucket, start, present=present)
             for left, right in merges:
                 self._reducer.merge(bucket, left, right)
         if self.step is not None:
-            self.step.reduce_s += time.perf_counter() - began
+            self.step.reduce_s += self._clock() - began

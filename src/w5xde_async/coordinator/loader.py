@@ -80,7 +80,9 @@ class Loader:
         processes: int = 0,
         prefetch_leaves: int = 64,
         reference: str | None = None,
+        executor: Executor | None = None,
     ) -> None:
+        """``executor`` (default: threads or processes of its own) belongs to this object from now on."""
         self._sampler, self._job = sampler, job
         self._prefetch_leaves = prefetch_leaves
         self._gather = type(job.dataset) is TensorDataset and job.collate is None
@@ -95,7 +97,9 @@ class Loader:
         self._steady = 0  # samples read so far without a random number
         self._probing = threading.Lock()
         self._executor: Executor
-        if processes and not self._gather:
+        if executor is not None:
+            self._executor, self._remote = executor, False
+        elif processes and not self._gather:
             self._executor = _process_pool(job, reference, processes)
             self._remote = True
         else:

@@ -14,6 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from w5xde_async.coordinator.accounts import Accounts
@@ -87,7 +88,11 @@ class Training:
         bus: Bus,
         first_step: int,
         total_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
+        """``clock`` gives seconds; ``executor`` runs updates and additions, one at a time (default: a thread)."""
+        self.clock = clock
         self.sampler, self.loader, self.layout, self.rule = sampler, loader, layout, rule
         self.config, self.bus = config, bus
         self.version, self.total_steps = first_step, total_steps
@@ -105,7 +110,7 @@ class Training:
         self.publisher.begin(first_step, rule.loss_scale)
         self._welcome = welcome
         self._layout_text = layout.describe()
-        self.aggregator = Aggregator(layout, state, rule)
+        self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
         self._wake = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopping = False
@@ -113,7 +118,7 @@ class Training:
         self._begun = False
         self._nonfinite = 0
         self._bytes_before = (0, 0)
-        self._last_commit = time.monotonic()
+        self._last_commit = clock()
         self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
         self._devices: set[tuple[str, int]] = set()
         loader.on_ready = self._schedule
@@ -123,10 +128,10 @@ class Training:
 
     async def run(self) -> None:
         """Commit steps until the end, a stop or a failure (which is raised)."""
-        self._last_commit = time.monotonic()
+        self._last_commit = self.clock()
         while self.version < self.total_steps and not self._stopping:
             self._open_steps()
-            self.ledger.begin(self.version, time.monotonic())
+            self.ledger.begin(self.version, self.clock())
             self._schedule()
             if not await self._collect():
                 break
@@ -143,7 +148,7 @@ class Training:
         """End after the step under way, or after ``grace_s`` where that takes longer."""
         if not self._stopping:
             self._stopping = True
-            self._stop_at = time.monotonic() + self.config.grace_s
+            self._stop_at = self.clock() + self.config.grace_s
             for session in self.sessions.values():
                 session.post(Drain("the coordinator stops", self.config.grace_s))
         self._wake.set()
@@ -160,7 +165,7 @@ class Training:
 
     def _open_steps(self) -> None:
         """The current step and the next are open, so that a worker's next lease is there before the version is."""
-        now = time.monotonic()
+        now = self.clock()
         for step in range(self.version, min(self.version + 2, self.total_steps)):
             if step not in self.ledger.open_steps:
                 plan = self.sampler.plan(step)
@@ -183,7 +188,7 @@ class Training:
             if not any(grant.step == self.version for held in self.sessions for grant in self.ledger.held(held)):
                 return False  # nobody works on this step: what is left of it is done after the resume
             try:
-                async with asyncio.timeout(max(0.0, self._stop_at - time.monotonic())):
+                async with asyncio.timeout(max(0.0, self._stop_at - self.clock())):
                     await self._wake.wait()
             except TimeoutError:
                 return False
@@ -191,12 +196,12 @@ class Training:
 
     async def _commit(self) -> None:
         step, applied, phases_s = await self.aggregator.commit()
-        began = time.perf_counter()
+        began = self.clock()
         self.version += 1
         self._publish(applied.changed, step.applied)
         self.ledger.close(step.plan.step)
         self.loader.close_step(step.plan.step)
-        self._note(step, applied, phases_s | {"publish": time.perf_counter() - began})
+        self._note(step, applied, phases_s | {"publish": self.clock() - began})
 
     def _publish(self, changed: Sequence[int], applied: dict[Session, list[int]]) -> None:
         self.publisher.begin(self.version, self.rule.loss_scale)
@@ -207,7 +212,7 @@ class Training:
             self.publisher.send(session, changed)
 
     def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
-        plan, now = step.plan, time.monotonic()
+        plan, now = step.plan, self.clock()
         loss = self.last_loss = step.mean(step.losses)
         self.samples_applied += plan.num_samples
         seconds, self._last_commit = now - self._last_commit, now
@@ -258,7 +263,7 @@ class Training:
         steps = self.ledger.open_steps
         if self._stopping:
             steps = steps[:1]
-        for worker, lease in self.dispatch.leases(ready, steps, time.monotonic(), only=only):
+        for worker, lease in self.dispatch.leases(ready, steps, self.clock(), only=only):
             self.sessions[worker].post(lease.message, lease.buffers)
 
     def tick(self, now: float) -> None:
@@ -305,7 +310,7 @@ class Training:
         others = {known.worker_id for known in (*self.sessions.values(), *self._joining)} - {session.worker_id}
         if len(others) >= self.config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
-        self._joining[session] = time.monotonic()
+        self._joining[session] = self.clock()
         return None
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
@@ -325,7 +330,7 @@ class Training:
                 "the worker's model differs from the coordinator's",
                 "use the same job file on both sides",
             )
-        now = time.monotonic()
+        now = self.clock()
         self._joining.pop(session, None)
         self.membership.join(
             Member(

@@ -38,7 +38,7 @@ Buffer = bytes | bytearray | memoryview
 
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct(">I")
-#: One for all headers: a new one costs as much as the packing. It runs no Python code, so no other thread comes between.
+#: One for all headers: a new one costs as much as the packing. It runs no Python code: no thread comes between.
 _PACKER = msgpack.Packer(use_bin_type=True)
 
 #: Bytes of one element; also the list of dtypes that the wire knows (names as torch prints them).

@@ -71,8 +71,16 @@ class Serving:
     """One link from READY to its end."""
 
     def __init__(
-        self, link: Link, welcome: Welcome, compute: Executor, *, memory_limit_bytes: int, inline_s: float
+        self,
+        link: Link,
+        welcome: Welcome,
+        compute: Executor,
+        *,
+        memory_limit_bytes: int,
+        inline_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.link, self.welcome = link, welcome
         self.outbox = Outbox(link)
         self.leases_done = self.leases_stale = 0
@@ -86,7 +94,7 @@ class Serving:
         self._stopping = False
         self._drain = ""
         self._failure: BaseException | None = None
-        self._idle_since = time.perf_counter()
+        self._idle_since = self._clock()
 
     async def run(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
@@ -144,7 +152,7 @@ class Serving:
         ]
         self._activity = "waiting for work"
         self.outbox.post(encode(ready))
-        self._idle_since = time.perf_counter()
+        self._idle_since = self._clock()
         self._state = State.READY
         if self._drain:
             self.outbox.post(encode(Drain(self._drain[:200], 0.0)))
@@ -258,7 +266,7 @@ class Serving:
 
     def _block(self, item: HeldLease, loss_scale: float) -> None:
         lease = item.message
-        began = time.perf_counter()
+        began = self._clock()
         self._activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
         task = Task(
             step=lease.step,
@@ -284,7 +292,7 @@ class Serving:
         else:
             wait_s = began - self._idle_since
             self._soon(self._send_done, lease.lease, outcome, wait_s, together)
-        self._idle_since = time.perf_counter()
+        self._idle_since = self._clock()
         self._leaf_s = (self._idle_since - began) / len(lease.samples)
         self._activity = "waiting for work"
 
@@ -320,12 +328,12 @@ class Serving:
 
     async def _beat(self) -> None:
         """Say that we live, and notice when the coordinator does not."""
-        seen, since = -1, time.monotonic()
+        seen, since = -1, self._clock()
         while True:
             await asyncio.sleep(self.welcome.heartbeat_s)
             if self.outbox.idle:
                 self.outbox.post(encode(Heartbeat(self._activity)))
-            now = time.monotonic()
+            now = self._clock()
             if self._state is State.JOINING or self.link.bytes_received != seen:
                 # While the model is being built nobody reads: silence then says nothing of the coordinator.
                 seen, since = self.link.bytes_received, now
