@@ -78,8 +78,29 @@ class ExactlyOnce(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="not complete"):
                 self.ledger.finish(grant.lease)
         else:
-            assert self.ledger.finish(grant.lease) == grant.block
-            self.ended.add(grant.lease)
+            self._finish(grant)
+
+    def _finish(self, grant: Grant) -> None:
+        """The block's other lease, if there is one, ends with it."""
+        others = [g for g in self._open_leases() if (g.step, g.block) == (grant.step, grant.block) and g != grant]
+        other = self.ledger.finish(grant.lease)
+        assert others == ([] if other is None else [other])
+        self.ended |= {grant.lease, *(g.lease for g in others)}
+
+    @precondition(lambda self: self.ledger.open_steps)
+    @rule(worker=workers, data=st.data())
+    def back_up(self, worker: str, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(self.ledger.open_steps))
+        unbacked = self.ledger.unbacked(step, worker)
+        if not unbacked:
+            return
+        first = data.draw(st.sampled_from(unbacked))
+        second = self.ledger.back_up(first.lease, worker, now=self.now, deadline_s=5.0)
+        assert (second.block, second.step, second.worker) == (first.block, step, worker)
+        assert second.worker != first.worker
+        assert second.lease not in self.granted
+        assert self.ledger.contested(first.lease)
+        self.granted[second.lease] = second
 
     @precondition(lambda self: self._open_leases())
     @rule(data=st.data())
@@ -89,8 +110,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.ledger.fill(grant.lease, bucket)
             self.sums[grant.step][bucket] += sum(1 << leaf for leaf in range(*grant.block))
             self.frontiers[grant.step][bucket].fill(grant.block)
-        self.ledger.finish(grant.lease)
-        self.ended.add(grant.lease)
+        self._finish(grant)
 
     @precondition(lambda self: self._open_leases())
     @rule(data=st.data())
@@ -150,7 +170,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         for lease, grant in self.granted.items():
             assert self.ledger.get(lease) == (None if lease in self.ended else grant)
         for step in self.ledger.open_steps:
-            leased = sum(g.block.num_leaves for g in self._open_leases() if g.step == step)
+            blocks = {g.block for g in self._open_leases() if g.step == step}
+            leased = sum(block.num_leaves for block in blocks)
             assert self.ledger.free_leaves(step) + leased <= self.leaves[step]
 
     def teardown(self) -> None:
@@ -296,6 +317,55 @@ def test_deadlines_of_leases_given_ahead_begin_with_their_step() -> None:
     book.begin(1, 50.0)
     assert book.overdue(59.9) == []
     assert book.overdue(60.0) == [ahead]
+
+
+def test_whoever_has_a_contested_block_done_first_is_paid() -> None:
+    for winner in (0, 1):
+        book = ledger()
+        leases = [first := grant(book), book.back_up(first.lease, "b", now=1.0, deadline_s=10.0)]
+        assert not book.unbacked(0, "c")
+        assert [book.fill(leases[0].lease, 0), book.fill(leases[1].lease, 0)] == [True, False]  # one slot for both
+        assert book.missing(leases[winner].lease) == [1]
+        book.fill(leases[winner].lease, 1)
+        assert book.finish(leases[winner].lease) == leases[1 - winner]
+        assert (book.get(leases[1 - winner].lease), book.num_open, book.complete(0)) == (None, 0, True)
+
+
+def test_a_backup_takes_over_when_the_first_is_lost() -> None:
+    book = ledger()
+    first = grant(book)
+    second = book.back_up(first.lease, "b", now=1.0, deadline_s=10.0)
+    book.lose("a")
+    assert (book.get(second.lease), book.free_leaves(0)) == (second, 0)
+    assert book.unbacked(0, "a") == [second]
+    book.lose("b")
+    assert book.free_leaves(0) == 8
+    book.validate()
+
+
+def test_nobody_backs_up_himself_or_what_failed_on_him() -> None:
+    book = ledger(1)
+    book.fail(grant(book, "a").lease, 0)
+    first = grant(book, "b", others=("a", "b"))
+    assert [book.unbacked(0, worker) for worker in "abc"] == [[], [], [first]]
+    with pytest.raises(ValueError, match="backed up"):
+        book.back_up(first.lease, "b", now=0.0, deadline_s=1.0)
+    book.back_up(first.lease, "c", now=0.0, deadline_s=1.0)
+    with pytest.raises(ValueError, match="backed up"):
+        book.back_up(first.lease, "d", now=0.0, deadline_s=1.0)
+
+
+def test_what_ended_is_remembered_by_worker() -> None:
+    book = Ledger(num_buckets=BUCKETS, first_lease=7 << 32)
+    book.open(0, 8, 0.0)
+    lease = grant(book).lease
+    assert lease == 7 << 32
+    assert not book.had("a", lease)  # it is open
+    book.give_back(lease)
+    assert [book.had("a", lease), book.had("b", lease)] == [True, False]
+    for _ in range(5000):
+        book.give_back(grant(book).lease)
+    assert not book.had("a", lease)  # long ago
 
 
 def test_closing_a_step_voids_its_leases() -> None:

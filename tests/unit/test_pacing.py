@@ -72,7 +72,7 @@ def test_every_worker_gets_a_power_of_two(speeds: list[float | None], free: int)
         leaves = pacing.block_leaves(worker, free, workers)
         assert 1 <= leaves <= max(free, 1)
         assert leaves & (leaves - 1) == 0
-        assert 20.0 <= pacing.deadline_s(worker, leaves) <= 3600.0
+        assert 5.0 <= pacing.deadline_s(worker, leaves) <= 3600.0
 
 
 def test_measurements_are_smoothed_and_per_leaf() -> None:
@@ -86,9 +86,30 @@ def test_measurements_are_smoothed_and_per_leaf() -> None:
 def test_deadlines_are_clamped() -> None:
     pacing = paced(a=1.0)
     assert pacing.deadline_s("a", 4) == 4 * 2 * 8  # leaves x leases ahead x factor
-    assert pacing.deadline_s("a", 1) == 20.0
+    assert pacing.deadline_s("a", 1) == 16.0
+    assert paced(a=0.01).deadline_s("a", 1) == 5.0
     assert pacing.deadline_s("a", 10_000) == 3600.0
     assert pacing.deadline_s("unknown", 1) == 600.0
+
+
+def test_deadlines_follow_the_95th_percentile_of_the_last_leases() -> None:
+    pacing = Pacing(PacingConfig(window=20, min_deadline_s=1e-3))
+    for _ in range(30):
+        pacing.observe("a", 2, 2.0, taken_s=4.0)  # 1 s a leaf computed, 2 s until the results are here
+    assert pacing.deadline_s("a", 1) == 2.0 * 2 * 8
+    pacing.observe("a", 1, 1.0, taken_s=9.0)  # one in twenty is an outlier
+    assert pacing.deadline_s("a", 1) == 9.0 * 2 * 8
+    for _ in range(20):
+        pacing.observe("a", 1, 1.0, taken_s=3.0)  # the window has moved on
+    assert pacing.deadline_s("a", 1) == 3.0 * 2 * 8
+
+
+def test_a_backup_is_due_sooner_than_the_deadline() -> None:
+    pacing = paced(a=1.0, b=4.0)
+    assert pacing.late_s("a", 2, ["a", "b"]) == 1.0 * 2 * 1.5
+    assert pacing.late_s("new", 2, ["a", "b"]) == 4.0 * 2 * 1.5
+    assert pacing.late_s("new", 2, ["new"]) is None
+    assert paced(a=1e-6).late_s("a", 1, ["a"]) == 0.05
 
 
 def test_a_forgotten_worker_is_unknown() -> None:
@@ -96,6 +117,7 @@ def test_a_forgotten_worker_is_unknown() -> None:
     pacing.forget("a")
     pacing.forget("never seen")
     assert pacing.leaf_s("a") is None
+    assert pacing.deadline_s("a", 1) == 600.0
 
 
 @pytest.mark.parametrize("wrong", [{"leases_ahead": 0}, {"min_deadline_s": 0.0}, {"max_deadline_s": 1.0}])

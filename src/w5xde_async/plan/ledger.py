@@ -3,13 +3,15 @@
 Invariants, checked by ``validate`` in tests:
   - every leaf of an open step is in exactly one place: free, in one unfinished block, or in one finished block;
   - a (block, bucket) slot is filled once; a second arrival is a duplicate;
-  - a lease that was returned, revoked or outlived by its step is stale, for ever.
+  - a lease that was returned, revoked or outlived by its step is stale, for ever;
+  - a block has at most two open leases: its own and a backup, which another worker holds.
 
 Time is an argument. What this room does not do: hold tensors, know workers beyond their id, choose block sizes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,14 +19,21 @@ from w5xde_async.plan.tree import Block, aligned_block
 
 __all__ = ["Culprit", "Grant", "Ledger", "OpenStep", "Slot"]
 
+_REMEMBERED = 4096  # leases that ended, by which late results are told from noise
+
 
 @dataclass(slots=True)
 class Slot:
-    """One block that was leased: its filled buckets and, while somebody works on it, the lease."""
+    """One block that was leased: its filled buckets and, while somebody works on it, the lease.
+
+    ``contested``: two workers have computed it at once, so a bucket of either may have been turned away.
+    """
 
     block: Block
     buckets: set[int] = field(default_factory=set)
     lease: int | None = None
+    backup: int | None = None
+    contested: bool = False
     finished: bool = False
 
 
@@ -72,16 +81,25 @@ class Ledger:
     """The book of all open leases. At most ``max_open_steps`` steps are open at once (the current and those ahead)."""
 
     def __init__(
-        self, *, num_buckets: int, max_open_steps: int = 2, max_failures: int = 3, max_deaths: int = 8
+        self,
+        *,
+        num_buckets: int,
+        max_open_steps: int = 2,
+        max_failures: int = 3,
+        max_deaths: int = 8,
+        first_lease: int = 1,
     ) -> None:
+        """``first_lease``: leases are numbered from here on; terms that do not overlap make them unique in a run."""
         self.num_buckets = num_buckets
         self.max_open_steps = max_open_steps
         self.max_failures = max_failures
         self.max_deaths = max_deaths
         self._steps: dict[int, OpenStep] = {}
         self._grants: dict[int, Grant] = {}
-        self._next_lease = 1
+        self._next_lease = first_lease
         self._held: dict[str, list[int]] = {}
+        self._ended: deque[int] = deque()
+        self._ended_by: dict[int, str] = {}  # lease -> worker, of the last that ended
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -103,8 +121,9 @@ class Ledger:
     def close(self, step: int) -> None:
         """Forget a step (committed or given up); leases on it are stale from now on."""
         for slot in self._steps.pop(step).slots.values():
-            if slot.lease is not None:
-                self._drop(slot.lease)
+            for lease in (slot.lease, slot.backup):
+                if lease is not None:
+                    self._drop(lease)
 
     def complete(self, step: int) -> bool:
         """True when every leaf of ``step`` lies in a finished block."""
@@ -140,6 +159,40 @@ class Ledger:
     @property
     def num_open(self) -> int:
         return len(self._grants)
+
+    def had(self, worker: str, lease: int) -> bool:
+        """True when ``worker`` held that lease not long ago (the last few thousand that ended are remembered)."""
+        return self._ended_by.get(lease) == worker
+
+    def contested(self, lease: int) -> bool:
+        """True when another worker has computed the block of this open lease too."""
+        return self._slot(self._grants[lease]).contested
+
+    def began_at(self, grant: Grant) -> float:
+        """When the lease could be begun at the earliest: granted, and its step computable."""
+        return max(grant.granted_at, self._steps[grant.step].opened_at)
+
+    def unbacked(self, step: int, worker: str) -> list[Grant]:
+        """Leases of ``step`` that ``worker`` could back up: others', without a backup, not failed on by it."""
+        opened = self._steps[step]
+        return [
+            self._grants[slot.lease]
+            for slot in opened.slots.values()
+            if slot.lease is not None
+            and slot.backup is None
+            and self._grants[slot.lease].worker != worker
+            and not any(worker in opened.failures.get(leaf, ()) for leaf in range(*slot.block))
+        ]
+
+    def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> Grant:
+        """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid."""
+        grant = self._grants[lease]
+        slot = self._slot(grant)
+        if slot.backup is not None or grant.worker == worker:
+            raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
+        second = self._enter(grant.step, slot, worker, now, deadline_s)
+        slot.backup, slot.contested = second.lease, True
+        return second
 
     def grant(
         self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Iterable[str] = ()
@@ -184,22 +237,29 @@ class Ledger:
         filled = self._slot(self._grants[lease]).buckets
         return [bucket for bucket in range(self.num_buckets) if bucket not in filled]
 
-    def finish(self, lease: int) -> Block:
-        """The lease is done and all its buckets are filled. Returns the block, now finished."""
+    def finish(self, lease: int) -> Grant | None:
+        """The lease is done and all its buckets are filled: its block is finished.
+
+        Returns the other lease on the block, which is stale from now on, where there was one.
+        """
         grant = self._grants[lease]
         slot = self._slot(grant)
         if len(slot.buckets) != self.num_buckets:
             raise ValueError(f"lease {lease} is not complete")
-        slot.finished, slot.lease = True, None
+        other = slot.backup if slot.lease == lease else slot.lease
+        slot.finished, slot.lease, slot.backup = True, None, None
         self._steps[grant.step].finished_leaves += slot.block.num_leaves
         self._drop(lease)
-        return slot.block
+        return None if other is None else self._drop(other)
 
     def give_back(self, lease: int) -> Grant:
-        """The lease ends unfinished: its leaves are free again (its filled slots stay filled)."""
+        """The lease ends unfinished: its leaves are free again (its filled slots stay filled), or its backup's."""
         grant = self._grants[lease]
         opened, slot = self._steps[grant.step], self._slot(grant)
         self._drop(lease)
+        if slot.backup is not None:
+            slot.lease, slot.backup = (slot.backup if slot.lease == lease else slot.lease), None
+            return grant
         slot.lease = None
         if not slot.buckets:
             del opened.slots[slot.block.start]
@@ -226,9 +286,10 @@ class Ledger:
         current = next(iter(self._steps.values()), None)
         begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
         if current is not None and begun is not None:
-            # A block with filled buckets stays whole; buckets leave with its last leaf, which is then to blame.
+            # Buckets leave with a block's last leaf; where one is filled, that leaf is to blame.
             block = begun.block
-            suspects = range(block.stop - 1, block.stop) if block.start in current.slots else range(*block)
+            slot = current.slots.get(block.start)
+            suspects = range(block.stop - 1, block.stop) if slot is not None and slot.buckets else range(*block)
             for leaf in suspects:
                 current.deaths[leaf] = deaths = current.deaths.get(leaf, 0) + 1
                 if deaths >= self.max_deaths and len(suspects) == 1:
@@ -243,7 +304,7 @@ class Ledger:
         return [
             grant
             for grant in self._grants.values()
-            if grant.step == current.step and max(grant.granted_at, current.opened_at) + grant.deadline_s <= now
+            if grant.step == current.step and self.began_at(grant) + grant.deadline_s <= now
         ]
 
     def validate(self) -> None:
@@ -257,7 +318,9 @@ class Ledger:
             done = sum(slot.block.num_leaves for slot in opened.slots.values() if slot.finished)
             assert done == opened.finished_leaves
             for slot in opened.slots.values():
-                assert slot.lease is None or self._grants[slot.lease].block == slot.block
+                for lease in (slot.lease, slot.backup):
+                    assert lease is None or self._grants[lease].block == slot.block
+                assert slot.backup is None or slot.lease is not None
                 assert not slot.finished or len(slot.buckets) == self.num_buckets
         assert sorted(self._grants) == sorted(lease for held in self._held.values() for lease in held)
 
@@ -267,18 +330,27 @@ class Ledger:
         return self._steps[grant.step].slots[grant.block.start]
 
     def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
+        grant = self._enter(opened.step, slot, worker, now, deadline_s)
+        slot.lease = grant.lease
+        return grant
+
+    def _enter(self, step: int, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
         lease, self._next_lease = self._next_lease, self._next_lease + 1
-        slot.lease = lease
-        grant = self._grants[lease] = Grant(lease, opened.step, slot.block, worker, now, deadline_s)
+        grant = self._grants[lease] = Grant(lease, step, slot.block, worker, now, deadline_s)
         self._held.setdefault(worker, []).append(lease)
         return grant
 
-    def _drop(self, lease: int) -> None:
+    def _drop(self, lease: int) -> Grant:
         grant = self._grants.pop(lease)
         held = self._held[grant.worker]
         held.remove(lease)
         if not held:
             del self._held[grant.worker]
+        self._ended.append(lease)
+        self._ended_by[lease] = grant.worker
+        if len(self._ended) > _REMEMBERED:
+            del self._ended_by[self._ended.popleft()]
+        return grant
 
     def _shuns(self, opened: OpenStep, block: Block, worker: str, others: set[str]) -> bool:
         if not opened.failures:

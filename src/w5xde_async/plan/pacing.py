@@ -4,11 +4,17 @@ Blocks are sized as in guided self-scheduling (Polychronopoulos & Kuck 1987), we
 gets half of its fair share of what is left, so blocks shrink towards the step's end and all finish together. Two floors
 keep a lease from costing more than its work: ``target_lease_s`` while every worker can still have a block of that size,
 and ``min_lease_s`` as long as it is no more than a fair share of the whole step.
+
+Deadlines are learned: a multiple of the 95th percentile of what the worker's last leases took, from when it could begin
+to when their results had come. A lease that is late by less than that is given to a second worker as well, when one has
+nothing else to do (backup tasks: Dean & Ghemawat 2004, section 3.6).
 Pure: speeds come in as measurements, time is an argument.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -20,8 +26,10 @@ class PacingConfig:
     """Knobs of the pace.
 
     ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``leases_ahead``: leases a worker
-    holds, the one it computes included. ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the
-    expected time; ``first_deadline_s`` serves workers whose speed is not known yet (a first step may compile kernels).
+    holds, the one it computes included. ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the 95th
+    percentile of the last ``window`` leases; ``first_deadline_s`` serves workers of which nothing is known yet (a first
+    step may compile kernels). ``backup_factor``: a lease that takes longer than this many times that percentile, and at
+    least ``min_backup_s``, may be backed up.
     """
 
     target_lease_s: float = 0.03
@@ -29,15 +37,40 @@ class PacingConfig:
     leases_ahead: int = 2
     smoothing: float = 0.3
     deadline_factor: float = 8.0
-    min_deadline_s: float = 20.0
+    min_deadline_s: float = 5.0
     max_deadline_s: float = 3600.0
     first_deadline_s: float = 600.0
+    window: int = 64
+    backup_factor: float = 1.5
+    min_backup_s: float = 0.05
 
     def __post_init__(self) -> None:
         if self.leases_ahead < 1:
             raise ValueError("leases_ahead is at least 1")
         if not 0 < self.min_deadline_s <= self.max_deadline_s:
             raise ValueError("min_deadline_s lies between 0 and max_deadline_s")
+        if self.window < 1 or self.backup_factor < 1:
+            raise ValueError("window and backup_factor are at least 1")
+
+
+class _Window:
+    """The last values, and their 95th percentile."""
+
+    __slots__ = ("_in_order", "_values")
+
+    def __init__(self, size: int) -> None:
+        self._values: deque[float] = deque(maxlen=size)
+        self._in_order: list[float] = []
+
+    def add(self, value: float) -> None:
+        if len(self._values) == self._values.maxlen:
+            del self._in_order[bisect_left(self._in_order, self._values[0])]
+        self._values.append(value)
+        insort(self._in_order, value)
+
+    @property
+    def p95(self) -> float:
+        return self._in_order[(len(self._in_order) * 19) // 20]
 
 
 @dataclass(slots=True)
@@ -46,9 +79,17 @@ class Pacing:
 
     config: PacingConfig
     _leaf_s: dict[str, float] = field(default_factory=dict)
+    _taken: dict[str, _Window] = field(default_factory=dict)
 
-    def observe(self, worker: str, leaves: int, seconds: float) -> None:
-        """``worker`` computed ``leaves`` leaves in ``seconds`` (finite)."""
+    def observe(self, worker: str, leaves: int, seconds: float, *, taken_s: float | None = None) -> None:
+        """``worker`` computed ``leaves`` leaves in ``seconds`` (finite).
+
+        ``taken_s``: from when it could begin until the results had come, data and results on their way included.
+        """
+        window = self._taken.get(worker)
+        if window is None:
+            window = self._taken[worker] = _Window(self.config.window)
+        window.add(max(seconds, taken_s or 0.0) / leaves)
         leaf_s = max(seconds, 1e-9) / leaves
         known = self._leaf_s.get(worker)
         a = self.config.smoothing
@@ -56,6 +97,7 @@ class Pacing:
 
     def forget(self, worker: str) -> None:
         self._leaf_s.pop(worker, None)
+        self._taken.pop(worker, None)
 
     def leaf_s(self, worker: str) -> float | None:
         """Smoothed seconds per leaf, None before the first measurement."""
@@ -85,8 +127,20 @@ class Pacing:
 
     def deadline_s(self, worker: str, leaves: int) -> float:
         """How long a lease of ``leaves`` leaves may take, the leases before it included."""
-        leaf_s = self._leaf_s.get(worker)
-        if leaf_s is None:
-            return self.config.first_deadline_s
-        expected = leaf_s * leaves * self.config.leases_ahead
-        return min(max(expected * self.config.deadline_factor, self.config.min_deadline_s), self.config.max_deadline_s)
+        config, window = self.config, self._taken.get(worker)
+        if window is None:
+            return config.first_deadline_s
+        taken_s = window.p95 * leaves * config.leases_ahead
+        return min(max(taken_s * config.deadline_factor, config.min_deadline_s), config.max_deadline_s)
+
+    def late_s(self, worker: str, leaves: int, workers: Collection[str]) -> float | None:
+        """After how long a lease of ``leaves`` leaves is worth a backup; None where no worker's speed is known."""
+        window = self._taken.get(worker)
+        if window is not None:
+            leaf_s = window.p95
+        else:
+            known = sorted(self._taken[other].p95 for other in workers if other in self._taken)
+            if not known:
+                return None
+            leaf_s = known[-1]  # as slow as the slowest
+        return max(leaf_s * leaves * self.config.backup_factor, self.config.min_backup_s)
