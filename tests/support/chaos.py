@@ -1,0 +1,482 @@
+"""A run of real processes, and what is done to it: killed, stopped, drained, cut off, started again.
+
+A :class:`Stage` is one coordinator and its workers, each a process of its own. Faults
+are :class:`Action` values, each due at a step or at a time after the first commit; ``plan`` makes them from a seed.
+``Stage.play`` performs them until the run ends. What is counted is what took effect: a process that was seen to end by
+the signal, a worker that the kernel lists as stopped, a connection that was open when it was reset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.processes import ROOT, Event, Program
+from tests.support.proxy import ProxyThread
+
+COORDINATOR, WORKER = "tests.support.watched", "w5xde_async.worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One fault. ``kind``:
+
+    kill    SIGKILL to a worker; a new one is started
+    stop    SIGSTOP to a worker, SIGCONT after ``seconds``
+    drain   SIGTERM to a worker; a new one is started
+    crash   SIGKILL to the coordinator; the same command is started again
+    reset   RST on every connection that goes through the proxy
+    hold    nothing passes the proxy in one direction for ``seconds``
+    lag     50 ms more and 50 ms of jitter through the proxy for ``seconds``
+    """
+
+    kind: str
+    at_step: int | None = None
+    at_s: float | None = None  # after the first commit
+    seconds: float = 0.0
+
+
+def at_steps(seed: int, kinds: Mapping[str, int], first: int, last: int, *, seconds: float = 0.0) -> list[Action]:
+    """So many of each kind, each at a step of its own between ``first`` and ``last``."""
+    wanted = [kind for kind, count in kinds.items() for _ in range(count)]
+    chosen = random.Random(f"{seed}:steps")
+    steps = chosen.sample(range(first, last + 1), len(wanted))
+    return sorted(
+        (Action(kind=kind, at_step=step, seconds=seconds) for kind, step in zip(wanted, steps, strict=True)),
+        key=lambda action: action.at_step or 0,
+    )
+
+
+def per_minute(seed: int, rates: Mapping[str, float], span_s: float, *, seconds: float = 0.0) -> list[Action]:
+    """Faults at seeded moments within ``span_s``: one of a kind in each interval of a minute over its rate."""
+    actions = []
+    for kind, rate in rates.items():
+        moments = random.Random(f"{seed}:{kind}")
+        actions += [
+            Action(kind=kind, at_s=(number + moments.random()) * 60 / rate, seconds=seconds)
+            for number in range(int(rate * span_s / 60 + 0.5) if rate else 0)
+        ]
+    return sorted(actions, key=lambda action: action.at_s or 0.0)
+
+
+class Process(Program):
+    """A Program whose events carry when they were read (``read_at``, of time.monotonic), and which can be polled."""
+
+    name = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            read_at = time.monotonic()
+            self.text.append(line)
+            del self.text[:-4000]
+            with contextlib.suppress(json.JSONDecodeError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    self._new.put(event | {"read_at": read_at})
+        self._new.put(None)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Event]:
+        """Events since the last call; waits for one at most ``timeout_s``. None of them is kept in ``events``."""
+        found: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            event = self._new.get(timeout=timeout_s) if timeout_s else self._new.get_nowait()
+            while True:
+                if event is not None:
+                    found.append(event)
+                event = self._new.get_nowait()
+        return found
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter: R, S, T (stopped), Z, or nothing where it is gone."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
+
+
+class Commit(NamedTuple):
+    """``at`` is time.monotonic's, in the coordinator; ``tasks`` counts its asyncio tasks then."""
+
+    at: float
+    step: int
+    seconds: float
+    leaves: int
+    samples: int
+    num_workers: int
+    tasks: int
+
+
+@dataclass
+class Record:
+    """What happened. ``fired`` counts faults that took effect."""
+
+    fired: Counter[str] = field(default_factory=Counter)
+    commits: list[Commit] = field(default_factory=list)
+    starts: list[Event] = field(default_factory=list)
+    crashed_at: list[tuple[float, int]] = field(default_factory=list)  # when, and the last step that was seen
+    finished: Event = field(default_factory=dict)
+    kept: list[Event] = field(default_factory=list)  # of the kinds asked for
+
+    @property
+    def digest(self) -> str:
+        return str(self.finished["digest"])
+
+    @property
+    def span_s(self) -> float:
+        """From the first commit to the last."""
+        return self.commits[-1].at - self.commits[0].at
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two commits, restarts of the coordinator included."""
+        return max((b.at - a.at for a, b in pairwise(self.commits)), default=0.0)
+
+    @property
+    def surviving_steps(self) -> list[int]:
+        """Steps in the order of their commits, less those that a crash took back."""
+        steps: list[int] = []
+        for commit in self.commits:
+            while steps and steps[-1] >= commit.step:
+                steps.pop()
+            steps.append(commit.step)
+        return steps
+
+    @property
+    def steps_recomputed(self) -> int:
+        """Commits that a crash of the coordinator took back."""
+        return sum(
+            max(0, step - int(start["resumed_step"]))
+            for (_, step), start in zip(self.crashed_at, self.starts[1:], strict=False)
+        )
+
+
+class Stage:
+    """One run as processes. A context manager: nothing of it is left behind."""
+
+    def __init__(
+        self,
+        job: str,
+        run_dir: Path,
+        *,
+        workers: int,
+        leaf_s: float = 0.0,
+        seed: int = 0,
+        flags: Sequence[str] = (),
+        worker_flags: Sequence[str] = (),
+        proxied: int = 0,
+        keep: Iterable[str] = ("worker_left", "log", "warned"),
+        environment: Sequence[Mapping[str, str]] = (),
+        keep_files: bool = False,
+    ) -> None:
+        """``proxied`` of the workers connect through a fault proxy; ``environment[n]`` is more of worker n's."""
+        self.job, self.run_dir, self.num_workers, self.leaf_s, self.seed = job, run_dir, workers, leaf_s, seed
+        self.flags, self.worker_flags, self.num_proxied = flags, worker_flags, proxied
+        self.keep, self.environment = frozenset(keep), environment
+        self.port = free_port()
+        self.record = Record()
+        self.workers: dict[int, Process] = {}  # live ones, by place
+        self.coordinator: Process
+        self.proxy: ProxyThread | None = None
+        self._all: list[Process] = []
+        self._num_started = 0
+        self._random = random.Random(f"{seed}:targets")
+        self.step = 0  # of the coordinator that runs
+        self._members: set[str] = set()
+        self._later: list[tuple[float, Any]] = []  # (time, what to undo)
+        self._stopped: set[int] = set()
+        self._leaving: list[Process] = []
+        self._keep_files = keep_files
+
+    def __enter__(self) -> Stage:
+        try:
+            if self.num_proxied:
+                self.proxy = ProxyThread(("127.0.0.1", self.port), seed=self.seed)
+            self.start_coordinator()
+            for place in range(self.num_workers):
+                self.start_worker(place)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._all:
+            process.close()
+        if self.proxy is not None:
+            self.proxy.close()
+        if not self._keep_files:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    # -- processes -----------------------------------------------------------------------------------------
+
+    def start_coordinator(self, timeout_s: float = 60.0) -> Event:
+        """Start it, or start it again with the same command; its run_started."""
+        process = self._start(
+            COORDINATOR, self.job, "--run-dir", str(self.run_dir), "--port", str(self.port), "--threads", "1",
+            "--log-format", "json", "--log", "verbose", *self.flags,
+        )  # fmt: skip
+        self.coordinator = process
+        started = process.wait_for("run_started", timeout_s)
+        self.record.starts.append(started)
+        return started
+
+    def start_worker(self, place: int) -> Process:
+        """A new worker at ``place``; the first ``proxied`` places connect through the proxy."""
+        port = self.proxy.port if self.proxy is not None and place < self.num_proxied else self.port
+        more = self.environment[place] if place < len(self.environment) else {}
+        self._num_started += 1
+        name = f"worker-{self._num_started}"
+        process = self._start(
+            WORKER, "--server", f"127.0.0.1:{port}", "--job", self.job, "--threads", "1", "--name", name,
+            "--log-format", "json", *self.worker_flags, leaf_s=self.leaf_s, more=more,
+        )  # fmt: skip
+        process.name = name
+        self.workers[place] = process
+        return process
+
+    def _start(self, *arguments: str, leaf_s: float = 0.0, more: Mapping[str, str] | None = None) -> Process:
+        with _environment(more or {}):
+            process = Process(*arguments, leaf_s=leaf_s)
+        self._all.append(process)
+        return process
+
+    # -- the play ------------------------------------------------------------------------------------------
+
+    def play(self, actions: Iterable[Action] = (), *, timeout_s: float = 120.0, for_s: float | None = None) -> Record:
+        """Perform ``actions`` until the run has finished, or ``for_s`` after the first commit.
+
+        AssertionError where the run does not end in ``timeout_s``, or a process ends that nobody ended.
+        """
+        record, waiting = self.record, list(actions)
+        deadline, first = time.monotonic() + timeout_s, None
+        while True:
+            now = time.monotonic()
+            assert now < deadline, f"no end within {timeout_s:.0f} s: {self.last_words()}"
+            for event in self.coordinator.poll(0.02):
+                self._note(event)
+            if record.commits:
+                first = first or record.commits[0].at
+            if record.finished:
+                return record
+            if self.coordinator.process.poll() is not None:
+                for event in self.coordinator.poll(0.2):
+                    self._note(event)
+                assert record.finished, f"the coordinator ended: {self.last_words()}"
+                return record
+            if first is not None and for_s is not None and now - first >= for_s:
+                return record
+            self._undo(now)
+            self._look_after()
+            for action in [action for action in waiting if self._due(action, first, now)]:
+                if self.act(action):
+                    waiting.remove(action)
+
+    def finish(self, timeout_s: float = 30.0) -> Record:
+        """After the run's end: continue who is stopped, wait for everybody. AssertionError for a wrong exit code.
+
+        Workers that came too late or lost the coordinator before the end look for it: SIGTERM ends that in good order.
+        """
+        for process in self.workers.values():
+            process.signal(signal.SIGCONT)
+        code = self.coordinator.finish(timeout_s)
+        assert code == 0, f"the coordinator's exit code is {code}: {self.last_words()}"
+        ends = time.monotonic() + 1.0
+        while time.monotonic() < ends and any(one.process.poll() is None for one in self.workers.values()):
+            time.sleep(0.02)
+        for process in self.workers.values():
+            process.signal(signal.SIGTERM)
+        for process in (*self.workers.values(), *self._leaving):
+            code = process.finish(timeout_s)
+            assert code == 0, f"a worker's exit code is {code}: {''.join(process.text[-10:])}"
+            self._keep(process.events)
+            process.events.clear()
+        return self.record
+
+    def act(self, action: Action) -> bool:
+        """Do it now. False where there is nobody to do it to; ``record.fired`` counts what took effect."""
+        if action.kind == "crash":
+            self.crash()
+            return True
+        if action.kind in ("reset", "hold", "lag"):
+            return self._disturb(action)
+        places = [place for place in self.joined if place not in self._stopped]
+        if not places:
+            return False
+        do = {"kill": self.kill, "stop": self.stop, "drain": self.drain}[action.kind]
+        do(self._random.choice(places), action.seconds)
+        return True
+
+    @property
+    def joined(self) -> list[int]:
+        """Places whose worker is a member of the run."""
+        return [place for place, process in self.workers.items() if process.name in self._members]
+
+    def crash(self) -> Event:
+        """SIGKILL the coordinator and start it again."""
+        self.coordinator.signal(signal.SIGKILL)
+        assert self.coordinator.process.wait(10) == -signal.SIGKILL
+        killed_at = time.monotonic()
+        for event in self.coordinator.poll(0.2):
+            self._note(event)
+        self.record.crashed_at.append((killed_at, self.step))
+        self._retire(self.coordinator)
+        self._members.clear()
+        self.record.fired["crash"] += 1
+        started = self.start_coordinator()
+        self.step = started["resumed_step"]
+        return started
+
+    def kill(self, place: int, _: float = 0.0) -> None:
+        process = self.workers.pop(place)
+        process.signal(signal.SIGKILL)
+        code = process.process.wait(10)
+        self._retire(process)
+        self.record.fired["kill"] += code == -signal.SIGKILL
+        self.start_worker(place)
+
+    def drain(self, place: int, _: float = 0.0) -> None:
+        process = self.workers.pop(place)
+        process.signal(signal.SIGTERM)
+        self._leaving.append(process)
+        self.record.fired["drain"] += 1
+        self.start_worker(place)
+
+    def stop(self, place: int, seconds: float) -> None:
+        process = self.workers[place]
+        process.signal(signal.SIGSTOP)
+        ends = time.monotonic() + 5.0
+        while process.state != "T":
+            assert time.monotonic() < ends, f"worker {place} does not stop: {process.state}"
+            time.sleep(0.001)
+        self._stopped.add(place)
+        self.record.fired["stop"] += 1
+
+        def go_on() -> None:
+            self._stopped.discard(place)
+            process.signal(signal.SIGCONT)
+
+        self._later.append((time.monotonic() + seconds, go_on))
+
+    def _disturb(self, action: Action) -> bool:
+        proxy = self.proxy
+        if proxy is None or not proxy.call(lambda one: one.num_connections):
+            return False
+        name = self._random.choice(("up", "down"))
+        self.record.fired[action.kind] += 1
+        if action.kind == "reset":
+            proxy.call(lambda one: one.reset())
+        elif action.kind == "hold":
+            proxy.call(lambda one: getattr(one, name).hold())
+            self._later.append((time.monotonic() + action.seconds, lambda: proxy.call(lambda one: one.heal())))
+        else:
+            for flow in ("up", "down"):
+                proxy.call(lambda one, flow=flow: vars(getattr(one, flow)).update(delay_s=0.05, jitter_s=0.05))
+            self._later.append((time.monotonic() + action.seconds, lambda: proxy.call(lambda one: one.heal())))
+        return True
+
+    # -- inner ---------------------------------------------------------------------------------------------
+
+    def _due(self, action: Action, first: float | None, now: float) -> bool:
+        if action.at_step is not None:
+            return self.step >= action.at_step
+        return first is not None and action.at_s is not None and now - first >= action.at_s
+
+    def _undo(self, now: float) -> None:
+        for entry in [entry for entry in self._later if entry[0] <= now]:
+            self._later.remove(entry)
+            entry[1]()
+
+    def _look_after(self) -> None:
+        """Collect what workers say; one that ended by itself, and not because the run had, is a failure."""
+        for place, process in tuple(self.workers.items()):
+            self._keep(process.poll())
+            if (code := process.process.poll()) is not None:
+                assert code == 0, f"worker {place} ended with {code}: {''.join(process.text[-10:])}"
+        for process in tuple(self._leaving):
+            if process.process.poll() is not None:
+                assert process.process.returncode == 0, f"a drained worker ended with {process.process.returncode}"
+                self.record.fired["drained"] += 1
+                self._leaving.remove(process)
+                self._retire(process)
+
+    def _note(self, event: Event) -> None:
+        kind = event.get("event")
+        if kind == "commit":
+            self.step = event["step"]
+            self.record.commits.append(Commit(**{name: event[name] for name in Commit._fields}))
+        elif kind == "run_finished":
+            self.record.finished = event
+        elif kind == "worker_joined":
+            self._members.add(event["name"])
+        elif kind == "worker_left":
+            self._members.discard(event["name"])
+        self._keep([event])
+
+    def _keep(self, events: Iterable[Event]) -> None:
+        self.record.kept += [event for event in events if event.get("event") in self.keep]
+
+    def _retire(self, process: Process) -> None:
+        self._keep(process.poll())
+        process.close()
+        self._all.remove(process)
+
+    def last_words(self) -> str:
+        """What everybody said last."""
+        return "\n".join("".join(process.text[-8:]) for process in self._all)
+
+
+def free_port() -> int:
+    """A port below those that the system gives to clients, so that nobody takes it while a coordinator is away."""
+    start = 20000 + os.getpid() * 37 % 9000
+    for port in range(start, start + 1000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            if port not in _given:
+                _given.add(port)
+                return port
+    raise OSError("no free port")
+
+
+_given: set[int] = set()
+
+
+def knows(flag: str) -> bool:
+    """Whether the coordinator's --help lists ``flag``."""
+    command = [sys.executable, "-m", COORDINATOR, "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout
+    return flag in said.split()
+
+
+@contextlib.contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
