@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, temporary_beside
 from w5xde_async.store.state import JSON
 from w5xde_async.store.tensors import read_tensors, write_tensors
@@ -96,12 +97,15 @@ class CheckpointStore:
             temporary = temporary_beside(target)
             try:
                 nbytes = self._write(temporary, record, meta)
+                failpoint("checkpoint.rename.before")
                 self._filesystem.rename(temporary, target)
             except BaseException:
                 with suppress(OSError):
                     self._filesystem.remove(temporary)
                 raise
+            failpoint("checkpoint.rename.after")
             self._filesystem.sync_directory(self._directory)
+            failpoint("checkpoint.sync_directory.after")
         self._prune(target)
         return SavedCheckpoint(path=target, nbytes=nbytes, seconds=time.perf_counter() - began)
 
@@ -194,6 +198,7 @@ class CheckpointStore:
     def _write(self, temporary: Path, record: Record, meta: JSON) -> int:
         filesystem = self._filesystem
         filesystem.make_directory(temporary)
+        failpoint("checkpoint.files.before")
         files: dict[str, JSON] = {}
         total = 0
         for group, tensors in record.groups.items():
@@ -204,9 +209,11 @@ class CheckpointStore:
             files[group] = {"nbytes": nbytes, "blake2b": digest}
             total += nbytes
         manifest = _encode_manifest({"format": FORMAT, "step": record.step, "files": files, "meta": meta})
+        failpoint("checkpoint.manifest.before")
         with filesystem.create(temporary / MANIFEST) as file:
             filesystem.write(file, manifest)
             filesystem.sync(file)
+        failpoint("checkpoint.manifest.after")
         filesystem.sync_directory(temporary)  # the files' names must be as durable as their bytes
         return total + len(manifest)
 
@@ -232,6 +239,7 @@ class CheckpointStore:
         kept = sorted({_order(path)[0] for path in others} - {step}, reverse=True)[: self._keep - 1]
         doomed = []
         try:
+            failpoint("checkpoint.prune.before")
             for path in others:
                 if _order(path)[0] not in kept:
                     # Renamed first, durably, so that a half-removed record never looks like a damaged one.
@@ -239,8 +247,10 @@ class CheckpointStore:
                     self._filesystem.rename(path, doomed[-1])
             if doomed:
                 self._filesystem.sync_directory(self._directory)
+                failpoint("checkpoint.prune.half")
             for path in doomed:
                 self._filesystem.remove(path)
+            failpoint("checkpoint.prune.after")
         except OSError as error:
             logger.warning("checkpoint not pruned path=%s reason=%s", self._directory, explain(error))
 

@@ -19,6 +19,7 @@ from typing import IO, BinaryIO
 from torch import nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, replace_file
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
@@ -27,9 +28,9 @@ __all__ = ["RunDir", "RunDirUnusable", "export_model"]
 
 _LOCK = ".lock"
 _IDENTITY = "run.json"
-# What a run leaves behind, in the order in which it is set aside: checkpoints first, so that a crash half-way can
-# never leave a directory that resumes a run whose history is gone; the identity last.
-_CONTENT = ("checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "config.toml", _IDENTITY)
+# What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash
+# half-way can never leave a directory that resumes a run whose history is gone; the identity last.
+_CONTENT = ("journal", "checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "config.toml", _IDENTITY)
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -115,6 +116,10 @@ class RunDir:
     def checkpoints_path(self) -> Path:
         return self._path / "checkpoints"
 
+    @property
+    def journal_path(self) -> Path:
+        return self._path / "journal"
+
     def next_term(self) -> int:
         """A term higher than any before in this directory; on the disk before it is returned.
 
@@ -123,7 +128,9 @@ class RunDir:
         """
         self._term += 1  # also when storing fails: the number may have reached the disk
         with disk_errors(self._path / _IDENTITY, "store the term"):
+            failpoint("term.store.before")
             self._write_identity()
+            failpoint("term.store.after")
         return self._term
 
     def write_config(self, settings: Mapping[str, object]) -> None:
@@ -192,7 +199,7 @@ def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None 
 
 
 def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
-    content = [path / name for name in _CONTENT if (path / name).exists()]
+    content = [*path.glob("abandoned-journal*"), *(path / name for name in _CONTENT if (path / name).exists())]
     if not content:
         return None
     real = path.resolve()  # "." and links have no name of their own to build on
