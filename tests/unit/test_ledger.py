@@ -337,9 +337,11 @@ def test_a_backup_takes_over_when_the_first_is_lost() -> None:
     second = book.back_up(first.lease, "b", now=1.0, deadline_s=10.0)
     book.lose("a")
     assert (book.get(second.lease), book.free_leaves(0)) == (second, 0)
-    assert book.unbacked(0, "a") == [second]
+    assert book.unbacked(0, "c") == []  # once is enough: now its deadline counts
     book.lose("b")
     assert book.free_leaves(0) == 8
+    again = grant(book, "a")
+    assert book.unbacked(0, "c") == [again]
     book.validate()
 
 

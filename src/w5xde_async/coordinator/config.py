@@ -31,6 +31,8 @@ class CoordinatorConfig:
                             there are four cores, since on fewer they take turns with the workers
     heartbeat_s, silence_s  how often each side says that it lives; after how long a silent peer counts as gone
     handshake_s             an unauthenticated connection has that long
+    join_s                  a worker that was let in has that long to build its model
+    credit_bytes            a worker gets no new lease while more than this of earlier ones waits to be sent to it
     grace_s                 a stop waits that long for the step under way
     max_leaf_failures       attempts on one leaf before the run stops
     max_nonfinite_steps     steps in a row with a non-finite gradient before the run stops
@@ -54,8 +56,10 @@ class CoordinatorConfig:
     prefetch_leaves: int = 64
     bulk_threads: int = field(default_factory=lambda: 2 if (os.cpu_count() or 1) >= 4 else 0)
     heartbeat_s: float = 3.0
-    silence_s: float = 15.0
+    silence_s: float = 12.0
     handshake_s: float = 10.0
+    join_s: float = 900.0
+    credit_bytes: int = 16 << 20
     grace_s: float = 10.0
     max_leaf_failures: int = 3
     max_nonfinite_steps: int = 50
@@ -73,8 +77,9 @@ class CoordinatorConfig:
             need(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give a number >= 1")
         for name in ("max_steps", "epochs"):
             need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give >= 1")
-        for name in ("heartbeat_s", "silence_s", "handshake_s"):
+        for name in ("heartbeat_s", "silence_s", "handshake_s", "join_s"):
             need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; give seconds > 0")
+        need(self.credit_bytes >= 0, f"credit_bytes is {self.credit_bytes}; give a number >= 0")
         need(self.grace_s >= 0, f"grace_s is {self.grace_s}; give seconds >= 0")
         need(self.min_workers <= self.max_workers, "min_workers is more than max_workers")
         need(self.silence_s > self.heartbeat_s, "silence_s must be longer than heartbeat_s")

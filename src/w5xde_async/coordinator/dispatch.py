@@ -2,11 +2,13 @@
 
 A lease exists from the moment it is granted; it is sent once its data has been read. Workers with nothing in hand are
 served before those that want one lease ahead, and the step after the current one is leased ahead too: its data
-travels while the version it needs is still being made.
+travels while the version it needs is still being made. When nothing of the current step is left, a worker without work
+backs up a lease that is late.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,19 +35,32 @@ class Dispatch:
     def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader, config: CoordinatorConfig) -> None:
         self._ledger, self._pacing, self._loader, self._config = ledger, pacing, loader, config
         self._unread: list[Grant] = []  # granted, waiting for their data; bounded by workers x leases_ahead
+        self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
+        self.num_backups = 0
+        self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
     def forget(self, worker: str) -> None:
         """The worker is gone: so is what was known of its speed."""
         self._pacing.forget(worker)
+        self._free_since.pop(worker, None)
+
+    def observe(self, grant: Grant, compute_s: float, now: float) -> None:
+        """A lease of the current step was done, in ``compute_s`` on the worker."""
+        began = max(self._ledger.began_at(grant), self._free_since.get(grant.worker, -math.inf))
+        self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - began)
+        self._free_since[grant.worker] = now
 
     def leases(
-        self, workers: Sequence[str], steps: Sequence[int], now: float, *, only: str | None = None
+        self, workers: Sequence[str], steps: Sequence[int], now: float, *, hungry: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Sendable]]:
         """Leases to send now, for ``workers`` that take work, on ``steps`` (the current one first).
 
-        ``only`` names the one worker that has more room than before, where nothing else has changed.
+        ``hungry`` are those that may be given something new (default: all); the others count for the shares alone.
         """
-        self._grant(workers, steps, now, workers if only is None else [only])
+        hungry = workers if hungry is None else hungry
+        self._grant(workers, steps, now, hungry)
+        if steps:
+            self._back_up(workers, steps[0], now, hungry)
         waiting, self._unread = self._unread, []
         for grant in waiting:
             if self._ledger.get(grant.lease) is not grant:
@@ -78,3 +93,37 @@ class Dispatch:
                     if grant is not None:
                         self._unread.append(grant)
                         break
+
+    def _back_up(self, workers: Sequence[str], step: int, now: float, hungry: Sequence[str]) -> None:
+        ledger, self.look_again_at = self._ledger, math.inf
+        if ledger.complete(step) or ledger.free_leaves(step):
+            return
+        late: dict[int, float] = {}  # lease -> from when it is late
+        for worker in hungry:
+            if ledger.num_held(worker, up_to_step=step):
+                continue
+            candidates = ledger.unbacked(step, worker)
+            if candidates and not late:
+                late = self._late(workers, step)
+            grant = min(candidates, key=lambda grant: late.get(grant.lease, math.inf), default=None)
+            if grant is None:
+                continue
+            if (at := late.get(grant.lease, math.inf)) > now:
+                self.look_again_at = min(self.look_again_at, at)
+                continue
+            deadline_s = self._pacing.deadline_s(worker, grant.block.num_leaves)
+            self._unread.append(ledger.back_up(grant.lease, worker, now=now, deadline_s=deadline_s))
+            self.num_backups += 1
+
+    def _late(self, workers: Sequence[str], step: int) -> dict[int, float]:
+        """From when each lease of ``step`` is late; a worker's leases are computed one after the other."""
+        late: dict[int, float] = {}
+        for worker in workers:
+            at = self._free_since.get(worker, -math.inf)
+            for grant in self._ledger.held(worker):
+                late_s = self._pacing.late_s(worker, grant.block.num_leaves, workers)
+                if grant.step != step or late_s is None:
+                    break
+                at = max(at, self._ledger.began_at(grant)) + late_s
+                late[grant.lease] = at
+        return late

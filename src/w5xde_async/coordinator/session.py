@@ -31,6 +31,7 @@ from w5xde_async.wire.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Lease,
     Message,
     Proof,
     Ready,
@@ -59,8 +60,11 @@ class Host(Protocol):
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
 
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> memoryview | None:
-        """Memory for a result, None where no open lease explains it. Raises RemoteError for a wrong size."""
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> tuple[memoryview | None, bool]:
+        """Memory for a result, None for what is dropped, and whether a lease explains it.
+
+        Raises RemoteError for a wrong size.
+        """
 
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete."""
@@ -86,6 +90,8 @@ class Session:
         self.current_version = -1  # the version that the host has published
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
         self.seen_bytes = 0
+        self.admitted_at = 0.0
+        self.taken = (0, 0.0)  # bytes sent, and since when no more of them
         self.ended = asyncio.Event()
         self.last_message = ""
         self._host, self._token, self._handshake_s = host, token, handshake_s
@@ -207,12 +213,12 @@ class Session:
         self.state = advance(COORDINATOR, self.state, message)
         if type(message) is not Result or len(specs) != 1:
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
-        view = self._host.place(self, message, specs[0])
+        view, explained = self._host.place(self, message, specs[0])
         if view is not None:
             self.receiving = message.lease
             return (view,)
         nbytes = specs[0].nbytes
-        self._garbage += nbytes
+        self._garbage += 0 if explained else nbytes
         if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
             raise RemoteError("it keeps sending results that no lease explains")
         if len(self._scratch) < nbytes:
@@ -224,6 +230,10 @@ class Session:
     def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
         """Queue a message."""
         self.outbox.post(encode(message, buffers))
+
+    def post_lease(self, lease: Lease, buffers: Sequence[tuple[BufferSpec, Buffer]]) -> None:
+        """Queue a lease; ``outbox.withdraw`` takes it back as long as it is not on its way."""
+        self.outbox.post(encode(lease, buffers), lease=lease.lease)
 
     def say_goodbye(self, code: ByeCode, reason: str) -> None:
         """The last message; the worker then closes."""

@@ -23,15 +23,15 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.publisher import Publisher
+from w5xde_async.coordinator.results import Place, Results
 from w5xde_async.coordinator.session import Session
-from w5xde_async.errors import LeafFailed, RefusalCode, RemoteError, W5xdeError
+from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.ledger import Culprit, Ledger
+from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
-from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec
@@ -102,7 +102,11 @@ class Training:
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
         self.membership = Membership(config.silence_s)
         self.pacing = Pacing(config.pacing)
-        self.ledger = Ledger(num_buckets=len(layout.result_buckets), max_failures=config.max_leaf_failures)
+        self.ledger = Ledger(
+            num_buckets=len(layout.result_buckets),
+            max_failures=config.max_leaf_failures,
+            first_lease=(welcome.term << 32) + 1,  # no lease of another term has the same number
+        )
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
         self.accounts = Accounts()
@@ -112,6 +116,11 @@ class Training:
         self._layout_text = layout.describe()
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
         self._wake = asyncio.Event()
+        self.results = Results(
+            layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
+            sampler=sampler, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
+        )  # fmt: skip
+        self._look_again: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
         self._stopping = False
         self._stop_at = 0.0
@@ -119,7 +128,6 @@ class Training:
         self._nonfinite = 0
         self._bytes_before = (0, 0)
         self._last_commit = clock()
-        self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
         self._devices: set[tuple[str, int]] = set()
         loader.on_ready = self._schedule
         loader.on_error = self.fail
@@ -160,6 +168,8 @@ class Training:
 
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""
+        if self._look_again is not None:
+            self._look_again.cancel()
         await self.loader.aclose()
         await self.aggregator.aclose()
 
@@ -252,6 +262,8 @@ class Training:
 
     def _schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+        if self._failure is not None:
+            return
         ready = [member.worker_id for member in self.membership.ready()]
         if not self._begun:
             if len(ready) < self.config.min_workers:
@@ -263,14 +275,30 @@ class Training:
         steps = self.ledger.open_steps
         if self._stopping:
             steps = steps[:1]
-        for worker, lease in self.dispatch.leases(ready, steps, self.clock(), only=only):
-            self.sessions[worker].post(lease.message, lease.buffers)
+        now = self.clock()
+        hungry = [worker for worker in (ready if only is None else [only]) if self._has_credit(worker)]
+        for worker, lease in self.dispatch.leases(ready, steps, now, hungry=hungry):
+            self.sessions[worker].post_lease(lease.message, lease.buffers)
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
+        if math.isfinite(at := self.dispatch.look_again_at):
+            delay_s = max(at - now, 0.001)
+            self._look_again = asyncio.get_running_loop().call_later(delay_s, self._schedule)
+
+    def _has_credit(self, worker: str) -> bool:
+        """A worker that does not take the leases it was sent gets no more of them."""
+        return self.sessions[worker].outbox.lease_bytes <= self.config.credit_bytes
+
+    def _revoke(self, grant: Grant, reason: str) -> None:
+        session = self.sessions.get(grant.worker)
+        if session is not None and not session.outbox.withdraw(grant.lease):
+            session.post(Revoke(grant.lease, reason))
 
     def tick(self, now: float) -> None:
         """Revoke what is overdue, drop who is silent, tell the others that we live. Called every second or so."""
         for session in (*self.sessions.values(), *self._joining):
-            if session.outbox.idle:
-                session.post(Heartbeat(f"step {self.version} of {self.total_steps}"))
+            self._watch_sending(session, now)
             received = session.link.bytes_received
             if received == session.seen_bytes:
                 continue
@@ -282,6 +310,8 @@ class Training:
         for session, seen in self._joining.items():
             if now - seen >= self.config.silence_s:
                 session.abort(f"silent for {now - seen:.0f} s")
+            elif now - session.admitted_at >= self.config.join_s:
+                session.abort(f"not ready {self.config.join_s:.0f} s after it was let in")
         for member in self.membership.silent(now):
             silent = self.sessions.get(member.worker_id)
             if silent is not None:
@@ -294,9 +324,18 @@ class Training:
                 continue
             self.ledger.give_back(grant.lease)
             self._warn(f"lease {grant.lease} of {self._name(grant.worker)} was overdue and is given to another")
-            if holder is not None:
-                holder.post(Revoke(grant.lease, "its deadline passed"))
+            self._revoke(grant, "its deadline passed")
         self._schedule()
+
+    def _watch_sending(self, session: Session, now: float) -> None:
+        """Tell it that we live; drop a worker that takes nothing of what waits for it."""
+        if session.outbox.idle:
+            session.post(Heartbeat(f"step {self.version} of {self.total_steps}"))
+            session.taken = (session.link.bytes_sent, now)
+        elif session.link.bytes_sent != session.taken[0]:
+            session.taken = (session.link.bytes_sent, now)
+        elif now - session.taken[1] >= self.config.silence_s:
+            session.abort(f"it has taken nothing of what was sent for {now - session.taken[1]:.0f} s")
 
     def _name(self, worker_id: str) -> str:
         session = self.sessions.get(worker_id)
@@ -310,7 +349,8 @@ class Training:
         others = {known.worker_id for known in (*self.sessions.values(), *self._joining)} - {session.worker_id}
         if len(others) >= self.config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
-        self._joining[session] = self.clock()
+        self._joining[session] = session.admitted_at = self.clock()
+        session.taken = (session.link.bytes_sent, session.admitted_at)
         return None
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
@@ -319,6 +359,8 @@ class Training:
 
     async def make_room(self, session: Session) -> None:
         while (older := self.sessions.get(session.worker_id)) is not None:
+            if older.incarnation > session.incarnation:
+                raise RemoteError("the same worker has connected anew since")
             # Its leases may be given out again only once nothing writes into their memory any more.
             older.abort("the same worker has connected anew")
             await older.ended.wait()
@@ -359,94 +401,31 @@ class Training:
                 "which of them computed what; --threads makes them alike"
             )
 
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> memoryview | None:
-        buckets = self.layout.result_buckets
-        if result.bucket >= len(buckets):
-            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
-        bucket = buckets[result.bucket]
-        dtype = str(self.layout.groups[bucket.group].result_dtype).removeprefix("torch.")
-        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
-            raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
-        grant = self.ledger.get(result.lease)
-        if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
-            return None
-        if self.aggregator.step is None:
-            return None  # the run has ended
-        if grant.step != self.version:
-            raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
-        if self.ledger.filled(result.lease, result.bucket):
-            return None
-        return self.aggregator.memory(grant.block, result.bucket)
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        return self.results.place(session, result, spec, member=self.sessions.get(session.worker_id) is session)
 
     def arrived(self, session: Session, result: Result) -> None:
-        grant = self.ledger.get(result.lease)
-        if grant is not None and grant.worker == session.worker_id:
-            self._fill(result.lease, grant.block, result.bucket, present=True)
-
-    def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
-        if self.ledger.fill(lease, bucket) and self.aggregator.fill(block, bucket, present=present):
-            self._wake.set()
+        self.results.arrived(session, result)
 
     def done(self, session: Session, done: Done) -> None:
-        grant = self.ledger.get(done.lease)
-        if grant is None or grant.worker != session.worker_id:
-            session.post(Verdict((done.lease,), VerdictCode.STALE, "the lease was given to another"))
-            return
-        step, block = self.aggregator.step, grant.block
-        if step is None:
-            session.post(Verdict((done.lease,), VerdictCode.STALE, "the run has ended"))
-            return
-        leaves = block.num_leaves
-        if grant.step != self.version or len(done.losses) != leaves:
-            raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
-        if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
-            raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
-        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (done.compute_s, done.wait_s)):
-            raise RemoteError(f"it reported {done.compute_s} s of computing and {done.wait_s} s of waiting")
-        absent = set(done.absent)
-        if absent and max(absent) >= len(self.layout.result_buckets):
-            raise RemoteError(f"it reported bucket {max(absent)} of {len(self.layout.result_buckets)} as absent")
-        missing = set(self.ledger.missing(done.lease))
-        if missing - absent:
-            raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing - absent)}")
-        for bucket in missing:
-            self._fill(done.lease, block, bucket, present=False)
-        self.ledger.finish(done.lease)
-        self.loader.finished(grant.step, block)
-        step.note(session, block, done)
-        if done.splits and session.worker_id not in self._halved:
-            self._halved.add(session.worker_id)
-            self._warn(
-                f"{session.name} lacks memory for a whole microbatch and computes it in {1 << done.splits} pieces: the "
-                "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
-            )
-        self.pacing.observe(session.worker_id, leaves, done.compute_s)
+        finished = self.results.done(session, done)
         member = self.membership.members.get(session.worker_id)
-        if member is not None:
-            member.leaves += leaves
-            member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*block))
-            member.compute_s += done.compute_s
-            member.wait_s += done.wait_s
-            if member.standing is Standing.DRAINING and not self.ledger.num_held(session.worker_id):
-                session.say_goodbye(ByeCode.LEAVING, "drained")
-        self._wake.set()
+        if finished is not None:
+            if finished.other is not None:
+                self._revoke(finished.other, "another worker was faster")
+            step, block = self.aggregator.step, finished.grant.block
+            if member is not None and step is not None:
+                member.leaves += block.num_leaves
+                member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*block))
+                member.compute_s += done.compute_s
+                member.wait_s += done.wait_s
+        if member is not None and member.standing is Standing.DRAINING and not self.ledger.num_held(session.worker_id):
+            session.say_goodbye(ByeCode.LEAVING, "drained")
         self._schedule(session.worker_id)
 
     def failed(self, session: Session, failed: Failed) -> None:
-        grant = self.ledger.get(failed.lease)
-        if grant is None or grant.worker != session.worker_id:
-            return
-        leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
-        culprit = self.ledger.fail(failed.lease, leaf)
-        if culprit is None:
-            self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
-            self._schedule()
-            return
-        self._blame(culprit, failed.traceback[-8000:])
-
-    def _blame(self, culprit: Culprit, traceback: str) -> None:
-        indices = self.sampler.plan(culprit.step).leaf_indices(culprit.leaf).tolist()
-        self.fail(LeafFailed(culprit.step, culprit.leaf, indices, culprit.attempts, traceback))
+        self.results.failed(session, failed)
+        self._schedule()
 
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.membership.members.get(session.worker_id)
@@ -454,14 +433,16 @@ class Training:
             member.standing = Standing.DRAINING
         for grant in self.ledger.held(session.worker_id)[1:]:
             # The oldest is being computed; the others have not been begun and are better given to somebody else.
-            self.ledger.give_back(grant.lease)
-            session.post(Revoke(grant.lease, "draining"))
+            if session.receiving != grant.lease:
+                self.ledger.give_back(grant.lease)
+                self._revoke(grant, "draining")
         if not self.ledger.num_held(session.worker_id):
             session.say_goodbye(ByeCode.LEAVING, "drained")
         self._schedule()
 
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         self.accounts.close(session)
+        self.results.left(session)
         self._joining.pop(session, None)
         member = self.membership.leave(session.worker_id, session.incarnation)
         if self.sessions.get(session.worker_id) is not session:
@@ -488,5 +469,5 @@ class Training:
         grants, culprit = self.ledger.lose(session.worker_id)
         self.dispatch.forget(session.worker_id)
         if culprit is not None and self._failure is None:
-            self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")
+            self.results.blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")
         return len(grants)

@@ -21,6 +21,7 @@ _SEND_BYTES = 1 << 20  # frames are gathered up to this into one send
 
 class _Item(NamedTuple):
     version: int  # of parameters; -1 for everything else
+    lease: int  # of a LEASE; 0 for everything else
     chunks: list[Buffer]
     sent: Callable[[], None] | None
 
@@ -32,16 +33,31 @@ class Outbox:
         self._link = link
         self._items: deque[_Item] = deque()
         self._wake = asyncio.Event()
+        self._sending = False
+        self.lease_bytes = 0  #: bytes of leases that wait to be sent
 
     @property
     def idle(self) -> bool:
-        """True when nothing waits to be sent."""
-        return not self._items
+        """True when nothing waits to be sent and nothing is being sent."""
+        return not self._items and not self._sending
 
-    def post(self, chunks: list[Buffer], *, sent: Callable[[], None] | None = None, version: int = -1) -> None:
+    def post(
+        self, chunks: list[Buffer], *, sent: Callable[[], None] | None = None, version: int = -1, lease: int = 0
+    ) -> None:
         """Queue a frame; ``sent`` is called when it has been handed to the kernel whole."""
-        self._items.append(_Item(version, chunks, sent))
+        self._items.append(_Item(version, lease, chunks, sent))
+        if lease:
+            self.lease_bytes += sum(map(len, chunks))
         self._wake.set()
+
+    def withdraw(self, lease: int) -> bool:
+        """Forget a queued LEASE. False where it is on its way already."""
+        for item in self._items:
+            if item.lease == lease:
+                self._items.remove(item)
+                self.lease_bytes -= sum(map(len, item.chunks))
+                return True
+        return False
 
     def supersede(self, version: int) -> None:
         """Forget queued frames of versions before ``version``."""
@@ -58,12 +74,17 @@ class Outbox:
             notes: list[Callable[[], None]] = []
             nbytes = 0
             while self._items and nbytes < _SEND_BYTES:
-                _, chunks, sent = self._items.popleft()
+                _, lease, chunks, sent = self._items.popleft()
                 batch.extend(chunks)
-                nbytes += sum(map(len, chunks))
+                size = sum(map(len, chunks))
+                nbytes += size
+                if lease:
+                    self.lease_bytes -= size
                 if sent is not None:
                     notes.append(sent)
             if batch:
+                self._sending = True
                 await self._link.send(batch)
+                self._sending = False
             for note in notes:
                 note()

@@ -233,7 +233,9 @@ class SocketStream(Stream):
                 self._pull()
             while self._got < least:
                 if self._bulk is not None and not self._drained and least - self._got >= BULK_BYTES:
-                    self._got += await self._in_thread(0, _pump_in, self._sock, view[self._got :])
+                    got = await self._in_thread(0, _pump_in, self._sock, view[self._got :])
+                    self._got += got
+                    self.bytes_received += got
                     self._drained = True
                     continue
                 self._reading = self._loop.create_future()
@@ -250,7 +252,6 @@ class SocketStream(Stream):
             self.abort(ended_by(error))
             self._check()
         finally:
-            self.bytes_received += self._got
             self._target = self.ahead  # let go of the caller's memory
         return self._got
 
@@ -265,6 +266,7 @@ class SocketStream(Stream):
                 if not got:
                     raise LinkLost(self.peer, CLOSED_BY_PEER)
                 self._got += got
+                self.bytes_received += got  # at once: that it grows is how a slow peer is told from a silent one
                 budget -= got
                 self._turn += got + CALL_BYTES
                 if got < len(rest):  # the kernel has no more: another try would only raise
@@ -313,13 +315,14 @@ class SocketStream(Stream):
     async def write(self, chunks: Sequence[Buffer]) -> None:
         self._check()
         outgoing = _Outgoing(chunks, 0)
-        total = outgoing.left
+        total, before = outgoing.left, self.bytes_sent
         full = False  # the kernel's buffer, as far as we know
         try:
             while outgoing.left:
                 if self._bulk is not None and not full and outgoing.left >= BULK_BYTES:
                     await self._in_thread(None, _pump_out, self._sock, outgoing)
                     full = True
+                    self.bytes_sent = before + total - outgoing.left
                     continue
                 self._outgoing = outgoing
                 self._writing = self._loop.create_future()
@@ -337,7 +340,7 @@ class SocketStream(Stream):
             self._check()
             raise LinkLost(self.peer, ended_by(error)) from None
         finally:
-            self.bytes_sent += total - outgoing.left
+            self.bytes_sent = before + total - outgoing.left
             self._turn += total - outgoing.left
 
     def _on_writable(self) -> None:
@@ -347,12 +350,14 @@ class SocketStream(Stream):
             self._watching_out = False
             return
         if self._bulk is None or outgoing.left < BULK_BYTES:
+            left = outgoing.left
             try:
                 with suppress(BlockingIOError):
                     outgoing.pump(self._sock, TURN_BYTES)
             except OSError as error:
                 waiting.set_exception(error)
                 return
+            self.bytes_sent += left - outgoing.left
             if outgoing.left:
                 return
         waiting.set_result(None)

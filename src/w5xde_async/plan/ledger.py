@@ -99,7 +99,7 @@ class Ledger:
         self._next_lease = first_lease
         self._held: dict[str, list[int]] = {}
         self._ended: deque[int] = deque()
-        self._ended_by: dict[int, str] = {}  # lease -> worker, of the last that ended
+        self._ended_by: dict[int, tuple[str, bool]] = {}  # lease -> worker, its block finished; of the last that ended
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -162,7 +162,11 @@ class Ledger:
 
     def had(self, worker: str, lease: int) -> bool:
         """True when ``worker`` held that lease not long ago (the last few thousand that ended are remembered)."""
-        return self._ended_by.get(lease) == worker
+        return self._ended_by.get(lease, ("", False))[0] == worker
+
+    def is_duplicate(self, lease: int) -> bool:
+        """True when that lease ended because its block was finished, by itself or by the other one on it."""
+        return self._ended_by.get(lease, ("", False))[1]
 
     def contested(self, lease: int) -> bool:
         """True when another worker has computed the block of this open lease too."""
@@ -173,22 +177,22 @@ class Ledger:
         return max(grant.granted_at, self._steps[grant.step].opened_at)
 
     def unbacked(self, step: int, worker: str) -> list[Grant]:
-        """Leases of ``step`` that ``worker`` could back up: others', without a backup, not failed on by it."""
-        opened = self._steps[step]
+        """Leases of ``step`` that ``worker`` could back up: others', never backed up yet, not failed on by it."""
+        failures = self._steps[step].failures
         return [
-            self._grants[slot.lease]
-            for slot in opened.slots.values()
-            if slot.lease is not None
-            and slot.backup is None
-            and self._grants[slot.lease].worker != worker
-            and not any(worker in opened.failures.get(leaf, ()) for leaf in range(*slot.block))
+            grant
+            for grant in self._grants.values()
+            if grant.step == step
+            and grant.worker != worker
+            and not self._slot(grant).contested
+            and not (failures and any(worker in failures.get(leaf, ()) for leaf in range(*grant.block)))
         ]
 
     def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> Grant:
         """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid."""
         grant = self._grants[lease]
         slot = self._slot(grant)
-        if slot.backup is not None or grant.worker == worker:
+        if slot.contested or grant.worker == worker:
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
         second = self._enter(grant.step, slot, worker, now, deadline_s)
         slot.backup, slot.contested = second.lease, True
@@ -249,8 +253,8 @@ class Ledger:
         other = slot.backup if slot.lease == lease else slot.lease
         slot.finished, slot.lease, slot.backup = True, None, None
         self._steps[grant.step].finished_leaves += slot.block.num_leaves
-        self._drop(lease)
-        return None if other is None else self._drop(other)
+        self._drop(lease, finished=True)
+        return None if other is None else self._drop(other, finished=True)
 
     def give_back(self, lease: int) -> Grant:
         """The lease ends unfinished: its leaves are free again (its filled slots stay filled), or its backup's."""
@@ -331,7 +335,7 @@ class Ledger:
 
     def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
         grant = self._enter(opened.step, slot, worker, now, deadline_s)
-        slot.lease = grant.lease
+        slot.lease, slot.contested = grant.lease, False
         return grant
 
     def _enter(self, step: int, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
@@ -340,14 +344,14 @@ class Ledger:
         self._held.setdefault(worker, []).append(lease)
         return grant
 
-    def _drop(self, lease: int) -> Grant:
+    def _drop(self, lease: int, *, finished: bool = False) -> Grant:
         grant = self._grants.pop(lease)
         held = self._held[grant.worker]
         held.remove(lease)
         if not held:
             del self._held[grant.worker]
         self._ended.append(lease)
-        self._ended_by[lease] = grant.worker
+        self._ended_by[lease] = (grant.worker, finished)
         if len(self._ended) > _REMEMBERED:
             del self._ended_by[self._ended.popleft()]
         return grant

@@ -1,0 +1,173 @@
+"""Results on their way in: where each lands, what it completes, what becomes of its lease.
+
+A result is received straight into the memory of its (block, bucket) slot, by one session at a time. What no open lease
+explains, what is there already and what another session is just receiving into the same slot is turned away into the
+session's scratch. A lease whose result is being received is never given to another: only the end of that link frees the
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from w5xde_async.coordinator.aggregator import Aggregator
+from w5xde_async.coordinator.dispatch import Dispatch
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.session import Session
+from w5xde_async.errors import LeafFailed, RemoteError
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.ledger import Culprit, Grant, Ledger
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.tree import Block
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
+
+__all__ = ["Finished", "Place", "Results"]
+
+
+class Place(NamedTuple):
+    """Where a result goes: ``view``, or scratch for None; ``explained`` when a lease accounts for it."""
+
+    view: memoryview | None
+    explained: bool
+
+
+class Finished(NamedTuple):
+    """A block is complete; ``other`` is the lease of whoever computed it too, void from now on."""
+
+    grant: Grant
+    other: Grant | None
+
+
+class Results:
+    """The way of the current step's results from sessions to slots."""
+
+    def __init__(
+        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, dispatch: Dispatch, loader: Loader,
+        sampler: Sampler, clock: Callable[[], float], wake: Callable[[], None], warn: Callable[[str], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
+        self.leaves_in_vain = 0  #: leaves that were computed and not used
+        self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
+        self._dispatch, self._loader, self._sampler = dispatch, loader, sampler
+        self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
+        self._writing: dict[tuple[int, int], Session] = {}  # (first leaf, bucket) of the current step -> who sends it
+        self._slots: dict[Session, tuple[int, int]] = {}  # the same the other way round
+        self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
+
+    def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Place:
+        """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
+        buckets = self._layout.result_buckets
+        if result.bucket >= len(buckets):
+            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
+        bucket = buckets[result.bucket]
+        dtype = str(self._layout.groups[bucket.group].result_dtype).removeprefix("torch.")
+        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
+            raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
+        grant = self._ledger.get(result.lease)
+        if grant is None or grant.worker != session.worker_id or not member:
+            return Place(None, self._ledger.had(session.worker_id, result.lease))
+        step = self._aggregator.step
+        if step is None:
+            return Place(None, True)  # the run has ended
+        if grant.step != step.plan.step:
+            raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
+        slot = (grant.block.start, result.bucket)
+        if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
+            return Place(None, True)
+        self._writing[slot], self._slots[session] = session, slot
+        return Place(self._aggregator.memory(grant.block, result.bucket), True)
+
+    def arrived(self, session: Session, result: Result) -> None:
+        """A placed result is complete."""
+        del self._writing[self._slots.pop(session)]
+        grant = self._ledger.get(result.lease)
+        if grant is not None and grant.worker == session.worker_id:
+            self._fill(result.lease, grant.block, result.bucket, present=True)
+
+    def left(self, session: Session) -> None:
+        """The session has ended: nothing writes for it any more."""
+        slot = self._slots.pop(session, None)
+        if slot is not None:
+            del self._writing[slot]
+
+    def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
+        if self._ledger.fill(lease, bucket) and self._aggregator.fill(block, bucket, present=present):
+            self._wake()
+
+    def done(self, session: Session, done: Done) -> Finished | None:
+        """A lease is done. None where that finishes nothing: it was stale, or another is about to finish it."""
+        grant = self._ledger.get(done.lease)
+        if grant is None or grant.worker != session.worker_id:
+            if self._ledger.is_duplicate(done.lease):
+                self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
+            else:
+                self._refuse(session, done, VerdictCode.STALE, "the lease had ended")
+            return None
+        step, block = self._aggregator.step, grant.block
+        if step is None:
+            self._refuse(session, done, VerdictCode.STALE, "the run has ended")
+            return None
+        self._check(grant, done, step.plan.step)
+        absent = set(done.absent)
+        missing = set(self._ledger.missing(done.lease))
+        if missing - absent:
+            if not self._ledger.contested(done.lease):
+                raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing - absent)}")
+            # Another was sending that bucket when this one's came. Should it not get through, the block is done again.
+            self._ledger.give_back(done.lease)
+            self._refuse(session, done, VerdictCode.DUPLICATE, "another worker is sending the same")
+            return None
+        for bucket in missing:
+            self._fill(done.lease, block, bucket, present=False)
+        now = self._clock()
+        other = self._ledger.finish(done.lease)
+        self._loader.finished(grant.step, block)
+        step.note(session, block, done)
+        self._dispatch.observe(grant, done.compute_s, now)
+        if done.splits and session.worker_id not in self._halved:
+            self._halved.add(session.worker_id)
+            self._warn(
+                f"{session.name} lacks memory for a whole microbatch and computes it in {1 << done.splits} pieces: the "
+                "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
+            )
+        self._wake()
+        return Finished(grant, other)
+
+    def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
+        self.refused[code] += 1
+        self.leaves_in_vain += len(done.losses)
+        session.post(Verdict((done.lease,), code, reason))
+
+    def _check(self, grant: Grant, done: Done, step: int) -> None:
+        leaves = grant.block.num_leaves
+        if grant.step != step or len(done.losses) != leaves:
+            raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
+        if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
+            raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
+        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (done.compute_s, done.wait_s)):
+            raise RemoteError(f"it reported {done.compute_s} s of computing and {done.wait_s} s of waiting")
+        buckets = len(self._layout.result_buckets)
+        if done.absent and max(done.absent) >= buckets:
+            raise RemoteError(f"it reported bucket {max(done.absent)} of {buckets} as absent")
+
+    def failed(self, session: Session, failed: Failed) -> None:
+        """The job raised on a leaf of a lease."""
+        grant = self._ledger.get(failed.lease)
+        if grant is None or grant.worker != session.worker_id:
+            return
+        leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
+        culprit = self._ledger.fail(failed.lease, leaf)
+        if culprit is None:
+            self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
+            return
+        self.blame(culprit, failed.traceback[-8000:])
+
+    def blame(self, culprit: Culprit, traceback: str) -> None:
+        """End the run over a leaf."""
+        indices = self._sampler.plan(culprit.step).leaf_indices(culprit.leaf).tolist()
+        self._fail(LeafFailed(culprit.step, culprit.leaf, indices, culprit.attempts, traceback))
