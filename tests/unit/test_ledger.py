@@ -362,12 +362,12 @@ def test_what_ended_is_remembered_by_worker() -> None:
     book.open(0, 8, 0.0)
     lease = grant(book).lease
     assert lease == 7 << 32
-    assert not book.had("a", lease)  # it is open
-    book.give_back(lease)
-    assert [book.had("a", lease), book.had("b", lease)] == [True, False]
+    assert book.past("a", lease) is None  # it is open
+    ended = book.give_back(lease)
+    assert [book.past("a", lease), book.past("b", lease)] == [ended, None]
     for _ in range(5000):
         book.give_back(grant(book).lease)
-    assert not book.had("a", lease)  # long ago
+    assert book.past("a", lease) is None  # long ago
 
 
 def test_closing_a_step_voids_its_leases() -> None:

@@ -50,6 +50,11 @@ class Dispatch:
         self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - began)
         self._free_since[grant.worker] = now
 
+    def observe_late(self, grant: Grant, compute_s: float, now: float) -> None:
+        """A lease that had ended was done after all: deadlines learn from it too."""
+        self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - grant.granted_at)
+        self._free_since[grant.worker] = now
+
     def leases(
         self, workers: Sequence[str], steps: Sequence[int], now: float, *, hungry: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Sendable]]:

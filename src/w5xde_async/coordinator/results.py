@@ -70,7 +70,7 @@ class Results:
             raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
         grant = self._ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or not member:
-            return Place(None, self._ledger.had(session.worker_id, result.lease))
+            return Place(None, self._ledger.past(session.worker_id, result.lease) is not None)
         step = self._aggregator.step
         if step is None:
             return Place(None, True)  # the run has ended
@@ -103,6 +103,9 @@ class Results:
         """A lease is done. None where that finishes nothing: it was stale, or another is about to finish it."""
         grant = self._ledger.get(done.lease)
         if grant is None or grant.worker != session.worker_id:
+            past = self._ledger.past(session.worker_id, done.lease)
+            if past is not None and len(done.losses) == past.block.num_leaves and math.isfinite(done.compute_s):
+                self._dispatch.observe_late(past, max(done.compute_s, 0.0), self._clock())
             if self._ledger.is_duplicate(done.lease):
                 self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
             else:
@@ -139,8 +142,9 @@ class Results:
         return Finished(grant, other)
 
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
-        self.refused[code] += 1
-        self.leaves_in_vain += len(done.losses)
+        if done.losses:  # a lease that was revoked before it was begun has cost nothing
+            self.refused[code] += 1
+            self.leaves_in_vain += len(done.losses)
         session.post(Verdict((done.lease,), code, reason))
 
     def _check(self, grant: Grant, done: Done, step: int) -> None:

@@ -99,7 +99,7 @@ class Ledger:
         self._next_lease = first_lease
         self._held: dict[str, list[int]] = {}
         self._ended: deque[int] = deque()
-        self._ended_by: dict[int, tuple[str, bool]] = {}  # lease -> worker, its block finished; of the last that ended
+        self._past: dict[int, tuple[Grant, bool]] = {}  # the last leases that ended, and whether finished
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -160,13 +160,14 @@ class Ledger:
     def num_open(self) -> int:
         return len(self._grants)
 
-    def had(self, worker: str, lease: int) -> bool:
-        """True when ``worker`` held that lease not long ago (the last few thousand that ended are remembered)."""
-        return self._ended_by.get(lease, ("", False))[0] == worker
+    def past(self, worker: str, lease: int) -> Grant | None:
+        """A lease of ``worker`` that ended not long ago (the last few thousand are remembered)."""
+        grant, _ = self._past.get(lease, (None, False))
+        return grant if grant is not None and grant.worker == worker else None
 
     def is_duplicate(self, lease: int) -> bool:
         """True when that lease ended because its block was finished, by itself or by the other one on it."""
-        return self._ended_by.get(lease, ("", False))[1]
+        return self._past.get(lease, (None, False))[1]
 
     def contested(self, lease: int) -> bool:
         """True when another worker has computed the block of this open lease too."""
@@ -351,9 +352,9 @@ class Ledger:
         if not held:
             del self._held[grant.worker]
         self._ended.append(lease)
-        self._ended_by[lease] = (grant.worker, finished)
+        self._past[lease] = (grant, finished)
         if len(self._ended) > _REMEMBERED:
-            del self._ended_by[self._ended.popleft()]
+            del self._past[self._ended.popleft()]
         return grant
 
     def _shuns(self, opened: OpenStep, block: Block, worker: str, others: set[str]) -> bool:

@@ -16,6 +16,7 @@ class Standing(Enum):
     """What a member is to the scheduler."""
 
     READY = "ready"
+    LATE = "late"  # a lease of its passed its deadline, and it has said nothing of it yet
     DRAINING = "draining"
 
 

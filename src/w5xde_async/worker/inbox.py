@@ -112,9 +112,9 @@ class Inbox:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in pieces)
         self._leases[message.lease] = HeldLease(message, pieces, nbytes)
 
-    def revoke(self, lease: int) -> None:
-        """The lease is void."""
-        self._leases.pop(lease, None)
+    def revoke(self, lease: int) -> bool:
+        """The lease is void. False where it is not (or no longer) held here."""
+        return self._leases.pop(lease, None) is not None
 
     def take(self) -> list[HeldLease]:
         """Leases that can be computed now, oldest first; void ones are forgotten."""

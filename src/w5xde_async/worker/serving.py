@@ -91,6 +91,7 @@ class Serving:
         self._queue: deque[HeldLease | Version] = deque()
         self._thread: asyncio.Future[None] | None = None
         self._revoked: set[int] = set()
+        self._computing = 0  # the lease that the compute thread is at
         self._stopping = False
         self._drain = ""
         self._failure: BaseException | None = None
@@ -179,8 +180,7 @@ class Serving:
                         self.leases_stale += len(message.leases)
                         logger.info("leases not applied leases=%s reason=%s", message.leases[:8], message.reason[:200])
                 elif type(message) is Revoke:
-                    self._revoked.add(message.lease)
-                    self._inbox.revoke(message.lease)
+                    self._revoke(message.lease)
                 elif type(message) is Drain:
                     self._activity = "draining"
                 elif type(message) is Refusal:
@@ -205,6 +205,12 @@ class Serving:
             logger.warning("coordinator stops, waiting for it to come back reason=%s", bye.reason[:300])
             return None
         raise RunFailed(bye.reason[:1000])
+
+    def _revoke(self, lease: int) -> None:
+        if self._inbox.revoke(lease):
+            self._send_nothing(lease)
+        elif lease == self._computing or any(type(i) is HeldLease and i.message.lease == lease for i in self._queue):
+            self._revoked.add(lease)  # otherwise its DONE is on its way
 
     # -- computing -----------------------------------------------------------------------------------------
 
@@ -260,12 +266,16 @@ class Serving:
             lease = item.message
             if version.number < 0:
                 version = self._version
-            if lease.lease in self._revoked or lease.version != version.number:
+            if lease.lease in self._revoked:
+                self._soon(self._send_nothing, lease.lease)
+                continue
+            if lease.version != version.number:
                 continue
             self._block(item, version.loss_scale)
 
     def _block(self, item: HeldLease, loss_scale: float) -> None:
         lease = item.message
+        self._computing = lease.lease
         began = self._clock()
         self._activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
         task = Task(
@@ -310,9 +320,9 @@ class Serving:
                 engine.release(vector)
 
         if lease in self._revoked:
+            # The work was in vain; the coordinator is told, since it may wonder whether we are still here.
             self._revoked.discard(lease)
-            release()
-            return
+            together = []
         for bucket, vector in together:
             self._send_result(lease, bucket, vector)
         done = Done(
@@ -321,6 +331,11 @@ class Serving:
         )  # fmt: skip
         self.outbox.post(encode(done), sent=release)
         self.leases_done += 1
+
+    def _send_nothing(self, lease: int) -> None:
+        """Answer a REVOKE of a lease that was not begun."""
+        self._revoked.discard(lease)
+        self.outbox.post(encode(Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
 
     def _send_failed(self, lease: int, error: LeafError) -> None:
         logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)

@@ -1,0 +1,288 @@
+"""What becomes of leases: backups, deadlines, late results, links that stall. The coordinator is real, the workers do
+what the test says, frame by frame, on a clock that only the test moves."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.scripted import LEAVES, Run, Scripted, ready, scripted, settle
+
+from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.telemetry.events import WorkerLeft
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Done, Drain, Lease, Verdict, VerdictCode
+
+BUCKETS = 4
+
+
+async def first_step(run: Run, *workers: Scripted) -> None:
+    """Every worker gets to know its pace: step 0 is computed in turn, a hundredth of a second a leaf."""
+    turn = {worker: 0 for worker in workers}
+    while run.training.version == 0 and not run.training.ledger.complete(0):
+        for worker, number in turn.items():
+            leases = [lease for lease in worker.all(Lease) if lease.step == 0]
+            if number < len(leases):
+                run.now += 0.01 * len(leases[number].samples)
+                await worker.compute(leases[number])
+                turn[worker] += 1
+                if 0 not in run.training.ledger.open_steps or run.training.ledger.complete(0):
+                    break
+        await settle(2)
+        if 0 not in run.training.ledger.open_steps:
+            break
+    await run.commits(1)
+    for worker in workers:
+        await worker.version(1)
+
+
+def held(worker: Scripted, step: int) -> list[Lease]:
+    """Its open leases of a step."""
+    return [lease for lease in worker.all(Lease) if lease.step == step and worker.run.training.ledger.get(lease.lease)]
+
+
+async def finish(run: Run, worker: Scripted, step: int) -> None:
+    """Compute whatever this worker holds of a step until it holds nothing."""
+    while mine := held(worker, step):
+        await worker.compute(mine[0])
+
+
+async def stuck_and_idle(run: Run) -> tuple[Scripted, Scripted, Lease]:
+    """Two workers; of step 1 there is one lease left, which the first holds and does not compute."""
+    stuck, idle = await run.worker("stuck"), await run.worker("idle")
+    await first_step(run, stuck, idle)
+    await finish(run, idle, 1)
+    (lease,) = held(stuck, 1)
+    assert not held(idle, 1)
+    return stuck, idle, lease
+
+
+async def test_a_late_lease_is_backed_up_by_a_worker_without_work():
+    async with scripted() as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        await run.pass_time(0.01)
+        assert not held(idle, 1)  # not late yet
+        await run.pass_time(2.0)
+        (backup,) = held(idle, 1)
+        assert (backup.start, backup.samples, run.training.dispatch.num_backups) == (lease.start, lease.samples, 1)
+        await idle.compute(backup)
+        await run.commits(2)
+        assert run.applied() == {2.0}
+        assert stuck.revoked() == [lease.lease]
+        await stuck.compute(lease)  # too late, and harmless
+        (verdict,) = [v for v in stuck.all(Verdict) if lease.lease in v.leases]
+        assert verdict.code == VerdictCode.DUPLICATE
+        assert run.applied() == {2.0}
+        assert run.training.results.leaves_in_vain == len(lease.samples)
+        assert not stuck.ended()
+
+
+async def test_both_halves_of_a_contested_block_count_once():
+    """The first sends one bucket, the backup the other: the block is done with the first DONE that finds it whole."""
+    async with scripted() as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        await stuck.send(lease, 0)
+        await run.pass_time(2.0)
+        (backup,) = held(idle, 1)
+        await idle.send(backup, *range(BUCKETS))  # bucket 0 is there already
+        await stuck.done(lease)
+        await run.commits(2)
+        assert run.applied() == {2.0}
+        assert idle.revoked() == [backup.lease]
+
+
+async def test_a_backup_does_not_write_where_the_first_is_writing():
+    """The first stops in the middle of a bucket; the backup's copy of it is turned away and its DONE finishes nothing.
+    When the first's link ends, the block is leased again, with the slots that are filled."""
+    async with scripted() as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        chunks = stuck.result(lease, 0)
+        await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
+        await settle()
+        assert stuck.session.receiving == lease.lease
+        await run.pass_time(2.0)
+        (backup,) = held(idle, 1)
+        await idle.compute(backup)
+        (verdict,) = [v for v in idle.all(Verdict) if backup.lease in v.leases]
+        assert verdict.code == VerdictCode.DUPLICATE
+        assert run.training.version == 1
+        stuck.link.abort()
+        await settle()
+        (again,) = held(idle, 1)
+        assert run.training.ledger.missing(again.lease) == [0]
+        await idle.compute(again)
+        await run.commits(2)
+        assert run.applied() == {2.0}
+
+
+async def test_an_overdue_lease_goes_to_another_and_its_result_is_stale():
+    """A worker that was stopped for longer than its deadline costs that one lease."""
+    async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=60.0) as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        await run.pass_time(4.9)
+        assert held(stuck, 1) == [lease]
+        await run.pass_time(0.2)
+        assert stuck.revoked() == [lease.lease]
+        assert not held(stuck, 1)  # it costs one lease, not one after the other
+        await finish(run, idle, 1)
+        await run.commits(2)
+        assert not held(stuck, 2)
+        await stuck.compute(lease)
+        assert [v.code for v in stuck.all(Verdict) if lease.lease in v.leases] == [VerdictCode.STALE]
+        assert run.applied() == {2.0}
+        assert run.training.results.refused == {VerdictCode.STALE: 1}
+        assert held(stuck, 2)  # it has shown that it lives
+
+
+async def test_the_only_worker_may_take_its_time():
+    """Nobody else could do it sooner, and what it takes is learned: a deadline too short is no livelock."""
+    async with scripted(silence_s=1e6) as run:
+        lone = await run.worker("lone")
+        await first_step(run, lone)
+        (lease,) = held(lone, 1)
+        await run.pass_time(1000.0)
+        assert held(lone, 1) == [lease]
+        other = await run.worker("other")
+        await run.pass_time(0.1)
+        assert lone.revoked() == [lease.lease]
+        await lone.compute(lease)
+        assert run.training.pacing.deadline_s("lone", 1) >= 1000.0
+        assert other
+
+
+async def test_a_result_in_the_middle_at_its_deadline_ends_the_link():
+    async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=60.0) as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        chunks = stuck.result(lease, 1)
+        await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
+        await settle()
+        await run.pass_time(6.0)
+        assert stuck.ended()
+        (again,) = held(idle, 1)
+        await idle.compute(again)
+        await run.commits(2)
+        assert run.applied() == {2.0}
+
+
+async def test_a_repeated_done_is_a_duplicate():
+    """A submission is idempotent: the same frames again change nothing."""
+    async with scripted() as run:
+        worker = await run.worker("a")
+        lease = await worker.lease()
+        for _ in range(3):
+            await worker.compute(lease)
+        codes = [v.code for v in worker.all(Verdict) if lease.lease in v.leases]
+        assert codes == [VerdictCode.DUPLICATE] * 2
+        number = 1
+        while run.training.version < 1:
+            await worker.compute(await worker.lease(number))
+            number += 1
+            if run.training.ledger.complete(0):
+                await run.commits(1)
+        assert run.applied() == {1.0}
+
+
+async def test_leases_of_another_term_have_other_numbers():
+    numbers = []
+    for term in (1, 2):
+        async with scripted(term=term) as run:
+            numbers.append((await (await run.worker("a")).lease()).lease)
+    assert numbers == [(1 << 32) + 1, (2 << 32) + 1]
+    async with scripted(term=3) as run:
+        worker = await run.worker("a")
+        await worker.link.send(encode(Done(numbers[0], (1.0,), (), (), (), (), 0, 0.0, 0.0)))
+        await settle()
+        assert [v.code for v in worker.all(Verdict)] == [VerdictCode.STALE]
+
+
+async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped():
+    """It joins and reads no byte from then on, but goes on sending heartbeats."""
+    async with scripted(credit_bytes=0) as run:
+        deaf = await run.worker("deaf", ready=False, limit_bytes=4096)
+        deaf.link._stream.inbound.frozen = True
+        await deaf.link.send(ready(run))
+        await settle()
+        assert run.training.ledger.num_held("deaf") == 1
+        for _ in range(12):
+            await deaf.beat()
+            await run.pass_time(1.0)
+        assert not deaf.ended()
+        await deaf.beat()
+        await run.pass_time(1.5)
+        assert deaf.ended()
+        (left,) = [event for event in run.events if isinstance(event, WorkerLeft)]
+        assert "taken nothing" in left.reason
+        assert run.training.ledger.free_leaves(0) == LEAVES
+
+
+async def test_a_slow_reader_is_not_a_dead_one():
+    async with scripted() as run:
+        slow = await run.worker("slow", ready=False, limit_bytes=1024)
+        slow.link._stream.inbound.frozen = True
+        await slow.link.send(ready(run))
+        await settle()
+        for _ in range(40):
+            await slow.beat()
+            await run.pass_time(1.0)
+            slow.link._stream.inbound.data.clear()  # a kilobyte has got through
+            slow.link._stream.inbound.changed()
+            await settle()
+        assert not slow.ended()
+
+
+async def test_a_late_connection_does_not_push_out_a_newer_one():
+    """The same worker connected twice; the older connection's READY comes last."""
+    async with scripted() as run:
+        older = await run.worker("a", ready=False)
+        newer = await run.worker("a")
+        await older.ready()
+        assert older.ended()
+        assert not newer.ended()
+        assert run.training.sessions["a"] is newer.session
+
+
+async def test_a_newer_connection_takes_the_place_of_a_half_open_one():
+    async with scripted() as run:
+        older = await run.worker("a")
+        lease = await older.lease()
+        newer = await run.worker("a")
+        assert older.ended()
+        again = await newer.lease()
+        assert (again.start, again.lease != lease.lease) == (lease.start, True)
+
+
+async def test_who_never_becomes_ready_loses_the_place():
+    async with scripted(join_s=30.0) as run:
+        slow = await run.worker("slow", ready=False)
+        for _ in range(29):
+            await slow.beat()
+            await run.pass_time(1.0)
+        assert not slow.ended()
+        await slow.beat()
+        await run.pass_time(1.0)
+        assert slow.ended()
+
+
+async def test_a_drain_keeps_the_lease_under_way_and_returns_the_other():
+    async with scripted(pacing=PacingConfig(leases_ahead=2, target_lease_s=0.0, min_lease_s=0.0)) as run:
+        worker = await run.worker("a")
+        first, second = await worker.lease(0), await worker.lease(1)
+        await worker.send(first, *range(BUCKETS))
+        await worker.link.send(encode(Drain("spot notice", 0.0)))
+        await settle()
+        assert worker.revoked() == [second.lease]
+        assert run.training.ledger.get(first.lease) is not None
+        await worker.done(first)
+        assert worker.said_goodbye()
+        assert (run.training.ledger.num_open, run.training.results.leaves_in_vain) == (0, 0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+async def test_a_backup_waits_for_its_factor(factor: float):
+    async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=factor, min_backup_s=0.001)) as run:
+        _, idle, lease = await stuck_and_idle(run)
+        late_s = run.training.pacing.late_s("stuck", len(lease.samples), ["stuck", "idle"])
+        assert late_s is not None
+        began = run.training.ledger.began_at(run.training.ledger.get(lease.lease))
+        await run.pass_time(began + late_s - run.now - 0.0005)
+        assert not held(idle, 1)
+        await run.pass_time(0.001)
+        assert len(held(idle, 1)) == 1

@@ -1,0 +1,210 @@
+"""A real ``Training`` whose clock stands until a test moves it, and workers that do what a test tells them, frame by
+frame. The model's gradient is one for every parameter and sample: each step lowers every parameter by exactly one where
+each leaf was applied once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.preparation import Prepared, prepare
+from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.training import Training
+from w5xde_async.errors import LinkLost
+from w5xde_async.job import Job
+from w5xde_async.net.memory import memory_pair
+from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.telemetry.events import Bus, Event
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.messages import Bye, Done, Heartbeat, Lease, Message, Params, Ready, Result, Revoke, Welcome
+from w5xde_async.worker.joining import join
+
+_M = TypeVar("_M", bound=Message)
+
+LEAVES = 4
+
+
+def job() -> Job:
+    """Two buckets, four leaves a step, plain SGD with a learning rate of one."""
+    data = torch.arange(8.0).reshape(8, 1)
+    return Job(
+        model=lambda: nn.Linear(1, 20_000),
+        dataset=TensorDataset(data, data),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+        batch_size=LEAVES,
+        microbatch_size=1,
+        max_steps=6,
+    )
+
+
+async def settle(rounds: int = 40) -> None:
+    """Let everything run that can."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+def ready(run: Run) -> list[Any]:
+    """The frame with which a worker asks for work."""
+    return encode(Ready(run.prepared.layout.fingerprint, "cpu", "test", 1, "0"))
+
+
+class Run:
+    """The coordinator's side. ``now`` is its clock."""
+
+    def __init__(self, *, term: int = 1, **config: Any) -> None:
+        self.now = 1000.0
+        self.events: list[Event] = []
+        bus = Bus()
+        bus.subscribe(self.events.append)
+        pacing = config.pop("pacing", PacingConfig(leases_ahead=1, target_lease_s=0.0, min_lease_s=0.0))
+        self.config = CoordinatorConfig(bucket_bytes=64 << 10, pacing=pacing, **config)
+        self.prepared: Prepared = prepare(job(), self.config, None, lambda: "0" * 16)
+        prepared, made = self.prepared, job()
+        self.start = [view.clone() for view in prepared.state.views]
+        welcome = Welcome(
+            prepared.run_id, "scripted", term, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
+            prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s,
+        )  # fmt: skip
+        self.training = Training(
+            sampler=prepared.sampler, loader=Loader(made, prepared.sampler), layout=prepared.layout,
+            state=prepared.state, rule=prepared.rule, welcome=welcome, config=self.config, bus=bus, first_step=0,
+            total_steps=6, clock=lambda: self.now,
+        )  # fmt: skip
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._incarnation = 0
+
+    async def pass_time(self, seconds: float) -> None:
+        """Move the clock, tick, let everything react."""
+        self.now += seconds
+        self.training.tick(self.now)
+        await settle()
+
+    def task(self, coroutine: Any) -> asyncio.Task[Any]:
+        self._tasks.append(asyncio.create_task(coroutine))
+        return self._tasks[-1]
+
+    async def worker(self, worker_id: str, *, ready: bool = True, limit_bytes: int = 1 << 20) -> Scripted:
+        """A worker that has joined (``ready``) or has only been let in."""
+        near, far = memory_pair(limit_bytes=limit_bytes)
+        self._incarnation += 1
+        session = Session(near, self.training, token="", handshake_s=10.0, incarnation=self._incarnation)
+        self.task(session.run())
+        made = Scripted(self, far, session, worker_id)
+        await join(far, worker_id=worker_id, name=worker_id, token="", terms={})
+        if ready:
+            await made.ready()
+        return made
+
+    async def commits(self, version: int) -> None:
+        """Wait for a commit, in rounds of the loop and of the aggregator's thread."""
+        async with asyncio.timeout(5):
+            while self.training.version < version:  # noqa: ASYNC110 - a thread's work has no event here
+                await asyncio.sleep(0.001)
+
+    def applied(self) -> set[float]:
+        """How often each parameter was lowered by one."""
+        return {
+            round(value, 6)
+            for view, start in zip(self.prepared.state.views, self.start, strict=True)
+            for value in (start - view).flatten().tolist()
+        }
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.training.aclose()
+
+
+class Scripted:
+    """The worker's side."""
+
+    def __init__(self, run: Run, link: Any, session: Session, worker_id: str) -> None:
+        self.run, self.link, self.session, self.worker_id = run, link, session, worker_id
+        self.seen: list[Message] = []
+
+    async def ready(self) -> None:
+        await self.link.send(ready(self.run))
+        self.run.task(self._read())
+        await settle()
+
+    async def _read(self) -> None:
+        def accept(message: Message, specs: tuple[BufferSpec, ...]) -> list[memoryview]:
+            return [memoryview(bytearray(spec.nbytes)) for spec in specs]
+
+        while True:
+            try:
+                self.seen.append((await self.link.recv(accept)).message)
+            except LinkLost:
+                return
+
+    def all(self, kind: type[_M]) -> list[_M]:
+        return [message for message in self.seen if isinstance(message, kind)]
+
+    async def lease(self, number: int = 0) -> Lease:
+        """Its ``number``-th lease."""
+        async with asyncio.timeout(5):
+            while len(self.all(Lease)) <= number:  # noqa: ASYNC110 - the loader's thread has no event here
+                await asyncio.sleep(0.001)
+        return self.all(Lease)[number]
+
+    async def version(self, version: int) -> None:
+        async with asyncio.timeout(5):
+            while not any(params.version >= version for params in self.all(Params)):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    def result(self, lease: Lease, bucket: int) -> list[Any]:
+        """The frame of a bucket: ones, for each sample."""
+        layout = self.run.prepared.layout
+        numel = layout.result_buckets[bucket].numel
+        data = torch.full((numel,), float(sum(lease.samples))).numpy().tobytes()
+        return encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
+
+    async def send(self, lease: Lease, *buckets: int) -> None:
+        for bucket in buckets:
+            await self.link.send(self.result(lease, bucket))
+        await settle()
+
+    async def done(self, lease: Lease) -> None:
+        losses = tuple(1.0 for _ in lease.samples)
+        await self.link.send(encode(Done(lease.lease, losses, (), (), (), (), 0, 0.01, 0.0)))
+        await settle()
+
+    async def compute(self, lease: Lease) -> None:
+        """The whole of a lease."""
+        await self.send(lease, *range(len(self.run.prepared.layout.result_buckets)))
+        await self.done(lease)
+
+    async def beat(self) -> None:
+        await self.link.send(encode(Heartbeat("here")))
+        await settle()
+
+    def ended(self) -> bool:
+        return self.session.ended.is_set()
+
+    def revoked(self) -> list[int]:
+        return [message.lease for message in self.all(Revoke)]
+
+    def said_goodbye(self) -> bool:
+        return bool(self.all(Bye))
+
+
+@asynccontextmanager
+async def scripted(**config: Any) -> AsyncIterator[Run]:
+    run = Run(**config)
+    training = run.task(run.training.run())
+    await settle()
+    try:
+        yield run
+    finally:
+        training.cancel()
+        await run.aclose()

@@ -1,0 +1,65 @@
+"""What waits to be sent: order, what is overtaken, what is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from w5xde_async.net.memory import memory_pair
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Heartbeat
+
+
+def frame(text: str) -> list[bytes]:
+    return encode(Heartbeat(text))  # type: ignore[return-value]
+
+
+async def test_an_unsent_lease_can_be_taken_back():
+    near, far = memory_pair()
+    outbox = Outbox(near)
+    outbox.post(frame("before"))
+    outbox.post(frame("lease 7"), lease=7)
+    outbox.post(frame("lease 8"), lease=8)
+    assert outbox.lease_bytes == 2 * len(frame("lease 7")[0])
+    assert outbox.withdraw(7)
+    assert not outbox.withdraw(7)
+    sending = asyncio.create_task(outbox.run())
+    texts = [(await far.recv()).message.activity for _ in range(2)]  # type: ignore[attr-defined]
+    assert texts == ["before", "lease 8"]
+    assert (outbox.lease_bytes, outbox.withdraw(8), outbox.idle) == (0, False, True)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    near.abort()
+    far.abort()
+
+
+async def test_what_is_being_sent_still_counts():
+    """A peer that reads nothing leaves the outbox busy although its queue is empty."""
+    near, far = memory_pair(limit_bytes=8)
+    outbox = Outbox(near)
+    outbox.post(frame("much longer than the pipe"), lease=1)
+    sending = asyncio.create_task(outbox.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not outbox.idle
+    assert 0 < near.bytes_sent < len(frame("much longer than the pipe")[0])
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    near.abort()
+    far.abort()
+
+
+async def test_versions_overtake_each_other():
+    near, far = memory_pair()
+    outbox = Outbox(near)
+    for version in (1, 2):
+        outbox.supersede(version)
+        outbox.post(frame(f"version {version}"), version=version)
+        outbox.post(frame(f"other {version}"))
+    sending = asyncio.create_task(outbox.run())
+    texts = [(await far.recv()).message.activity for _ in range(3)]  # type: ignore[attr-defined]
+    assert texts == ["other 1", "version 2", "other 2"]
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    near.abort()
+    far.abort()
