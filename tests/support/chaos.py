@@ -20,14 +20,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.support.processes import ROOT, Event, Program
-from tests.support.proxy import ProxyThread
+from tests.support.proxy import FaultProxy, ProxyThread
 
 COORDINATOR, WORKER = "tests.support.watched", "w5xde_async.worker"
 
@@ -40,9 +40,9 @@ class Action:
     stop    SIGSTOP to a worker, SIGCONT after ``seconds``
     drain   SIGTERM to a worker; a new one is started
     crash   SIGKILL to the coordinator; the same command is started again
-    reset   RST on every connection that goes through the proxy
-    hold    nothing passes the proxy in one direction for ``seconds``
-    lag     50 ms more and 50 ms of jitter through the proxy for ``seconds``
+    reset   RST on the connection of a worker behind a proxy
+    hold    nothing passes a proxy in one direction for ``seconds``
+    lag     50 ms of delay and 50 ms of jitter through a proxy, each way, for ``seconds``
     """
 
     kind: str
@@ -77,7 +77,7 @@ def per_minute(seed: int, rates: Mapping[str, float], span_s: float, *, seconds:
 class Process(Program):
     """A Program whose events carry when they were read (``read_at``, of time.monotonic), and which can be polled."""
 
-    name = ""
+    name = "coordinator"
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -185,7 +185,7 @@ class Stage:
         environment: Sequence[Mapping[str, str]] = (),
         keep_files: bool = False,
     ) -> None:
-        """``proxied`` of the workers connect through a fault proxy; ``environment[n]`` is more of worker n's."""
+        """The first ``proxied`` workers have a fault proxy each; ``environment[n]`` is more of worker n's."""
         self.job, self.run_dir, self.num_workers, self.leaf_s, self.seed = job, run_dir, workers, leaf_s, seed
         self.flags, self.worker_flags, self.num_proxied = flags, worker_flags, proxied
         self.keep, self.environment = frozenset(keep), environment
@@ -193,7 +193,7 @@ class Stage:
         self.record = Record()
         self.workers: dict[int, Process] = {}  # live ones, by place
         self.coordinator: Process
-        self.proxy: ProxyThread | None = None
+        self.proxies: list[ProxyThread] = []  # by place
         self._all: list[Process] = []
         self._num_started = 0
         self._random = random.Random(f"{seed}:targets")
@@ -206,8 +206,8 @@ class Stage:
 
     def __enter__(self) -> Stage:
         try:
-            if self.num_proxied:
-                self.proxy = ProxyThread(("127.0.0.1", self.port), seed=self.seed)
+            for place in range(self.num_proxied):
+                self.proxies.append(ProxyThread(("127.0.0.1", self.port), seed=self.seed + place))
             self.start_coordinator()
             for place in range(self.num_workers):
                 self.start_worker(place)
@@ -219,8 +219,8 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         for process in self._all:
             process.close()
-        if self.proxy is not None:
-            self.proxy.close()
+        for proxy in self.proxies:
+            proxy.close()
         if not self._keep_files:
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
@@ -238,8 +238,8 @@ class Stage:
         return started
 
     def start_worker(self, place: int) -> Process:
-        """A new worker at ``place``; the first ``proxied`` places connect through the proxy."""
-        port = self.proxy.port if self.proxy is not None and place < self.num_proxied else self.port
+        """A new worker at ``place``, through the proxy of that place if it has one."""
+        port = self.proxies[place].port if place < len(self.proxies) else self.port
         more = self.environment[place] if place < len(self.environment) else {}
         self._num_started += 1
         name = f"worker-{self._num_started}"
@@ -288,6 +288,24 @@ class Stage:
                 if self.act(action):
                     waiting.remove(action)
 
+    def until(self, holds: Callable[[], object], what: str, timeout_s: float = 60.0) -> float:
+        """Go on until ``holds()``; how many seconds that took. AssertionError where it takes ``timeout_s``."""
+        began = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began < timeout_s, f"not within {timeout_s:.0f} s: {what}\n{self.last_words()}"
+            for event in self.coordinator.poll(0.02):
+                self._note(event)
+            self._look_after()
+        return time.monotonic() - began
+
+    def kept(self, kind: str, *parts: str) -> list[Event]:
+        """Events of a kind that were kept, whose text (all fields) has every one of ``parts``."""
+        return [
+            event
+            for event in self.record.kept
+            if event.get("event") == kind and all(part in json.dumps(event) for part in parts)
+        ]
+
     def finish(self, timeout_s: float = 30.0) -> Record:
         """After the run's end: continue who is stopped, wait for everybody. AssertionError for a wrong exit code.
 
@@ -305,7 +323,7 @@ class Stage:
         for process in (*self.workers.values(), *self._leaving):
             code = process.finish(timeout_s)
             assert code == 0, f"a worker's exit code is {code}: {''.join(process.text[-10:])}"
-            self._keep(process.events)
+            self._keep(process.events, process.name)
             process.events.clear()
         return self.record
 
@@ -375,20 +393,23 @@ class Stage:
         self._later.append((time.monotonic() + seconds, go_on))
 
     def _disturb(self, action: Action) -> bool:
-        proxy = self.proxy
-        if proxy is None or not proxy.call(lambda one: one.num_connections):
+        connected = [proxy for proxy in self.proxies if proxy.call(lambda one: one.num_connections)]
+        if not connected:
             return False
-        name = self._random.choice(("up", "down"))
+        proxy, up = self._random.choice(connected), self._random.random() < 0.5
+
+        def begin(one: FaultProxy) -> None:
+            if action.kind == "reset":
+                one.reset()
+            elif action.kind == "hold":
+                (one.up if up else one.down).hold()
+            else:
+                one.up.delay_s = one.up.jitter_s = one.down.delay_s = one.down.jitter_s = 0.05
+
+        proxy.call(begin)
         self.record.fired[action.kind] += 1
-        if action.kind == "reset":
-            proxy.call(lambda one: one.reset())
-        elif action.kind == "hold":
-            proxy.call(lambda one: getattr(one, name).hold())
-            self._later.append((time.monotonic() + action.seconds, lambda: proxy.call(lambda one: one.heal())))
-        else:
-            for flow in ("up", "down"):
-                proxy.call(lambda one, flow=flow: vars(getattr(one, flow)).update(delay_s=0.05, jitter_s=0.05))
-            self._later.append((time.monotonic() + action.seconds, lambda: proxy.call(lambda one: one.heal())))
+        if action.kind != "reset":
+            self._later.append((time.monotonic() + action.seconds, lambda: proxy.call(FaultProxy.heal)))
         return True
 
     # -- inner ---------------------------------------------------------------------------------------------
@@ -406,7 +427,7 @@ class Stage:
     def _look_after(self) -> None:
         """Collect what workers say; one that ended by itself, and not because the run had, is a failure."""
         for place, process in tuple(self.workers.items()):
-            self._keep(process.poll())
+            self._keep(process.poll(), process.name)
             if (code := process.process.poll()) is not None:
                 assert code == 0, f"worker {place} ended with {code}: {''.join(process.text[-10:])}"
         for process in tuple(self._leaving):
@@ -429,11 +450,11 @@ class Stage:
             self._members.discard(event["name"])
         self._keep([event])
 
-    def _keep(self, events: Iterable[Event]) -> None:
-        self.record.kept += [event for event in events if event.get("event") in self.keep]
+    def _keep(self, events: Iterable[Event], by: str = "coordinator") -> None:
+        self.record.kept += [event | {"by": by} for event in events if event.get("event") in self.keep]
 
     def _retire(self, process: Process) -> None:
-        self._keep(process.poll())
+        self._keep(process.poll(0.1), process.name)
         process.close()
         self._all.remove(process)
 
@@ -459,6 +480,16 @@ def free_port() -> int:
 
 
 _given: set[int] = set()
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def show(figure: str) -> None:
+    """A figure that a test has measured (``pytest -rA`` shows it)."""
+    sys.stdout.write(figure + "\n")
 
 
 def knows(flag: str) -> bool:
