@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError, UsageError
 from w5xde_async.store import failpoints
-from w5xde_async.store.failpoints import arm, disarm, failpoint
+from w5xde_async.store.failpoints import FAILPOINTS, arm, disarm, failpoint
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.journal import Entry, Gap, Journal, Position, Replay
 from w5xde_async.store.state import JSON
@@ -508,6 +509,12 @@ def test_a_failpoint_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="NAME=ACTION"):
         arm(text)
     assert not failpoints._armed
+
+
+def test_every_failpoint_stands_in_the_code_and_in_the_table() -> None:
+    source = Path(failpoints.__file__).parents[1]
+    code = "".join(path.read_text() for path in source.rglob("*.py") if path.name != "failpoints.py")
+    assert set(re.findall(r'failpoint\("([^"]+)"', code)) == set(FAILPOINTS)
 
 
 def test_half_a_write_reaches_the_file(tmp_path: Path) -> None:

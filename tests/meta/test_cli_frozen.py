@@ -12,7 +12,7 @@ COORDINATOR = """
 --max-steps --epochs --max-time --evaluate --no-evaluate --max-leaf-failures
 --host --port --token-file --heartbeat --silence --bucket-size --bulk-threads
 --workers --worker-threads --min-workers --max-workers --grace
---name --run-dir --checkpoint-every --keep-checkpoints --resume
+--name --run-dir --checkpoint-every --keep-checkpoints --durability --resume
 --loader-threads --loader-processes --prefetch-leaves
 --threads --loop --log --log-format --config
 """

@@ -16,6 +16,7 @@ from typing import Any
 from w5xde_async.__main__ import attach, launch, signals
 from w5xde_async.errors import ExitCode, W5xdeError
 from w5xde_async.settings import CoordinatorSettings, to_mapping
+from w5xde_async.store.failpoints import arm
 
 __all__ = ["main"]
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
 
 def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
     config = settings.coordinator_config(token)
+    arm(os.environ.get("W5XDE_FAILPOINTS", ""))
     assert settings.job is not None
     reference = settings.job
 

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import UpdateFailed
-from w5xde_async.params.flat import FlatState
+from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Reducer, VectorPool
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block, Frontier, Merge
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.messages import Done
 
@@ -62,6 +63,9 @@ class StepState:
     untouched: set[int] | None = None
     applied: dict[Session, list[int]] = field(default_factory=dict)
     reduce_s: float = 0.0
+    root: ResultVector | None = None  # a copy of the sum as the rule got it, and which buckets are in it
+    present: list[bool] = field(default_factory=list)
+    copy_s: float = 0.0
 
     @property
     def samples(self) -> list[int]:
@@ -99,6 +103,7 @@ class Aggregator:
         self._clock = clock
         self.layout, self.state, self.rule = layout, state, rule
         self.step: StepState | None = None
+        self.keep: VectorPool | None = None  # where a copy of each step's sum comes from, where one is wanted
         self.torn = False  # an update broke off: the parameters are not those of any version
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
         self._last: Future[Any] | None = None
@@ -145,7 +150,14 @@ class Aggregator:
             self._add(arrivals)
             began = self._clock()
             root, present = self._reducer.root()
+            if self.keep is not None:  # before the rule, which works in place
+                step.root, step.present = self.keep.take(), present
+                step.root.memory.copy_(root.memory)
+                step.copy_s = self._clock() - began
+                began += step.copy_s
+            failpoint("apply.before")
             applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
+            failpoint("apply.after")
             apply_s = self._clock() - began
             return applied
 

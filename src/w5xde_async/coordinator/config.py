@@ -23,6 +23,8 @@ class CoordinatorConfig:
     max_time_s              stop, with a checkpoint, after that long
     checkpoint_every        steps between checkpoints; one is always written at the end
     keep_checkpoints        how many are kept
+    durability              ``checkpoint``: a crash goes back to the newest checkpoint; ``journal``: every step is on
+                            the disk before it counts, and a crash goes back to none
     resume                  ``auto``: go on from the newest whole checkpoint; ``never``: start afresh, the old run is
                             set aside; a path: go on from that checkpoint
     bucket_bytes            the unit on the wire and in the reducer
@@ -49,6 +51,7 @@ class CoordinatorConfig:
     max_time_s: float | None = None
     checkpoint_every: int = 500
     keep_checkpoints: int = 3
+    durability: str = "checkpoint"
     resume: str = "auto"
     bucket_bytes: int = 4 << 20
     loader_threads: int = 1
@@ -81,6 +84,10 @@ class CoordinatorConfig:
             need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; give seconds > 0")
         need(self.credit_bytes >= 0, f"credit_bytes is {self.credit_bytes}; give a number >= 0")
         need(self.grace_s >= 0, f"grace_s is {self.grace_s}; give seconds >= 0")
+        need(
+            self.durability in ("checkpoint", "journal"),
+            f"durability is {self.durability!r}; give checkpoint or journal",
+        )
         need(self.min_workers <= self.max_workers, "min_workers is more than max_workers")
         need(self.silence_s > self.heartbeat_s, "silence_s must be longer than heartbeat_s")
         need(64 << 10 <= self.bucket_bytes <= 1 << 30, "bucket_bytes lies between 64 KiB and 1 GiB")

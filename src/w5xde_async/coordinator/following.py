@@ -1,26 +1,30 @@
 """What follows a commit, off the step path: checkpoints and evaluations, each on a copy made between two commits.
 
 At most one of each is under way; a checkpoint that falls due meanwhile is made at the next commit, an evaluation is
-left out. A disk that fails does not end the run: it is said, and the next commit tries again.
+left out. A disk that fails does not end the run: it is said, once a minute as long as it lasts, and tried again every
+few seconds. A checkpoint counts only when all that led to it is on the disk too: its steps' lines of metrics.jsonl and,
+with a journal, their records.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
 from w5xde_async.coordinator.preparation import Prepared, record_of
 from w5xde_async.coordinator.training import Commit, Training
 from w5xde_async.errors import StoreError
 from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
-from w5xde_async.store.checkpoint import Record
+from w5xde_async.store.checkpoint import Record, SavedCheckpoint
+from w5xde_async.store.journal import Position
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Evaluated, Warned
 
 __all__ = ["Following"]
@@ -34,7 +38,9 @@ class Following:
         self.metrics: dict[str, float] = {}
         self.save_error: StoreError | None = None
         self.checkpoint_wanted = False
-        self._saved_step = prepared.first_step or -1
+        self.before_save: Callable[[], None] = lambda: None  # blocks; runs before a checkpoint is written
+        self._saved_step = prepared.saved_step
+        self._retry_at = self._remind_at = 0.0  # after a failure
         self._evaluated_step = -1
         self._saving: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
@@ -43,11 +49,12 @@ class Following:
 
     def on_commit(self, commit: Commit, tasks: asyncio.TaskGroup) -> None:
         """Runs before anything else can touch the parameters: what is submitted to the aggregator sees this version."""
-        due = self.checkpoint_wanted or commit.step % self._config.checkpoint_every == 0
+        due = self.checkpoint_wanted or commit.step % self._config.checkpoint_every == 0 or self._again()
         if due and self._prepared.store is not None:
             self.checkpoint_wanted = self._saving is not None and not self._saving.done()
             if not self.checkpoint_wanted:
-                self._saving = tasks.create_task(self._save(commit.step), name=f"checkpoint {commit.step}")
+                saving = self._save(commit.step, self._rotate(commit.step))
+                self._saving = tasks.create_task(saving, name=f"checkpoint {commit.step}")
         every = self._prepared.job.evaluate_every
         due = commit.last_of_epoch if every is None else commit.step % every == 0
         if due and self._prepared.evaluator is not None and (self._evaluating is None or self._evaluating.done()):
@@ -55,10 +62,13 @@ class Following:
 
     async def finish(self, *, evaluate: bool) -> None:
         """The run has ended: a last checkpoint, and the last evaluation where it is wanted."""
+        journaling = self._training.journaling
+        if journaling is not None:
+            await journaling.flush()
         version = self._training.version
         stands = version and not self._training.aggregator.torn
         if stands and self._prepared.store is not None and self._saved_step != version:
-            await self._save(version)
+            await self._save(version, self._rotate(version))
         if evaluate and self._prepared.evaluator is not None and self._evaluated_step != version:
             await self._evaluate(version)
 
@@ -66,7 +76,17 @@ class Following:
         """Wait for the evaluation's thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    async def _save(self, step: int) -> None:
+    def _again(self) -> bool:
+        """Whether a disk that failed is to be tried again."""
+        journaling = self._training.journaling
+        failed = self.save_error is not None and self._training.clock() >= self._retry_at
+        return failed or (journaling is not None and journaling.wants_checkpoint)
+
+    def _rotate(self, step: int) -> asyncio.Future[Position | None] | None:
+        journaling = self._training.journaling
+        return None if journaling is None else journaling.rotate(step)
+
+    async def _save(self, step: int, rotation: asyncio.Future[Position | None] | None) -> None:
         store = self._prepared.store
         assert store is not None
         loop = asyncio.get_running_loop()
@@ -76,15 +96,28 @@ class Following:
             began = time.perf_counter()
             return record_of(self._prepared, step, samples), time.perf_counter() - began
 
+        def write() -> tuple[SavedCheckpoint, int]:
+            self.before_save()
+            return store.save(record), min(store.steps())
+
         record, pause_s = await self._training.aggregator.submit(copy)
+        if rotation is not None:  # done when every step up to this one is in the journal
+            position = await rotation
+            record.meta["journal"] = None if position is None else [position.sequence, position.chain]
         try:
-            saved = await loop.run_in_executor(None, store.save, record)
+            saved, oldest = await loop.run_in_executor(None, write)
         except StoreError as error:
-            self.save_error, self.checkpoint_wanted = error, True
-            self._bus.publish(CheckpointFailed(step=step, reason=str(error)))
+            now = self._training.clock()
+            self._retry_at = now + RETRY_S
+            if self.save_error is None or now >= self._remind_at:
+                self._remind_at = now + REMIND_S
+                self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=max(self._saved_step, 0)))
+            self.save_error = error
             return
         self.save_error = None
         self._saved_step = max(self._saved_step, step)
+        if self._training.journaling is not None:
+            self._training.journaling.saved(step, oldest)
         self._bus.publish(
             CheckpointSaved(
                 step=step, path=str(saved.path), nbytes=saved.nbytes, pause_s=pause_s, seconds=saved.seconds
@@ -101,6 +134,8 @@ class Following:
         except Exception as error:
             self._bus.publish(Warned(text=f"evaluate raised {type(error).__name__}: {error}; the run goes on"))
             return
+        if self._training.journaling is not None:
+            await self._training.journaling.settled(step)
         self.metrics, self._evaluated_step = metrics, step
         self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))
 

@@ -6,9 +6,11 @@ Everything here blocks (it imports kernels, reads disks) and runs in an executor
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import CheckpointMismatch, JobError, MalformedFrame, UsageError
+from w5xde_async.coordinator.journaling import apply_entry
+from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, JobError, MalformedFrame, UsageError
 from w5xde_async.job import Job, build_model
-from w5xde_async.params.flat import FlatState
+from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler
-from w5xde_async.store.checkpoint import CheckpointStore, Record
+from w5xde_async.store.checkpoint import CheckpointStore, Record, Skipped
+from w5xde_async.store.failpoints import failpoint
+from w5xde_async.store.journal import Journal, Position, Replay
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.telemetry.records import number
 from w5xde_async.updates.sync import SyncRule
 
 __all__ = ["Prepared", "prepare", "record_of"]
@@ -48,6 +54,10 @@ class Prepared:
     total_steps: int
     samples: int
     notes: list[str]
+    saved_step: int = -1  # of the newest checkpoint that counts; -1: none
+    journal: Journal | None = None  # has begun, where the run keeps one
+    replayed: list[Mapping[str, object]] = field(default_factory=list)  # records for metrics.jsonl
+    loss: float | None = None  # of the last step that was replayed
 
 
 def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_id: Callable[[], str]) -> Prepared:
@@ -81,6 +91,8 @@ def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_
     if run_path is None:
         if config.resume not in ("auto", "never"):
             raise UsageError("resume names a checkpoint but there is no run directory")
+        if config.durability != "checkpoint":
+            raise UsageError(f"durability {config.durability} keeps files but there is no run directory")
         prepared.run_id = new_run_id()
         return prepared
     run_dir = RunDir.open(run_path, resume=config.resume != "never")
@@ -112,6 +124,7 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
     store = prepared.store = CheckpointStore(run_dir.checkpoints_path, keep=config.keep_checkpoints)
     store.sweep()
     record: Record | None = None
+    skipped: list[Skipped] = []
     if config.resume == "auto":
         record, skipped = store.latest()
         for passed in skipped:
@@ -124,11 +137,98 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
             )
     elif config.resume != "never":
         record = store.load(Path(config.resume))
+    # The bucket size is in the layout's own fingerprint; it may change from start to start.
+    entries = json.dumps(json.loads(prepared.layout.describe())["entries"]).encode()
+    fingerprint = hashlib.blake2b(entries, digest_size=16).hexdigest()
+    journal = Journal(run_dir.journal_path, run_id=run_dir.run_id, fingerprint=fingerprint)
+    journal.sweep()
     if record is not None:
         _restore(prepared, record, str(run_dir.path))
+    replay = _replay(prepared, record, journal, run_dir, config)
+    if record is not None:
+        if skipped:
+            prepared.notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
         prepared.notes.extend(f"{path} belongs to another course of the run" for path in
                               store.abandon_after(record.step))  # fmt: skip
+    if config.durability == "journal":
+        if record is None:
+            # What is replayed later must stand on something that can be compared with the job.
+            store.save(record_of(prepared, 0, 0))
+            prepared.saved_step = 0
+        journal.begin(prepared.first_step, run_dir.term + 1, replay)
+        prepared.journal = journal
+    elif journal.exists:
+        if prepared.first_step > prepared.saved_step:
+            store.save(record_of(prepared, prepared.first_step, prepared.samples))
+            prepared.saved_step = prepared.first_step
+        journal.remove()
+    # After the journal: a term that is stored has its segment.
     prepared.term = run_dir.next_term()
+
+
+def _replay(
+    prepared: Prepared, record: Record | None, journal: Journal, run_dir: RunDir, config: CoordinatorConfig
+) -> Replay | None:
+    """Apply what the journal has beyond ``record``, the checkpoint that is resumed. Raises CheckpointCorrupt."""
+    position = None if record is None else _position(record)
+    if config.resume != "auto" or not (journal.exists or (position and config.durability == "journal")):
+        if journal.exists:
+            prepared.notes.append(
+                f"the journal lies in {journal.set_aside()}: it leads on to another course of the run"
+            )
+        return None
+    replay = Replay(prepared.first_step)
+    try:
+        if record is None:
+            raise CheckpointCorrupt(str(run_dir.journal_path), "there is a journal but no checkpoint to begin at")
+        if journal.newest_term < run_dir.term:
+            reason = f"its newest segment is of term {journal.newest_term}, the last start was term {run_dir.term}"
+            raise CheckpointCorrupt(str(run_dir.journal_path), f"{reason}: segments are missing")
+        _apply_all(prepared, journal, position, replay)
+    except CheckpointCorrupt as error:
+        if config.durability == "journal":
+            raise
+        prepared.notes.append(f"the journal is damaged and was set aside in {journal.set_aside()}: {error}")
+        prepared.notes.append(f"the steps after {0 if record is None else record.step} are computed again")
+        prepared.replayed.clear()
+        if record is not None:
+            _restore(prepared, record, str(run_dir.path))
+        return None
+    failpoint("replay.after")
+    return replay
+
+
+def _apply_all(prepared: Prepared, journal: Journal, position: Position | None, replay: Replay) -> None:
+    began, base, notes = time.perf_counter(), prepared.first_step, prepared.notes
+    vector = ResultVector(prepared.layout)
+    differ = 0
+    for entry in journal.read(base, position, replay):
+        done = apply_entry(entry, prepared.layout, prepared.rule, vector)
+        differ += not done.same
+        prepared.replayed.append(done.line)
+        prepared.samples, prepared.loss = done.samples_applied, number(done.line.get("loss"))
+    prepared.first_step = replay.step
+    if replay.step > base:
+        seconds = time.perf_counter() - began
+        notes.append(f"{replay.step - base} steps after step {base} came from the journal, in {seconds:.1f} s")
+    if replay.torn_bytes:
+        notes.append(
+            f"the journal ends in {replay.torn_bytes} bytes of a step that was not committed; they are dropped"
+        )
+    if replay.gap is not None:
+        after, until = replay.gap.after, replay.gap.until
+        notes.append(f"steps {after + 1} to {until} are not in the journal (the disk failed) and are computed again")
+    if differ:
+        notes.append(
+            f"{differ} of the replayed steps have another gradient norm than at first: another machine, thread count "
+            "or library; the run goes on, its last bits may differ"
+        )
+
+
+def _position(record: Record) -> Position | None:
+    """Where the journal goes on after a checkpoint, if it says so."""
+    noted: Any = record.meta.get("journal")
+    return None if noted is None else Position(int(noted[0]), str(noted[1]))
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
@@ -182,7 +282,8 @@ def _restore(prepared: Prepared, record: Record, where: str) -> None:
         # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
         if ours.get(name) != value and not (prepared.rule.scheduler and name.endswith(("lr", "momentum", "betas"))):
             prepared.notes.append(f"the checkpoint's optimizer setting {name}={value} counts, not {ours.get(name)}")
-    prepared.first_step, prepared.samples = record.step, samples
+    prepared.first_step = prepared.saved_step = record.step
+    prepared.samples, prepared.loss = samples, None
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import Self
 import w5xde_async
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.following import Following
+from w5xde_async.coordinator.journaling import MOST_AHEAD, Journaling
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.session import Session
@@ -63,10 +64,13 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     """Most bytes that a coordinator holds for its workers, beside model, optimizer and the samples of two steps.
 
     Result vectors: one for each open block and, between them, at most log2(leaves) merged ones, never more than there
-    are leaves, and four spare; for each connection 256 KiB of read-ahead and one scratch bucket.
+    are leaves, and four spare; for each connection 256 KiB of read-ahead and one scratch bucket. With a journal also
+    the vectors of the steps that are not durable yet.
     """
     open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
     vectors = min(num_leaves, (open_blocks + 1) * max(1, num_leaves.bit_length())) + 4
+    if config.durability == "journal":
+        vectors += MOST_AHEAD
     per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
     return vectors * vector_bytes + config.max_workers * per_link
 
@@ -101,6 +105,7 @@ class Coordinator:
         self._recorder: Recorder | None = None
         self._bulk: ThreadPoolExecutor | None = None
         self._following: Following | None = None
+        self._journaling: Journaling | None = None
         self._main: asyncio.Task[RunResult] | None = None
         self._incarnations = 0
         self._began = 0.0
@@ -241,12 +246,19 @@ class Coordinator:
             first_step=prepared.first_step,
             total_steps=prepared.total_steps,
         )
-        self._training.samples_applied = prepared.samples
+        self._training.samples_applied, self._training.last_loss = prepared.samples, prepared.loss
+        if prepared.journal is not None:
+            self._journaling = Journaling(prepared.journal, prepared.layout, self.bus, step=prepared.first_step)
+            self._journaling.on_error = self._training.fail
+            self._training.journaling, self._training.aggregator.keep = self._journaling, self._journaling.pool
         self._following = Following(prepared, self._training, config, self.bus)
         if prepared.run_dir is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
-            self._recorder = Recorder(prepared.run_dir.metrics_path, resumed_step=prepared.first_step)
+            self._recorder = Recorder(
+                prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed
+            )
+            self._following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
         self._began = time.monotonic()
         self.bus.publish(self._started(prepared))
@@ -414,6 +426,10 @@ class Coordinator:
             await self._training.aclose()
         if self._following is not None:
             await self._following.aclose()
+        if self._journaling is not None:
+            await self._journaling.aclose()
+        elif self._prepared is not None and self._prepared.journal is not None:
+            await loop.run_in_executor(None, self._prepared.journal.close)
         if self._bulk is not None:
             await loop.run_in_executor(None, self._bulk.shutdown)
         if self._recorder is not None:

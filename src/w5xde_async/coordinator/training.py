@@ -21,6 +21,7 @@ from w5xde_async.coordinator.accounts import Accounts
 from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
+from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Place, Results
@@ -32,6 +33,7 @@ from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec
@@ -109,6 +111,7 @@ class Training:
         )
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
+        self.journaling: Journaling | None = None
         self.accounts = Accounts()
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
@@ -205,10 +208,18 @@ class Training:
         return False
 
     async def _commit(self) -> None:
-        step, applied, phases_s = await self.aggregator.commit()
         began = self.clock()
+        if self.journaling is not None:
+            await self.journaling.room()
+        waited = self.clock() - began
+        step, applied, phases_s = await self.aggregator.commit()
+        if self.journaling is not None:
+            phases_s["journal"] = waited + step.copy_s
+        began = self.clock()
+        failpoint("publish.before")
         self.version += 1
         self._publish(applied.changed, step.applied)
+        failpoint("publish.after")
         self.ledger.close(step.plan.step)
         self.loader.close_step(step.plan.step)
         self._note(step, applied, phases_s | {"publish": self.clock() - began})
@@ -231,28 +242,31 @@ class Training:
             self._warn(f"step {self.version} was skipped: its gradient is not finite")
         if self._nonfinite >= self.config.max_nonfinite_steps:
             self.fail(NonFinite(self.version, self._nonfinite))
-        if self.bus.active:
+        if self.bus.active or self.journaling is not None:
             sent, received = self.accounts.traffic(self.sessions.values())
             before, self._bytes_before = self._bytes_before, (sent, received)
-            self.bus.publish(
-                StepCommitted(
-                    step=self.version,
-                    epoch=plan.epoch,
-                    loss=loss,
-                    metrics={name: step.mean(values) for name, values in step.metrics.items()},
-                    samples=plan.num_samples,
-                    leaves=plan.num_leaves,
-                    learning_rate=applied.learning_rate,
-                    gradient_norm=applied.gradient_norm,
-                    loss_scale=self.rule.loss_scale,
-                    skipped=applied.skipped,
-                    seconds=seconds,
-                    num_workers=len(self.sessions),
-                    bytes_sent=sent - before[0],
-                    bytes_received=received - before[1],
-                    phases_s=phases_s,
-                )
+            event = StepCommitted(
+                step=self.version,
+                epoch=plan.epoch,
+                loss=loss,
+                metrics={name: step.mean(values) for name, values in step.metrics.items()},
+                samples=plan.num_samples,
+                leaves=plan.num_leaves,
+                learning_rate=applied.learning_rate,
+                gradient_norm=applied.gradient_norm,
+                loss_scale=self.rule.loss_scale,
+                skipped=applied.skipped,
+                seconds=seconds,
+                num_workers=len(self.sessions),
+                bytes_sent=sent - before[0],
+                bytes_received=received - before[1],
+                phases_s=phases_s,
             )
+            if self.journaling is not None:  # it publishes the event when the step is durable
+                self.journaling.append(self.version, step, event, self.samples_applied)
+            else:
+                self.bus.publish(event)
+                failpoint("commit.after")
         self.on_commit(Commit(step=self.version, last_of_epoch=self.version % self.sampler.steps_per_epoch == 0))
 
     def _warn(self, text: str) -> None:

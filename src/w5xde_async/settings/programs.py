@@ -31,6 +31,7 @@ Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^/\x00-\x1
 LogMode = Literal["silent", "normal", "verbose"]
 LogFormat = Literal["text", "json"]
 LoopKind = Literal["auto", "uvloop", "asyncio"]
+Durability = Literal["checkpoint", "journal"]
 
 _COORDINATOR, _WORKER = CoordinatorConfig(), WorkerConfig()
 _PRECEDENCE = """\
@@ -141,6 +142,10 @@ class CoordinatorSettings(Program):
     keep_checkpoints: AtLeast1 = setting(
         _COORDINATOR.keep_checkpoints, "how many are kept", group="files", accepts=_FROM_1
     )
+    durability: Durability = setting(
+        "checkpoint", "what a crash goes back to: the newest checkpoint, or, with a journal of every step, nothing",
+        group="files", metavar="HOW", accepts="checkpoint or journal",
+    )  # fmt: skip
     resume: Text = setting(
         _COORDINATOR.resume,
         "auto: go on from the newest checkpoint; never: start afresh and set the old run aside; or a checkpoint",
@@ -221,6 +226,7 @@ class CoordinatorSettings(Program):
             max_time_s=self.max_time,
             checkpoint_every=self.checkpoint_every,
             keep_checkpoints=self.keep_checkpoints,
+            durability=self.durability,
             resume=self.resume,
             bucket_bytes=self.bucket_size,
             loader_threads=self.loader_threads,
@@ -281,6 +287,10 @@ class WorkerSettings(Program):
     lifetime: Time | None = setting(
         None, "leave in good order after that long", group="the run", metavar="TIME", accepts=_SECONDS
     )
+    grace: Annotated[Duration, Field(ge=0, allow_inf_nan=False)] = setting(
+        _WORKER.grace_s, "asked to leave, finish the lease under way within that long or give it back",
+        group="the run", metavar="TIME", accepts="a time like 0, 10s or 5m", shown=f"{_WORKER.grace_s:g}s",
+    )  # fmt: skip
 
     device: Text = setting(
         _WORKER.device, "auto, cpu, cuda, cuda:N or mps", group="machine", metavar="DEVICE",
@@ -333,6 +343,7 @@ class WorkerSettings(Program):
             threads=self.threads,
             connect_timeout_s=self.connect_timeout,
             lifetime_s=self.lifetime,
+            grace_s=self.grace,
             inline_block_s=self.inline_block,
             memory_limit_bytes=_WORKER.memory_limit_bytes if self.memory_limit is None else self.memory_limit,
         )

@@ -103,7 +103,7 @@ class Journal:
     """The journal of one run: ``replay`` what is there, then ``begin``, then append."""
 
     def __init__(self, directory: Path, *, run_id: str, fingerprint: str, filesystem: Filesystem | None = None) -> None:
-        """``fingerprint`` is the layout's: the bytes of a record mean nothing under another one. Touches no disk."""
+        """``fingerprint`` is the model's: the bytes of a record mean nothing under another one. Touches no disk."""
         self._directory = directory
         self._run_id, self._fingerprint = run_id, fingerprint
         self._filesystem = filesystem or Filesystem()

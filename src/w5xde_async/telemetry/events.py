@@ -18,6 +18,8 @@ __all__ = [
     "CheckpointSaved",
     "Evaluated",
     "Event",
+    "JournalFailed",
+    "JournalRestored",
     "RunFinished",
     "RunStarted",
     "StepCommitted",
@@ -98,7 +100,8 @@ class Waiting(Event):
 class StepCommitted(Event):
     """One step is applied. ``step`` counts commits from 1; ``seconds`` is the time since the commit before.
 
-    ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish. Bytes are this step's.
+    ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish, journal (waiting for the disk and
+    copying). Bytes are this step's.
     """
 
     step: int
@@ -138,8 +141,28 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Event):
+    """No checkpoint of ``step`` could be written, the newest is of ``safe_step``. The run goes on and tries again."""
+
     step: int
     reason: str
+    safe_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalFailed(Event):
+    """The journal ends with ``step`` because the disk failed ``seconds`` ago: a crash goes back to a checkpoint."""
+
+    step: int
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalRestored(Event):
+    """The journal counts again, from the checkpoint of ``step``; ``seconds`` is how long it did not."""
+
+    step: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

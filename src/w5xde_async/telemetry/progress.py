@@ -27,6 +27,7 @@ from w5xde_async.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,
     Event,
+    JournalFailed,
     RunFinished,
     RunStarted,
     StepCommitted,
@@ -199,7 +200,7 @@ class Progress:
                 if isinstance(event, WorkerJoined | WorkerLeft):
                     self._num_workers = event.num_workers
                 text = wording.line(event, self._paint)
-                if text is not None and (not silent or isinstance(event, CheckpointFailed)):
+                if text is not None and (not silent or isinstance(event, CheckpointFailed | JournalFailed)):
                     self._screen.write(text)
 
     def _wait(self, reason: str) -> None:
@@ -218,7 +219,7 @@ class Progress:
         if isinstance(event, RunFinished):
             self.close()
         failed = isinstance(event, RunFinished) and event.outcome == "failed"
-        if self._config.mode != "silent" or failed or isinstance(event, Warned | CheckpointFailed):
+        if self._config.mode != "silent" or failed or isinstance(event, Warned | CheckpointFailed | JournalFailed):
             self._screen.write(self._dated(event))
 
     def _start(self, event: RunStarted) -> None:

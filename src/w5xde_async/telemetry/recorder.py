@@ -2,8 +2,9 @@
 
 ``recorder(event)`` only appends to a bounded buffer; the thread writes about once per ``flush_s``. A line is whole
 or absent: what a failed or dying write left of one is cut off. On resume, records of steps after the resumed one
-go, for those steps are done again. A full disk is named once and the run goes on; how many events were lost is
-recorded (``{"event": "dropped", "count": n}``) as soon as the disk takes lines again.
+go, for those steps are done again, and those that a journal has and the file has not are added. A full disk is named
+once and the run goes on; how many events were lost is recorded (``{"event": "dropped", "count": n}``) as soon as the
+disk takes lines again.
 
 The worker command is not recorded: it may hold the join secret.
 """
@@ -15,11 +16,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import to_line, to_record
 
@@ -38,6 +40,7 @@ class Recorder:
         path: Path,
         *,
         resumed_step: int = 0,
+        replayed: Sequence[Mapping[str, object]] = (),
         flush_s: float | None = 1.0,
         capacity: int = 50_000,
         wall: Callable[[], float] = time.time,
@@ -45,10 +48,12 @@ class Recorder:
     ) -> None:
         """Touches no disk yet. ``flush_s`` None starts no thread: the owner calls ``flush``.
 
+        ``replayed`` are records of steps, the last ones before the resumed step, of which the file may lack some.
         At most ``capacity`` events wait to be written; those beyond are dropped and counted.
         """
         self._path = path
         self._resumed_step = resumed_step
+        self._replayed = replayed
         self._flush_s = flush_s
         self._capacity = capacity
         self._wall = wall
@@ -91,6 +96,14 @@ class Recorder:
             except OSError as error:
                 self._lose(len(pending) + dropped, error)
 
+    def sync(self) -> None:
+        """``flush``, and return when the lines are on the disk: a checkpoint will say that their steps are history."""
+        self.flush()
+        with self._disk:
+            if self._file is not None:
+                with suppress(OSError):  # the next flush meets it too, and says so
+                    os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Write the rest and let go of the file. Blocking; calling it twice is fine."""
         with self._wake:
@@ -121,16 +134,23 @@ class Recorder:
             _drop_redone(self._path, self._resumed_step)
             self._file = self._open_file(self._path)
             self._size = self._file.seek(0, os.SEEK_END)
+        file = self._file
+        if self._replayed:
+            data = "".join(_lacking(self._path, self._replayed)).encode() + data
         left = memoryview(data)
         try:
+            failpoint("metrics.append.before")
+            failpoint("metrics.append.half", lambda: file.write(data[: len(data) // 2]))
             while left:
-                left = left[self._file.write(left) or 0 :]
+                left = left[file.write(left) or 0 :]
+            failpoint("metrics.append.after")
         except OSError:
             # Half a line would spoil the next one too.
             with suppress(OSError):
-                self._file.truncate(self._size)
+                file.truncate(self._size)
             raise
         self._size += len(data)
+        self._replayed = ()
 
     def _lose(self, count: int, error: OSError) -> None:
         with self._wake:
@@ -159,6 +179,20 @@ def _drop_redone(path: Path, resumed_step: int) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _lacking(path: Path, replayed: Sequence[Mapping[str, object]]) -> list[str]:
+    """The lines of those steps that the file does not have."""
+    if not replayed:
+        return []
+    wanted = {record["step"]: record for record in replayed}
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError, AttributeError):
+                record = json.loads(line)
+                if record.get("event") == "step_committed":
+                    wanted.pop(record.get("step"), None)
+    return [to_line(record) for record in wanted.values()]
 
 
 def _stays(line: bytes, resumed_step: int) -> bool:

@@ -13,6 +13,8 @@ from w5xde_async.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
+    JournalFailed,
+    JournalRestored,
     RunFinished,
     RunStarted,
     StepCommitted,
@@ -163,7 +165,16 @@ def line(event: object, paint: Paint) -> str | None:
             return f"{paint('dim', '*')} step {_count(event.step)} saved: {clean(event.path)} {cost}"
         case CheckpointFailed():
             text = f"no checkpoint of step {_count(event.step)}: {clean(event.reason)}"
+            if event.safe_step is not None:
+                text += f"; it is tried again, a crash before that goes back to step {_count(event.safe_step)}"
             return f"{paint('warn', '!')} {text}"
+        case JournalFailed():
+            since = f" for {_duration(event.seconds)}" if event.seconds else ""
+            text = f"nothing is journalled{since} after step {_count(event.step)}: {clean(event.reason)}"
+            return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to the last checkpoint"
+        case JournalRestored():
+            text = f"the journal counts again from step {_count(event.step)}, after {_duration(event.seconds)}"
+            return f"{paint('good', '*')} {text}"
         case _:
             return None
 

@@ -1,0 +1,337 @@
+"""Runs with a journal: what was told is never computed again, and what a crash leaves gives the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from tests.support import jobs, reference
+from tests.support.cluster import QUICK_WORKER, settings, train
+
+from w5xde_async.coordinator import following, journaling
+from w5xde_async.coordinator.preparation import Prepared, prepare
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import CheckpointCorrupt, UsageError
+from w5xde_async.job import Job
+from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.telemetry.events import (
+    Bus,
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    JournalFailed,
+    JournalRestored,
+    RunStarted,
+    StepCommitted,
+    Warned,
+)
+from w5xde_async.worker.service import Worker
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr("w5xde_async.coordinator.service.draw_loss", lambda *_: False)
+
+
+@cache
+def expected(name: str, steps: int | None = None) -> str:
+    return reference.digest(jobs.ALL[name](), steps)
+
+
+async def crash(
+    make: Callable[[], Job], run: Path, *, at: int, left: Path, events: list[Event] | None = None, **config: Any
+) -> None:
+    """Train in ``run``; ``left`` is what a ``kill -9`` after the commit of step ``at`` would leave of it."""
+    loop = asyncio.get_running_loop()
+    reached = loop.create_future()
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.step == at and not reached.done():
+            reached.set_result(None)
+
+    bus = Bus()
+    bus.subscribe(see)
+    if events is not None:
+        bus.subscribe(events.append)
+    config = {"durability": "journal", **config}
+    async with Coordinator(make(), run_dir=run, config=settings(**config), bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        await reached
+        await asyncio.to_thread(shutil.copytree, run, left)  # not at one instant: a torn end is welcome
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+def prepared(make: Callable[[], Job], run: Path, **config: Any) -> Prepared:
+    """What a start would begin with; its directory is let go of."""
+    found = prepare(make(), settings(**{"durability": "journal", **config}), run, lambda: "0" * 16)
+    assert found.run_dir is not None
+    found.run_dir.close()
+    if found.journal is not None:
+        found.journal.close()
+    return found
+
+
+async def go_on(make: Callable[[], Job], run: Path, **config: Any) -> tuple[RunResult, list[Event]]:
+    events: list[Event] = []
+    result = await train(make, run_dir=run, events=events, **{"durability": "journal", **config})
+    return result, events
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The steps of metrics.jsonl."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["event"] == "step_committed"]
+
+
+def texts(events: list[Event]) -> str:
+    return "\n".join(event.text for event in events if isinstance(event, Warned))
+
+
+@pytest.mark.parametrize("name", ["mlp_sgd", "mlp_adamw", "cnn_adamw", "odd", "fp16", "gpt_adamw", "words"])
+async def test_after_a_crash_it_goes_on_from_the_last_committed_step(tmp_path: Path, name: str) -> None:
+    """SGD, AdamW, a scheduler, clipping, batch norm, integer buffers, absent gradients, a loss scale that falls."""
+    make, left = jobs.ALL[name], tmp_path / "left"
+    told: list[Event] = []
+    await crash(make, tmp_path / "run", at=7, left=left, events=told)
+    shutil.copytree(left, tmp_path / "again")
+    found = await asyncio.to_thread(prepared, make, tmp_path / "again")
+    assert found.first_step >= 7
+    assert found.state.digest() == expected(name, found.first_step)
+    assert "came from the journal" in "".join(found.notes)
+    assert "another gradient norm" not in "".join(found.notes)
+
+    result, events = await go_on(make, left)
+    assert result.digest == expected(name, result.step)
+    (started,) = (event for event in events if isinstance(event, RunStarted))
+    assert started.resumed_step == found.first_step
+    steps = lines(left)
+    assert [line["step"] for line in steps] == list(range(1, result.step + 1))
+    before = {event.step: event for event in told if isinstance(event, StepCommitted)}
+    for line in steps[:7]:
+        assert line["loss"] == before[line["step"]].loss
+        assert line["phases_s"]["journal"] >= 0
+    last = json.loads((left / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "run_finished"
+    assert last["samples"] == sum(line["samples"] for line in steps)
+
+
+async def test_a_loss_scale_that_fell_is_replayed(tmp_path: Path) -> None:
+    assert any(line["skipped"] for line in await _fp16_lines(tmp_path))
+
+
+async def _fp16_lines(tmp_path: Path) -> list[dict[str, Any]]:
+    def make() -> Job:
+        return replace(jobs.fp16(), loss=_Huge())
+
+    await crash(make, tmp_path / "run", at=5, left=tmp_path / "left")
+    found = await asyncio.to_thread(prepared, make, tmp_path / "left")
+    assert found.rule.scale is not None
+    assert found.rule.scale.value < 65536
+    assert found.state.digest() == reference.digest(make(), found.first_step)
+    return [dict(line) for line in found.replayed]
+
+
+class _Huge(torch.nn.CrossEntropyLoss):
+    """Overflows in float16 until the scale has fallen."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input, target) * 64
+
+
+async def test_checkpoints_end_segments_and_an_older_one_replays_all(tmp_path: Path) -> None:
+    """The newest two checkpoints are damaged: the one before them and the journal lead to the last commit."""
+    make, left = jobs.mlp_adamw, tmp_path / "left"
+    await crash(make, tmp_path / "run", at=23, left=left, checkpoint_every=5, keep_checkpoints=3)
+    steps = sorted(path.name for path in (left / "checkpoints").glob("step-*"))
+    assert len(steps) >= 3
+    oldest = int(steps[0].rpartition("-")[2])
+    assert oldest
+    for name in steps[-2:]:
+        (left / "checkpoints" / name / "manifest.json").write_text("{}")
+    found = await asyncio.to_thread(prepared, make, left)
+    assert found.first_step >= 23
+    assert found.saved_step == int(steps[-3].rpartition("-")[2])
+    assert found.state.digest() == expected("mlp_adamw", found.first_step)
+    notes = "\n".join(found.notes)
+    assert "manifest.json is damaged" in notes
+    assert f"the run goes on from the checkpoint of step {found.saved_step}, the newest whole one" in notes
+    segments = sorted((left / "journal").glob("segment-*"))
+    assert len(segments) <= 3 + (23 - oldest) // 5 + 1  # those before the oldest kept checkpoint are gone
+    assert segments[0].name != "segment-000000001"
+
+
+async def test_terms_go_on_in_one_chain_and_other_buckets_do_not_matter(tmp_path: Path) -> None:
+    make, run = jobs.cnn_adamw, tmp_path / "run"
+    for number, size in enumerate((64 << 10, 1 << 20, 128 << 10)):
+        left = tmp_path / f"left-{number}"
+        await crash(make, run, at=6 * (number + 1), left=left, bucket_bytes=size)
+        run = left
+    found = await asyncio.to_thread(prepared, make, run, bucket_bytes=256 << 10)
+    assert found.first_step >= 18
+    assert len(found.replayed) == found.first_step
+    assert found.state.digest() == expected("cnn_adamw", found.first_step)
+
+
+async def test_a_damaged_journal_is_refused_and_checkpoint_durability_sets_it_aside(tmp_path: Path) -> None:
+    make, left = jobs.metrics, tmp_path / "left"
+    await crash(make, tmp_path / "run", at=6, left=left)
+    (segment,) = (left / "journal").iterdir()
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 3] ^= 1
+    segment.write_bytes(content)
+    with pytest.raises(CheckpointCorrupt, match="start with --durability checkpoint"):
+        await asyncio.to_thread(prepared, make, left)
+    result, events = await go_on(make, left, durability="checkpoint")
+    assert result.digest == expected("metrics")
+    assert "journal is damaged and was set aside in" in texts(events)
+    assert "the steps after 0 are computed again" in texts(events)
+    assert (left / "abandoned-journal" / segment.name).exists()
+    assert not (left / "journal").exists()
+    assert [line["step"] for line in lines(left)] == list(range(1, result.step + 1))
+
+
+@pytest.mark.parametrize("missing", ["journal", "last segment"])
+async def test_a_journal_that_is_gone_is_missed(tmp_path: Path, missing: str) -> None:
+    make, left = jobs.mlp_sgd, tmp_path / "left"
+    await crash(make, tmp_path / "run", at=12, left=left, checkpoint_every=5)
+    found = await asyncio.to_thread(prepared, make, left)  # a second term, with a segment of its own
+    assert found.term == 2
+    if missing == "journal":
+        shutil.rmtree(left / "journal")
+    else:
+        max((left / "journal").glob("segment-*")).unlink()
+    with pytest.raises(CheckpointCorrupt, match="missing"):
+        await asyncio.to_thread(prepared, make, left)
+    found = await asyncio.to_thread(prepared, make, left, durability="checkpoint")
+    assert found.first_step == found.saved_step >= 5
+
+
+async def test_without_a_journal_from_now_on_its_steps_are_kept(tmp_path: Path) -> None:
+    make, left = jobs.metrics, tmp_path / "left"
+    await crash(make, tmp_path / "run", at=6, left=left)
+    found = await asyncio.to_thread(prepared, make, left, durability="checkpoint")
+    assert found.first_step == found.saved_step >= 6
+    assert not (left / "journal").exists()
+    assert found.state.digest() == expected("metrics", found.first_step)
+    result, _ = await go_on(make, left)  # and with one again
+    assert result.digest == expected("metrics")
+
+
+async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path) -> None:
+    make, left = jobs.mlp_sgd, tmp_path / "left"
+    await crash(make, tmp_path / "run", at=13, left=left, checkpoint_every=5)
+    chosen = left / "checkpoints" / "step-000000005"
+    found = await asyncio.to_thread(prepared, make, left, resume=str(chosen))
+    assert found.first_step == 5
+    assert "another course of the run" in "".join(found.notes)
+    assert (left / "abandoned-journal").is_dir()
+    found = await asyncio.to_thread(prepared, make, left, resume="never")
+    assert found.first_step == 0
+    assert (tmp_path / "left.old-1" / "abandoned-journal").is_dir()
+    assert (tmp_path / "left.old-1" / "journal").is_dir()
+
+
+async def test_a_run_without_files_has_no_journal() -> None:
+    with pytest.raises(UsageError, match="there is no run directory"):
+        await train(jobs.metrics, durability="journal")
+
+
+# -- disks that fail
+
+
+class Disk:
+    """Lets writes of some files fail while ``full``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.full = False
+        write = Filesystem.write
+
+        def limited(filesystem: Filesystem, file: BinaryIO, data: bytes | memoryview) -> None:
+            if self.full and any(name in str(file.name) for name in names):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(filesystem, file, data)
+
+        monkeypatch.setattr(Filesystem, "write", limited)
+
+
+async def watched(
+    make: Callable[[], Job], run: Path, disk: Disk, *, full: range, **config: Any
+) -> tuple[RunResult, list[Event]]:
+    events: list[Event] = []
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            disk.full = event.step in full
+        events.append(event)
+
+    bus = Bus()
+    bus.subscribe(see)
+    config = {"durability": "journal", "min_workers": 1, **config}
+    async with Coordinator(make(), run_dir=run, config=settings(**config), bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await worker
+    return result, events
+
+
+async def test_a_full_disk_stops_the_journal_loudly_and_a_checkpoint_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journaling, "RETRY_S", 0.0)
+    monkeypatch.setattr(following, "RETRY_S", 0.0)
+    disk = Disk(monkeypatch, "segment-", "checkpoints")
+    result, events = await watched(jobs.mlp_adamw, tmp_path / "run", disk, full=range(5, 15))
+    assert (result.outcome, result.digest) == ("finished", expected("mlp_adamw"))
+    steps = [event.step for event in events if isinstance(event, StepCommitted)]
+    assert steps == list(range(1, 33))
+    (failed,) = (event for event in events if isinstance(event, JournalFailed))  # one, not one a step
+    assert "disk is full" in failed.reason
+    assert failed.step in range(4, 8)
+    (missed,) = (event for event in events if isinstance(event, CheckpointFailed))
+    assert missed.safe_step == 0
+    (restored,) = (event for event in events if isinstance(event, JournalRestored))
+    assert restored.step in range(15, 22)
+    assert any(isinstance(event, CheckpointSaved) and event.step == restored.step for event in events)
+
+
+async def test_a_crash_after_the_disk_came_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journaling, "RETRY_S", 0.0)
+    disk = Disk(monkeypatch, "segment-")
+    left = tmp_path / "left"
+    events: list[Event] = []
+
+    class Watching(list[Event]):
+        def append(self, event: Event) -> None:
+            if isinstance(event, StepCommitted):
+                disk.full = 5 <= event.step < 9
+            events.append(event)
+
+    await crash(jobs.mlp_adamw, tmp_path / "run", at=25, left=left, events=Watching())
+    disk.full = False
+    (restored,) = (event for event in events if isinstance(event, JournalRestored))
+    found = await asyncio.to_thread(prepared, jobs.mlp_adamw, left)
+    assert found.saved_step >= restored.step
+    assert found.first_step >= 25
+    assert found.state.digest() == expected("mlp_adamw", found.first_step)
+    # From the checkpoint before the failure the journal leads up to the gap; the rest is computed again, and said.
+    for path in (left / "checkpoints").glob("step-*"):
+        if path.name != "step-000000000":
+            shutil.rmtree(path)
+    found = await asyncio.to_thread(prepared, jobs.mlp_adamw, left)
+    assert 4 <= found.first_step < 9
+    assert "are not in the journal (the disk failed) and are computed again" in "".join(found.notes)
+    assert found.state.digest() == expected("mlp_adamw", found.first_step)
+    result, _ = await go_on(jobs.mlp_adamw, left)
+    assert result.digest == expected("mlp_adamw")
