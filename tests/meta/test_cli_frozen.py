@@ -17,7 +17,7 @@ COORDINATOR = """
 --threads --loop --log --log-format --config
 """
 WORKER = """
---server --job --name --token-file --connect-timeout --lifetime
+--server --job --name --token-file --connect-timeout --lifetime --grace
 --device --threads --inline-block --memory-limit
 --loop --log --log-format --config --exit-with-stdin
 """

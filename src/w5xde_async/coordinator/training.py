@@ -22,6 +22,7 @@ from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.journaling import Journaling
+from w5xde_async.coordinator.liveness import Liveness
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Place, Results
@@ -42,7 +43,6 @@ from w5xde_async.wire.messages import (
     Done,
     Drain,
     Failed,
-    Heartbeat,
     Ready,
     Refusal,
     Result,
@@ -122,6 +122,10 @@ class Training:
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
             sampler=sampler, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
+        )  # fmt: skip
+        self._liveness = Liveness(
+            config=config, sessions=self.sessions, joining=self._joining, membership=self.membership,
+            ledger=self.ledger, revoke=self._revoke, warn=self._warn,
         )  # fmt: skip
         self._look_again: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
@@ -311,49 +315,8 @@ class Training:
 
     def tick(self, now: float) -> None:
         """Revoke what is overdue, drop who is silent, tell the others that we live. Called every second or so."""
-        for session in (*self.sessions.values(), *self._joining):
-            self._watch_sending(session, now)
-            received = session.link.bytes_received
-            if received == session.seen_bytes:
-                continue
-            session.seen_bytes = received
-            if session in self._joining:
-                self._joining[session] = now
-            elif session.worker_id in self.membership.members:
-                self.membership.members[session.worker_id].last_seen = now
-        for session, seen in self._joining.items():
-            if now - seen >= self.config.silence_s:
-                session.abort(f"silent for {now - seen:.0f} s")
-            elif now - session.admitted_at >= self.config.join_s:
-                session.abort(f"not ready {self.config.join_s:.0f} s after it was let in")
-        for member in self.membership.silent(now):
-            silent = self.sessions.get(member.worker_id)
-            if silent is not None:
-                silent.abort(f"silent for {now - member.last_seen:.0f} s")
-        for grant in self.ledger.overdue(now):
-            holder = self.sessions.get(grant.worker)
-            if holder is not None and holder.receiving == grant.lease:
-                # Its bytes are on their way into the block's memory: only the end of the link frees that.
-                holder.abort("its lease's deadline passed in the middle of a result")
-                continue
-            self.ledger.give_back(grant.lease)
-            self._warn(f"lease {grant.lease} of {self._name(grant.worker)} was overdue and is given to another")
-            self._revoke(grant, "its deadline passed")
+        self._liveness.tick(now, f"step {self.version} of {self.total_steps}")
         self._schedule()
-
-    def _watch_sending(self, session: Session, now: float) -> None:
-        """Tell it that we live; drop a worker that takes nothing of what waits for it."""
-        if session.outbox.idle:
-            session.post(Heartbeat(f"step {self.version} of {self.total_steps}"))
-            session.taken = (session.link.bytes_sent, now)
-        elif session.link.bytes_sent != session.taken[0]:
-            session.taken = (session.link.bytes_sent, now)
-        elif now - session.taken[1] >= self.config.silence_s:
-            session.abort(f"it has taken nothing of what was sent for {now - session.taken[1]:.0f} s")
-
-    def _name(self, worker_id: str) -> str:
-        session = self.sessions.get(worker_id)
-        return session.name if session is not None else worker_id
 
     # -- session.Host --------------------------------------------------------------------------------------
 
@@ -423,7 +386,7 @@ class Training:
 
     def done(self, session: Session, done: Done) -> None:
         finished = self.results.done(session, done)
-        member = self.membership.members.get(session.worker_id)
+        member = self._answered(session)
         if finished is not None:
             if finished.other is not None:
                 self._revoke(finished.other, "another worker was faster")
@@ -438,16 +401,26 @@ class Training:
         self._schedule(session.worker_id)
 
     def failed(self, session: Session, failed: Failed) -> None:
+        self._answered(session)
         self.results.failed(session, failed)
         self._schedule()
+
+    def _answered(self, session: Session) -> Member | None:
+        """A worker has said what became of a lease: if it was late, it is there again."""
+        member = self.membership.members.get(session.worker_id)
+        if member is not None and member.standing is Standing.LATE:
+            member.standing = Standing.READY
+        return member
 
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.membership.members.get(session.worker_id)
         if member is not None:
             member.standing = Standing.DRAINING
-        for grant in self.ledger.held(session.worker_id)[1:]:
+        for number, grant in enumerate(self.ledger.held(session.worker_id)):
             # The oldest is being computed; the others have not been begun and are better given to somebody else.
-            if session.receiving != grant.lease:
+            late_s = self.pacing.late_s(grant.worker, grant.block.num_leaves, ())
+            in_time = drain.grace_s == 0 or late_s is None or late_s <= drain.grace_s
+            if session.receiving != grant.lease and (number or not in_time):
                 self.ledger.give_back(grant.lease)
                 self._revoke(grant, "draining")
         if not self.ledger.num_held(session.worker_id):

@@ -5,6 +5,7 @@ The job is loaded as this machine finds it: file names are relative to the curre
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
+_PARTING_S = 1.0  # for the last message to be sent
 _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
 
 
@@ -53,7 +55,20 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
         with signals(worker.drain):
             logger.info("connecting server=%s name=%s", server, worker.name)
             try:
-                departure = await worker.run()
+                running = asyncio.create_task(worker.run(), name="worker")
+                parting = asyncio.create_task(worker.parted.wait(), name="parting")
+                try:
+                    await asyncio.wait((running, parting), return_when=asyncio.FIRST_COMPLETED)
+                    if not running.done():
+                        await asyncio.wait((running,), timeout=_PARTING_S)
+                    if not running.done():
+                        # A thread computes and cannot be stopped; its lease has been given back.
+                        logger.warning("left in the middle of a block: the grace was over")
+                        logging.shutdown()
+                        os._exit(ExitCode.OK)
+                    departure = running.result()
+                finally:
+                    parting.cancel()
             except RunFailed:
                 if settings.exit_with_stdin:  # the parent is that coordinator and tells it itself
                     return ExitCode.OK

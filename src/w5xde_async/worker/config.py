@@ -22,6 +22,7 @@ class WorkerConfig:
     inline_block_s    blocks expected to take no longer are computed on the event loop itself, since the way to a thread
                       and back takes longer than they do; 0: never, as befits a guest in somebody's loop
     lifetime_s        leave in good order after that long (a spot instance's hour)
+    grace_s           asked to leave, it finishes the lease under way within that long or gives it back
     memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
     """
 
@@ -32,6 +33,7 @@ class WorkerConfig:
     connect_timeout_s: float = 300.0
     inline_block_s: float = 0.0
     lifetime_s: float | None = None
+    grace_s: float = 25.0
     memory_limit_bytes: int = field(default_factory=lambda: _quarter_of_memory())
 
     def __post_init__(self) -> None:
@@ -43,6 +45,7 @@ class WorkerConfig:
         need(self.connect_timeout_s > 0, f"connect_timeout is {self.connect_timeout_s}; give seconds > 0")
         need(0 <= self.inline_block_s <= 0.1, f"inline_block is {self.inline_block_s}; give 0 to 0.1 seconds")
         need(self.lifetime_s is None or self.lifetime_s > 0, f"lifetime is {self.lifetime_s}; give seconds > 0")
+        need(self.grace_s >= 0, f"grace is {self.grace_s}; give seconds >= 0")
         need(self.memory_limit_bytes >= 1 << 20, "memory_limit is less than 1 MiB")
         kind = self.device.partition(":")[0]
         need(kind in ("auto", "cpu", "cuda", "mps"), f"device is {self.device!r}; give auto, cpu, cuda, cuda:N or mps")

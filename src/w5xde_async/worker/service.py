@@ -61,6 +61,7 @@ class Worker:
         self.worker_id = os.urandom(8).hex()
         self.name = self.config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.leases_done = self.leases_stale = 0
+        self.parted = asyncio.Event()  #: it has left, though the block under way is not finished
         self._job = job
         try:
             self._device = choose_device(self.config.device)
@@ -105,7 +106,7 @@ class Worker:
         if self._joining is not None:
             self._joining.cancel()
         if self._serving is not None:
-            self._serving.drain(self._drain)
+            self._serving.drain(self._drain, self.config.grace_s)
 
     def _leaving(self) -> bool:
         return bool(self._drain)
@@ -134,7 +135,7 @@ class Worker:
         self._terms[welcome.run_id] = welcome.term
         self._serving = serving = Serving(
             link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
-            inline_s=self.config.inline_block_s,
+            inline_s=self.config.inline_block_s, parted=self.parted,
         )  # fmt: skip
         try:
             return await serving.run(lambda: self._prepare(welcome, layout))

@@ -78,9 +78,11 @@ class Serving:
         *,
         memory_limit_bytes: int,
         inline_s: float,
+        parted: asyncio.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._parted = parted or asyncio.Event()
         self.link, self.welcome = link, welcome
         self.outbox = Outbox(link)
         self.leases_done = self.leases_stale = 0
@@ -94,6 +96,8 @@ class Serving:
         self._computing = 0  # the lease that the compute thread is at
         self._stopping = False
         self._drain = ""
+        self._grace_s = 0.0
+        self._hurry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
         self._idle_since = self._clock()
 
@@ -121,13 +125,21 @@ class Serving:
         finally:
             await self._stop()
 
-    def drain(self, reason: str) -> None:
-        """Ask the coordinator to let us go. Returns at once."""
+    def drain(self, reason: str, grace_s: float) -> None:
+        """Ask the coordinator to let us go; after ``grace_s`` go without being let. Returns at once."""
         if self._drain:
             return
-        self._drain = reason
+        self._drain, self._grace_s = reason, grace_s
+        self._hurry = asyncio.get_running_loop().call_later(grace_s, self._leave)
         if self._state in (State.READY, State.DRAINING):
-            self.outbox.post(encode(Drain(reason[:200], 0.0)))
+            self.outbox.post(encode(Drain(reason[:200], grace_s)))
+
+    def _leave(self) -> None:
+        """The grace is over: what is not finished is for others to do."""
+        if self._state in (State.JOINING, State.READY, State.DRAINING):
+            self._stopping = True
+            self.outbox.post(encode(Bye(ByeCode.LEAVING, "its grace was over")))
+        self._parted.set()
 
     async def _prepare(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> None:
         try:
@@ -156,7 +168,7 @@ class Serving:
         self._idle_since = self._clock()
         self._state = State.READY
         if self._drain:
-            self.outbox.post(encode(Drain(self._drain[:200], 0.0)))
+            self.outbox.post(encode(Drain(self._drain[:200], self._grace_s)))
 
     # -- in ------------------------------------------------------------------------------------------------
 
@@ -358,6 +370,8 @@ class Serving:
     async def _stop(self) -> None:
         """Wait for the block under way: a thread cannot be cancelled, and the model is not ours until it ends."""
         self._stopping = True
+        if self._hurry is not None:
+            self._hurry.cancel()
         while self._thread is not None:
             await asyncio.wait([self._thread])
 

@@ -1,0 +1,89 @@
+"""Who is alive: silence, links that take nothing, workers that never become ready, leases past their deadline.
+
+Looks at everything once a tick; time is an argument. A peer counts as alive while bytes come from it, and is told that
+we are when nothing else is on its way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.session import Session
+from w5xde_async.plan.ledger import Grant, Ledger
+from w5xde_async.plan.membership import Membership, Standing
+from w5xde_async.wire.messages import Heartbeat
+
+__all__ = ["Liveness"]
+
+
+class Liveness:
+    """The checks of a tick. ``sessions`` are members by worker id, ``joining`` those that build their model."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        sessions: Mapping[str, Session],
+        joining: dict[Session, float],
+        membership: Membership,
+        ledger: Ledger,
+        revoke: Callable[[Grant, str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._config, self._sessions, self._joining = config, sessions, joining
+        self._membership, self._ledger = membership, ledger
+        self._revoke, self._warn = revoke, warn
+
+    def tick(self, now: float, activity: str) -> None:
+        """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""
+        for session in (*self._sessions.values(), *self._joining):
+            self._sending(session, now, activity)
+            self._receiving(session, now)
+        config = self._config
+        for session, seen in self._joining.items():
+            if now - seen >= config.silence_s:
+                session.abort(f"silent for {now - seen:.0f} s")
+            elif now - session.admitted_at >= config.join_s:
+                session.abort(f"not ready {config.join_s:.0f} s after it was let in")
+        for member in self._membership.silent(now):
+            silent = self._sessions.get(member.worker_id)
+            if silent is not None:
+                silent.abort(f"silent for {now - member.last_seen:.0f} s")
+        for grant in self._ledger.overdue(now):
+            self._overdue(grant)
+
+    def _sending(self, session: Session, now: float, activity: str) -> None:
+        if session.outbox.idle:
+            session.post(Heartbeat(activity))
+            session.taken = (session.link.bytes_sent, now)
+        elif session.link.bytes_sent != session.taken[0]:
+            session.taken = (session.link.bytes_sent, now)
+        elif now - session.taken[1] >= self._config.silence_s:
+            session.abort(f"it has taken nothing of what was sent for {now - session.taken[1]:.0f} s")
+
+    def _receiving(self, session: Session, now: float) -> None:
+        received = session.link.bytes_received
+        if received == session.seen_bytes:
+            return
+        session.seen_bytes = received
+        if session in self._joining:
+            self._joining[session] = now
+        elif session.worker_id in self._membership.members:
+            self._membership.members[session.worker_id].last_seen = now
+
+    def _overdue(self, grant: Grant) -> None:
+        if not any(member.worker_id != grant.worker for member in self._membership.ready()):
+            return  # nobody else could do it sooner
+        holder = self._sessions.get(grant.worker)
+        if holder is not None and holder.receiving == grant.lease:
+            # Its bytes are on their way into the block's memory: only the end of the link frees that.
+            holder.abort("its lease's deadline passed in the middle of a result")
+            return
+        self._ledger.give_back(grant.lease)
+        late = self._membership.members.get(grant.worker)
+        if late is not None and late.standing is Standing.READY:
+            late.standing = Standing.LATE
+        name = holder.name if holder is not None else grant.worker
+        self._warn(f"lease {grant.lease} of {name} was overdue and is given to another")
+        self._revoke(grant, "its deadline passed")
