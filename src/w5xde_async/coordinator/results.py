@@ -51,6 +51,7 @@ class Results:
         fail: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
+        self.leaves = 0  #: leaves that were computed and used
         self.leaves_in_vain = 0  #: leaves that were computed and not used
         self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
         self._dispatch, self._loader, self._sampler = dispatch, loader, sampler
@@ -138,6 +139,7 @@ class Results:
                 f"{session.name} lacks memory for a whole microbatch and computes it in {1 << done.splits} pieces: the "
                 "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
             )
+        self.leaves += block.num_leaves
         self._wake()
         return Finished(grant, other)
 

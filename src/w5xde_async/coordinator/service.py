@@ -39,7 +39,7 @@ from w5xde_async.telemetry.events import (
 )
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
-from w5xde_async.wire.messages import ByeCode, Welcome
+from w5xde_async.wire.messages import ByeCode, VerdictCode, Welcome
 
 __all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
 
@@ -380,6 +380,11 @@ class Coordinator:
                 model_path=str(paths["model_path"] or ""),
                 metrics_path=str(paths["metrics_path"] or ""),
                 plot_path=str(paths["plot_path"] or ""),
+                leaves=training.results.leaves,
+                leaves_in_vain=training.results.leaves_in_vain,
+                leases_stale=training.results.refused[VerdictCode.STALE],
+                leases_duplicate=training.results.refused[VerdictCode.DUPLICATE],
+                leases_backed_up=training.dispatch.num_backups,
                 shares=training.accounts.shares(),
             )
         )

@@ -190,7 +190,8 @@ class WorkerShare:
 class RunFinished(Event):
     """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written.
 
-    ``step`` and ``samples`` are the whole run's; ``session_samples``, ``seconds``, bytes and shares this session's.
+    ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
+    not used: their leases had ended (stale) or another worker had been faster (duplicate).
     """
 
     outcome: str
@@ -208,6 +209,11 @@ class RunFinished(Event):
     model_path: str
     metrics_path: str
     plot_path: str
+    leaves: int = 0
+    leaves_in_vain: int = 0
+    leases_stale: int = 0
+    leases_duplicate: int = 0
+    leases_backed_up: int = 0
     shares: tuple[WorkerShare, ...] = field(default=())
 
 

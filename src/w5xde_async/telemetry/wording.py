@@ -241,6 +241,10 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]
     lines.append(row("time", _duration(event.seconds)))
     lines.append(row("network", f"{_bytes(event.bytes_sent)} sent", f"{_bytes(event.bytes_received)} received"))
+    if event.leaves_in_vain:
+        share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
+        leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
+        lines.append(row("in vain", f"{share:.1%} of the leaves", leases))
     places = {"model": event.model_path, "metrics": event.metrics_path, "plot": event.plot_path}
     lines += [row(label, clean(path)) for label, path in places.items() if path]
     if event.digest:
