@@ -109,7 +109,7 @@ def test_a_backup_is_due_sooner_than_the_deadline() -> None:
     assert pacing.late_s("a", 2, ["a", "b"]) == 1.0 * 2 * 1.5
     assert pacing.late_s("new", 2, ["a", "b"]) == 4.0 * 2 * 1.5
     assert pacing.late_s("new", 2, ["new"]) is None
-    assert paced(a=1e-6).late_s("a", 1, ["a"]) == 0.05
+    assert paced(a=1e-6).late_s("a", 1, ["a"]) == 0.2
 
 
 def test_a_forgotten_worker_is_unknown() -> None:

@@ -42,7 +42,7 @@ class PacingConfig:
     first_deadline_s: float = 600.0
     window: int = 64
     backup_factor: float = 1.5
-    min_backup_s: float = 0.05
+    min_backup_s: float = 0.2
 
     def __post_init__(self) -> None:
         if self.leases_ahead < 1:
