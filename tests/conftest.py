@@ -30,6 +30,7 @@ _SETTLE_S = 2.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden anew instead of comparing")
+    parser.addoption("--all-failpoints", action="store_true", help="die at every failpoint, several times each")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -91,6 +91,7 @@ def _fire(name: str, before: Callable[[], object] | None) -> None:
         return
     if before is not None:
         before()
+    os.write(2, f"failpoint {name}: {action}\n".encode())
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "exit":
