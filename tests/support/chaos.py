@@ -1,7 +1,7 @@
 """A run of real processes, and what is done to it: killed, stopped, drained, cut off, started again.
 
 A :class:`Stage` is one coordinator and its workers, each a process of its own. Faults
-are :class:`Action` values, each due at a step or at a time after the first commit; ``plan`` makes them from a seed.
+are ``faults.Action`` values, each due at a step or at a time after the first commit.
 ``Stage.play`` performs them until the run ends. What is counted is what took effect: a process that was seen to end by
 the signal, a worker that the kernel lists as stopped, a connection that was open when it was reset.
 """
@@ -19,59 +19,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from tests.support.faults import Action, Commit, Record, at_steps, per_minute
 from tests.support.processes import ROOT, Event, Program
 from tests.support.proxy import FaultProxy, ProxyThread
 
+__all__ = ["Process", "Stage", "at_steps", "free_port", "knows", "per_minute", "rss_bytes", "show"]
+
 COORDINATOR, WORKER = "tests.support.watched", "w5xde_async.worker"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Action:
-    """One fault. ``kind``:
-
-    kill    SIGKILL to a worker; a new one is started
-    stop    SIGSTOP to a worker, SIGCONT after ``seconds``
-    drain   SIGTERM to a worker; a new one is started
-    crash   SIGKILL to the coordinator; the same command is started again
-    reset   RST on the connection of a worker behind a proxy
-    hold    nothing passes a proxy in one direction for ``seconds``
-    lag     50 ms of delay and 50 ms of jitter through a proxy, each way, for ``seconds``
-    """
-
-    kind: str
-    at_step: int | None = None
-    at_s: float | None = None  # after the first commit
-    seconds: float = 0.0
-
-
-def at_steps(seed: int, kinds: Mapping[str, int], first: int, last: int, *, seconds: float = 0.0) -> list[Action]:
-    """So many of each kind, each at a step of its own between ``first`` and ``last``."""
-    wanted = [kind for kind, count in kinds.items() for _ in range(count)]
-    chosen = random.Random(f"{seed}:steps")
-    steps = chosen.sample(range(first, last + 1), len(wanted))
-    return sorted(
-        (Action(kind=kind, at_step=step, seconds=seconds) for kind, step in zip(wanted, steps, strict=True)),
-        key=lambda action: action.at_step or 0,
-    )
-
-
-def per_minute(seed: int, rates: Mapping[str, float], span_s: float, *, seconds: float = 0.0) -> list[Action]:
-    """Faults at seeded moments within ``span_s``: one of a kind in each interval of a minute over its rate."""
-    actions = []
-    for kind, rate in rates.items():
-        moments = random.Random(f"{seed}:{kind}")
-        actions += [
-            Action(kind=kind, at_s=(number + moments.random()) * 60 / rate, seconds=seconds)
-            for number in range(int(rate * span_s / 60 + 0.5) if rate else 0)
-        ]
-    return sorted(actions, key=lambda action: action.at_s or 0.0)
 
 
 class Process(Program):
@@ -111,62 +69,6 @@ class Process(Program):
             return ""
 
 
-class Commit(NamedTuple):
-    """``at`` is time.monotonic's, in the coordinator; ``tasks`` counts its asyncio tasks then."""
-
-    at: float
-    step: int
-    seconds: float
-    leaves: int
-    samples: int
-    num_workers: int
-    tasks: int
-
-
-@dataclass
-class Record:
-    """What happened. ``fired`` counts faults that took effect."""
-
-    fired: Counter[str] = field(default_factory=Counter)
-    commits: list[Commit] = field(default_factory=list)
-    starts: list[Event] = field(default_factory=list)
-    crashed_at: list[tuple[float, int]] = field(default_factory=list)  # when, and the last step that was seen
-    finished: Event = field(default_factory=dict)
-    kept: list[Event] = field(default_factory=list)  # of the kinds asked for
-
-    @property
-    def digest(self) -> str:
-        return str(self.finished["digest"])
-
-    @property
-    def span_s(self) -> float:
-        """From the first commit to the last."""
-        return self.commits[-1].at - self.commits[0].at
-
-    @property
-    def longest_gap_s(self) -> float:
-        """Between two commits, restarts of the coordinator included."""
-        return max((b.at - a.at for a, b in pairwise(self.commits)), default=0.0)
-
-    @property
-    def surviving_steps(self) -> list[int]:
-        """Steps in the order of their commits, less those that a crash took back."""
-        steps: list[int] = []
-        for commit in self.commits:
-            while steps and steps[-1] >= commit.step:
-                steps.pop()
-            steps.append(commit.step)
-        return steps
-
-    @property
-    def steps_recomputed(self) -> int:
-        """Commits that a crash of the coordinator took back."""
-        return sum(
-            max(0, step - int(start["resumed_step"]))
-            for (_, step), start in zip(self.crashed_at, self.starts[1:], strict=False)
-        )
-
-
 class Stage:
     """One run as processes. A context manager: nothing of it is left behind."""
 
@@ -183,12 +85,14 @@ class Stage:
         proxied: int = 0,
         keep: Iterable[str] = ("worker_left", "log", "warned"),
         environment: Sequence[Mapping[str, str]] = (),
+        coordinator_environment: Mapping[str, str] | None = None,
         keep_files: bool = False,
     ) -> None:
         """The first ``proxied`` workers have a fault proxy each; ``environment[n]`` is more of worker n's."""
         self.job, self.run_dir, self.num_workers, self.leaf_s, self.seed = job, run_dir, workers, leaf_s, seed
         self.flags, self.worker_flags, self.num_proxied = flags, worker_flags, proxied
         self.keep, self.environment = frozenset(keep), environment
+        self._coordinator_environment = coordinator_environment
         self.port = free_port()
         self.record = Record()
         self.workers: dict[int, Process] = {}  # live ones, by place
@@ -230,7 +134,7 @@ class Stage:
         """Start it, or start it again with the same command; its run_started."""
         process = self._start(
             COORDINATOR, self.job, "--run-dir", str(self.run_dir), "--port", str(self.port), "--threads", "1",
-            "--log-format", "json", "--log", "verbose", *self.flags,
+            "--log-format", "json", "--log", "verbose", *self.flags, more=self._coordinator_environment,
         )  # fmt: skip
         self.coordinator = process
         started = process.wait_for("run_started", timeout_s)
@@ -325,6 +229,12 @@ class Stage:
             assert code == 0, f"a worker's exit code is {code}: {''.join(process.text[-10:])}"
             self._keep(process.events, process.name)
             process.events.clear()
+        return self.record
+
+    def stop_run(self) -> Record:
+        """SIGTERM to the coordinator: it ends in good order, and says what was done."""
+        self.coordinator.signal(signal.SIGTERM)
+        self.until(lambda: self.record.finished, "the run stops")
         return self.record
 
     def act(self, action: Action) -> bool:
