@@ -1,9 +1,9 @@
 """What follows a commit, off the step path: checkpoints and evaluations, each on a copy made between two commits.
 
 At most one of each is under way; a checkpoint that falls due meanwhile is made at the next commit, an evaluation is
-left out. A disk that fails does not end the run: it is said, once a minute as long as it lasts, and tried again every
-few seconds. A checkpoint counts only when all that led to it is on the disk too: its steps' lines of metrics.jsonl and,
-with a journal, their records.
+left out. A disk that fails does not end the run: it is said, once a minute as long as it lasts, and tried again, at
+first after seconds, later once a minute. A checkpoint counts only when all that led to it is on the disk too: its
+steps' lines of metrics.jsonl and, with a journal, their records.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Following:
         self.checkpoint_wanted = False
         self.before_save: Callable[[], None] = lambda: None  # blocks; runs before a checkpoint is written
         self._saved_step = prepared.saved_step
-        self._retry_at = self._remind_at = 0.0  # after a failure
+        self._retry_at = self._remind_at = self._retry_s = 0.0  # after a failure
         self._evaluated_step = -1
         self._saving: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
@@ -108,13 +108,14 @@ class Following:
             saved, oldest = await loop.run_in_executor(None, write)
         except StoreError as error:
             now = self._training.clock()
-            self._retry_at = now + RETRY_S
+            self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy
+            self._retry_at = now + self._retry_s
             if self.save_error is None or now >= self._remind_at:
                 self._remind_at = now + REMIND_S
                 self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=max(self._saved_step, 0)))
             self.save_error = error
             return
-        self.save_error = None
+        self.save_error, self._retry_s = None, 0.0
         self._saved_step = max(self._saved_step, step)
         if self._training.journaling is not None:
             self._training.journaling.saved(step, oldest)

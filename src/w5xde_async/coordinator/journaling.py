@@ -5,8 +5,8 @@ once. Only when the record is durable is the step told to whoever follows the ru
 The step path runs at most ``MOST_AHEAD`` steps ahead of the disk and then waits for it.
 
 A disk that fails does not end the run. The journal stops, loudly; steps are told as soon as they are applied, as they
-are without a journal; every ``RETRY_S`` a checkpoint is asked for, and a new segment begins at it. When that checkpoint
-is durable the journal counts again.
+are without a journal; every ``RETRY_S`` it is tried whether the disk takes a record again, and if so a checkpoint is
+asked for and a new segment begins at it. When that checkpoint is durable the journal counts again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ MOST_AHEAD = 4
 #: A failed disk is tried again that long after, and a person is reminded so often that it still fails.
 RETRY_S = 5.0
 REMIND_S = 60.0
+_MAX_PROBE_BYTES = 64 << 20
 
 
 class _State(Enum):
@@ -71,6 +72,14 @@ class _Prune:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Whether the disk takes as much as a record."""
+
+
+_Work = _Record | _Rotation | _Prune | _Probe
+
+
 class Journaling:
     """Writes one run's journal. Everything but the writing itself happens on the loop's thread."""
 
@@ -92,12 +101,13 @@ class Journaling:
         self._clock, self._wall = clock, wall
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-journal")
         self._state = _State.SOUND
-        self._queue: list[_Record | _Rotation | _Prune] = []
+        self._queue: list[_Work] = []
         self._writing = False
         self._pending = 0  # records in the queue and in the thread
         self._durable_step = step
         self._changed = asyncio.Event()
         self._failed_at = self._retry_at = self._remind_at = 0.0
+        self._works_again = False  # the disk, tried since it failed
         self._base = 0  # the checkpoint of this step or a later one ends the recovery
 
     @property
@@ -107,8 +117,8 @@ class Journaling:
 
     @property
     def wants_checkpoint(self) -> bool:
-        """The journal has failed and it is time to try again."""
-        return self._state is _State.FAILED and self._clock() >= self._retry_at
+        """The journal has failed and the disk takes records again: one that stands on a checkpoint can begin."""
+        return self._state is _State.FAILED and self._works_again
 
     async def room(self) -> None:
         """Wait until the step path may go one step further."""
@@ -137,6 +147,9 @@ class Journaling:
             self._tell(event)
         if self._state is _State.FAILED:
             self._release(step)
+            if self._clock() >= self._retry_at and not self._works_again and not self._writing:
+                self._queue.append(_Probe())
+                self._kick()
             return
         self._pending += 1
         self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told=not self.sound))
@@ -148,7 +161,7 @@ class Journaling:
         The result is where that segment begins, when everything before it is durable; None where the disk fails.
         """
         if self._state is _State.FAILED:
-            self._state, self._base = _State.RECOVERING, step
+            self._state, self._base, self._works_again = _State.RECOVERING, step, False
         done: asyncio.Future[Position | None] = asyncio.get_running_loop().create_future()
         self._queue.append(_Rotation(step, done))
         self._kick()
@@ -176,7 +189,7 @@ class Journaling:
         writing = asyncio.get_running_loop().run_in_executor(self._executor, self._write, batch)
         writing.add_done_callback(lambda done: self._written(batch, done))
 
-    def _write(self, batch: list[_Record | _Rotation | _Prune]) -> list[Position]:
+    def _write(self, batch: list[_Work]) -> list[Position]:
         """In the thread: everything that has gathered, with one sync."""
         journal, positions, dirty = self._journal, [], False
         try:
@@ -190,6 +203,8 @@ class Journaling:
                         dirty = False
                     case _Prune():
                         journal.prune(item.step)
+                    case _Probe():
+                        journal.probe(min(self._layout.vector_bytes, _MAX_PROBE_BYTES))
             if dirty:
                 journal.sync()
         except BaseException:
@@ -197,7 +212,7 @@ class Journaling:
             raise
         return positions
 
-    def _written(self, batch: list[_Record | _Rotation | _Prune], done: asyncio.Future[list[Position]]) -> None:
+    def _written(self, batch: list[_Work], done: asyncio.Future[list[Position]]) -> None:
         self._writing = False
         error = done.exception()
         if error is None:
@@ -208,14 +223,16 @@ class Journaling:
                     self._finish(item)
                 elif isinstance(item, _Rotation) and not item.done.done():
                     item.done.set_result(next(positions))
+                elif isinstance(item, _Probe):
+                    self._works_again = True
         else:
             self._fail([*batch, *self._queue], error)
         self._changed.set()
         self._kick()
 
-    def _fail(self, lost: list[_Record | _Rotation | _Prune], error: BaseException) -> None:
+    def _fail(self, lost: list[_Work], error: BaseException) -> None:
         self._queue = []
-        again = self._state is _State.RECOVERING
+        again = self._state is not _State.SOUND
         self._state = _State.FAILED
         now = self._clock()
         self._retry_at = now + RETRY_S

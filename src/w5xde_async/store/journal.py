@@ -340,6 +340,18 @@ class Journal:
             self.sync()
         return self._open_segment(step)
 
+    def probe(self, nbytes: int) -> None:
+        """Write and remove a file of ``nbytes``. Raises OSError where the disk does not take it."""
+        path = temporary_beside(self._directory / "probe")
+        try:
+            with self._filesystem.create(path) as file:
+                for start in range(0, nbytes, _CHUNK_BYTES):
+                    self._filesystem.write(file, bytes(min(_CHUNK_BYTES, nbytes - start)))
+                self._filesystem.sync(file)
+        finally:
+            with suppress(OSError):
+                self._filesystem.remove(path)
+
     def prune(self, step: int) -> None:
         """Remove segments that no replay from ``step`` or later needs; a failure costs only space."""
         try:
