@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.filesystem import Filesystem
-from w5xde_async.store.rundir import RunDir, RunDirUnusable, export_model
+from w5xde_async.store.rundir import RunDir, RunDirUnusable, Superseded, export_model
 from w5xde_async.store.toml import to_toml
 
 
@@ -248,3 +249,19 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
         export_model(Tied(), path, filesystem=FullDisk())
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_once_a_later_term_has_begun_nothing_is_put_there_or_removed(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "run", resume=True) as run:
+        run.next_term()
+        store = CheckpointStore(run.checkpoints_path, keep=1, filesystem=run.filesystem)
+        store.save(Record(step=3, meta={}, groups={}))
+        identity = json.loads((run.path / "run.json").read_text())
+        (run.path / "run.json").write_text(
+            json.dumps(identity | {"term": 2})
+        )  # as a machine does that has not our lock
+        with pytest.raises(Superseded, match="term 2 has taken the run over"):
+            store.save(Record(step=4, meta={}, groups={}))
+        assert [path.name for path in run.checkpoints_path.iterdir()] == ["step-000000003"]
+        with pytest.raises(Superseded):
+            store.abandon_after(0)

@@ -121,7 +121,9 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
     prepared.run_id = run_dir.run_id
     if run_dir.set_aside is not None:
         prepared.notes.append(f"the run that was here lies in {run_dir.set_aside} now")
-    store = prepared.store = CheckpointStore(run_dir.checkpoints_path, keep=config.keep_checkpoints)
+    store = prepared.store = CheckpointStore(
+        run_dir.checkpoints_path, keep=config.keep_checkpoints, filesystem=run_dir.filesystem
+    )  # fmt: skip
     store.sweep()
     record: Record | None = None
     skipped: list[Skipped] = []
@@ -140,7 +142,9 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
     # The bucket size is in the layout's own fingerprint; it may change from start to start.
     entries = json.dumps(json.loads(prepared.layout.describe())["entries"]).encode()
     fingerprint = hashlib.blake2b(entries, digest_size=16).hexdigest()
-    journal = Journal(run_dir.journal_path, run_id=run_dir.run_id, fingerprint=fingerprint)
+    journal = Journal(
+        run_dir.journal_path, run_id=run_dir.run_id, fingerprint=fingerprint, filesystem=run_dir.filesystem
+    )  # fmt: skip
     journal.sweep()
     if record is not None:
         _restore(prepared, record, str(run_dir.path))

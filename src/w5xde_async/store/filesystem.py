@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from w5xde_async.errors import StoreError
 
-__all__ = ["TEMPORARY", "Filesystem", "disk_errors", "explain", "replace_file", "temporary_beside"]
+__all__ = ["TEMPORARY", "FencedFilesystem", "Filesystem", "disk_errors", "explain", "replace_file", "temporary_beside"]
 
 TEMPORARY = ".tmp-"
 
@@ -88,6 +88,29 @@ class Filesystem:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+class FencedFilesystem(Filesystem):
+    """Another file system, whose names change only while ``check`` does not raise.
+
+    Whoever has been superseded may still write to its own open and temporary files, which nobody reads; it puts
+    nothing in place of what its successor made, and removes nothing.
+    """
+
+    def __init__(self, inner: Filesystem, check: Callable[[], None]) -> None:
+        self._inner, self._check = inner, check
+        self.make_directory, self.create = inner.make_directory, inner.create  # type: ignore[method-assign]
+        self.write, self.sync = inner.write, inner.sync  # type: ignore[method-assign]
+        self.sync_directory = inner.sync_directory  # type: ignore[method-assign]
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._check()
+        self._inner.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        if not path.name.startswith(TEMPORARY):
+            self._check()
+        self._inner.remove(path)
 
 
 def temporary_beside(path: Path) -> Path:

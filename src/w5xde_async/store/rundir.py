@@ -20,11 +20,11 @@ from torch import nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, replace_file
+from w5xde_async.store.filesystem import TEMPORARY, FencedFilesystem, Filesystem, disk_errors, explain, replace_file
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
-__all__ = ["RunDir", "RunDirUnusable", "export_model"]
+__all__ = ["RunDir", "RunDirUnusable", "Superseded", "export_model"]
 
 _LOCK = ".lock"
 _IDENTITY = "run.json"
@@ -38,6 +38,10 @@ class RunDirUnusable(StoreError):
     """The place asked for cannot hold a run; one line, exit code 2."""
 
     exit_code = ExitCode.USAGE
+
+
+class Superseded(StoreError):
+    """A later term has begun in this directory: what this process would write there no longer counts."""
 
 
 class RunDir:
@@ -95,6 +99,14 @@ class RunDir:
     def term(self) -> int:
         """The term handed out last; 0 before the first."""
         return self._term
+
+    @property
+    def filesystem(self) -> Filesystem:
+        """For what lies in this directory: once a later term has begun in it, it lets nothing be put there or removed.
+
+        The lock keeps two processes of one machine apart; this, those of machines whose locks do not reach each other.
+        """
+        return FencedFilesystem(self._filesystem, self._check_term)
 
     @property
     def config_path(self) -> Path:
@@ -166,6 +178,12 @@ class RunDir:
             reason = f"is damaged ({error}); start with --resume never to set this run aside"
             raise RunDirUnusable(str(path), reason) from error
         return run_id, term
+
+    def _check_term(self) -> None:
+        _, stored = self._read_identity()
+        if stored > self._term:
+            reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self._term}"
+            raise Superseded(str(self._path), reason)
 
     def _write_identity(self) -> None:
         content = json.dumps({"run_id": self._run_id, "term": self._term}).encode() + b"\n"
