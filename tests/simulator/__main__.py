@@ -10,7 +10,6 @@ import argparse
 import sys
 
 import torch
-
 from tests.simulator.bugs import BUGS
 from tests.simulator.campaign import mode_of, one, report, run_planted, run_seeds, say
 

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-
 from tests.simulator.bugs import BUGS, planted
 from tests.simulator.faults import schedule
 from tests.simulator.world import Outcome, simulate

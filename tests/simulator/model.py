@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.simulator.loop import HOST, ComputeExecutor
+from tests.support.reference import tree_sum
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from tests.simulator.loop import HOST, ComputeExecutor
-from tests.support.reference import tree_sum
 from w5xde_async.compute.engine import Emit, LeafError, Outcome, Task
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState, digest
@@ -28,7 +28,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import Sampler
 
-__all__ = ["SHAPES", "Expected", "IntegerEngine", "Shape", "explain_difference", "expected_run", "job_of"]
+__all__ = ["SHAPES", "Expected", "IntegerEngine", "Shape", "expected_run", "explain_difference", "job_of"]
 
 _WIDTH = 48
 _OVERFLOWS_ABOVE = 2.0**14

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from tests.simulator.loop import HOST, Host, VirtualLoop
+
 from w5xde_async.errors import LinkLost, Unreachable, W5xdeError
 from w5xde_async.net.link import FramedLink, Link
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, Stream
@@ -23,7 +24,7 @@ from w5xde_async.wire.frame import Buffer
 
 __all__ = ["ADDRESS", "Connection", "Network", "SimListener"]
 
-ADDRESS = "coordinator", 5555
+ADDRESS = "127.0.0.1", 5555
 RESET = "reset by peer"
 _NOBODY = contextvars.Context()  # the network's own callbacks
 

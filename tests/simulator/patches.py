@@ -17,6 +17,7 @@ from typing import Any
 from tests.simulator.loop import HOST, ComputeExecutor, InlineExecutor, VirtualLoop
 from tests.simulator.model import IntegerEngine
 from tests.simulator.network import Network
+
 from w5xde_async.coordinator import aggregator, following, journaling, loader, preparation
 from w5xde_async.coordinator import service as coordinator
 from w5xde_async.store import checkpoint, journal, rundir

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tests.simulator.loop import HOST, Host
 from tests.simulator.model import IntegerVector
 from tests.simulator.network import ADDRESS
+
 from w5xde_async.errors import W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.params.layout import Layout

@@ -23,6 +23,7 @@ from tests.simulator.loop import HOST, Deadlock, Host, Killed, TimeUp, VirtualLo
 from tests.simulator.model import SHAPES, Shape, expected_run, explain_difference, job_of
 from tests.simulator.network import ADDRESS, Network
 from tests.simulator.patches import in_virtual_world
+
 from w5xde_async.coordinator import service as coordinator_service
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.training import Training
@@ -166,6 +167,7 @@ class World:
             grace_s=self.random.choice([0.5, 3.0]), checkpoint_every=self.random.choice([1, 2, 3]),
             keep_checkpoints=self.random.choice([1, 2, 3]), durability=self.random.choice(["checkpoint", "journal"]),
             max_leaf_failures=12, evaluate=False,
+            bulk_threads=0,
             prefetch_leaves=self.random.choice([4, 64]), min_workers=self.random.choice([1, 1, 2]),
             pacing=PacingConfig(
                 target_lease_s=self.random.choice([0.03, 0.5]), leases_ahead=self.random.choice([1, 2, 3]),
@@ -208,10 +210,23 @@ class World:
         vectors = training.aggregator._reducer.pool.num_out
         if vectors > bound:
             self.violate("memory", f"{vectors} result vectors are out, the bound is {bound}")
+        if what == "tick":
+            self._overdue(training)
         for session in training.sessions.values():
             queued = len(session.outbox._items)
             if queued > 160:
                 self.violate("memory", f"{queued} frames queued for one worker")
+
+    def _overdue(self, training: Training) -> None:
+        """After a tick nobody holds a lease beyond its deadline while another could have it."""
+        now, ready = training.clock(), [member.worker_id for member in training.membership.ready()]
+        for worker, session in training.sessions.items():
+            for grant in training.ledger.held(worker):
+                late_s = now - training.ledger.began_at(grant) - grant.deadline_s
+                others = any(other != worker for other in ready)
+                if grant.step == training.version and late_s > 0.1 and others and session.link.bytes_sent >= 0:
+                    if session.receiving != grant.lease and not session.ended.is_set():
+                        self.violate("deadline", f"lease {grant.lease} of {session.name} is {late_s:.1f} s overdue")
 
     def on_event(self, host: Host, event: Event) -> None:
         if host.state != Host.RUNNING:
@@ -230,6 +245,8 @@ class World:
             self.note("left", f"{event.name} {event.reason}")
             if "broke the protocol" in event.reason and not self.hostile:
                 self.violate("unexpected", f"{event.name}: {event.reason}")
+            if not event.clean and not event.name.startswith("r") and not self.num_losses and not self.num_stalls:
+                self.violate("unexpected", f"{event.name} was lost without a fault: {event.reason}")
         elif isinstance(event, Warned):
             self.note("warned", f"{host.name} {event.text[:160]}")
         elif isinstance(event, RunFinished):
@@ -328,6 +345,12 @@ class World:
             "half",
             "worker reads",
         )
+        return sum(n for kind, n in self.faults.items() if any(word in kind for word in kinds))
+
+    @property
+    def num_stalls(self) -> int:
+        """What may make a worker that is well look as if it were not."""
+        kinds = ("delay spike", "coordinator", "replayed", "leaf failed", "disk", "drained", "joiner")
         return sum(n for kind, n in self.faults.items() if any(word in kind for word in kinds))
 
     # -- hosts -------------------------------------------------------------------------------------------------
