@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from w5xde_async.errors import ExitCode, LeafFailed, UsageError, W5xdeError
+from w5xde_async.net.join import Invitation
 from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, read
 
 __all__ = ["attach", "launch", "main", "signals"]
@@ -23,6 +24,10 @@ __all__ = ["attach", "launch", "main", "signals"]
 _S = TypeVar("_S", CoordinatorSettings, WorkerSettings)
 _Body = Callable[[], Coroutine[Any, Any, int]]
 
+_NO_JOIN_SECRET = (
+    "--join: whoever is on this machine could read the secret from the list of processes; put the join string into a "
+    "file of mode 0600 and give --join-file, or set W5XDE_JOIN"
+)
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
        w5xde worker --server HOST:PORT --job JOB [options]
@@ -61,6 +66,8 @@ def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Call
         settings, given = read(kind, arguments, prog=prog)
         as_json = settings.log_format == "json"
         token = find_token(settings.token_file, given_as_argument="token_file" in given, environment=os.environ)
+        if "join" in given and Invitation.parse(getattr(settings, "join", ""), place="--join").secret:
+            raise UsageError(_NO_JOIN_SECRET)
         body = prepare(settings, token)
         with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
             return runner.run(body())

@@ -156,7 +156,7 @@ class LocalCluster:
         config = self._config
         if self._replica is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
-            return _TaskWorkers(self._replica, self.address, settings, self._on_all_lost)
+            return _TaskWorkers(self._replica, self.coordinator.local_join or self.address, settings, self._on_all_lost)
         assert isinstance(self._given, str)
         return LocalWorkers(
             0,
@@ -164,6 +164,7 @@ class LocalCluster:
             reference=self._given,
             threads=self._threads,
             token=config.token,
+            join=self.coordinator.local_join,
             grace_s=config.grace_s + 2.0,
             on_all_lost=self._on_all_lost,
         )

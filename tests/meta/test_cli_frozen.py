@@ -10,14 +10,16 @@ from w5xde_async.settings.flags import Program
 ALWAYS = "--print-config --version --help"
 COORDINATOR = """
 --max-steps --epochs --max-time --evaluate --no-evaluate --max-leaf-failures
---host --port --token-file --heartbeat --silence --bucket-size --bulk-threads
+--host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
+--heartbeat --silence --bucket-size --bulk-threads
 --workers --worker-threads --min-workers --max-workers --grace
 --name --run-dir --checkpoint-every --keep-checkpoints --durability --resume
 --loader-threads --loader-processes --prefetch-leaves
 --threads --loop --log --log-format --config
 """
 WORKER = """
---server --job --name --token-file --connect-timeout --lifetime --grace
+--server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
+--job --name --token-file --connect-timeout --lifetime --grace
 --device --threads --inline-block --memory-limit
 --loop --log --log-format --config --exit-with-stdin
 """

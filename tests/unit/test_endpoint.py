@@ -14,7 +14,7 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from w5xde_async.errors import LinkLost, PortInUse, Unreachable, UsageError
+from w5xde_async.errors import LinkLost, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.net import endpoint
 from w5xde_async.net.endpoint import DEFAULT_PORT, connect, format_address, listen, parse_address
 from w5xde_async.net.link import Link
@@ -239,7 +239,7 @@ async def test_a_tls_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("wrong", ["authority", "name", "plain"])
-async def test_tls_that_cannot_be_is_unreachable_with_the_reason(wrong: str):
+async def test_tls_that_cannot_be_is_refused_with_the_reason(wrong: str):
     authority = trustme.CA()
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("localhost" if wrong != "name" else "elsewhere").configure_cert(server)
@@ -250,7 +250,7 @@ async def test_tls_that_cannot_be_is_unreachable_with_the_reason(wrong: str):
         await asyncio.Event().wait()
 
     listener = await listen("127.0.0.1", 0, babble, ssl=None if wrong == "plain" else server)
-    with pytest.raises(Unreachable, match="TLS"):
+    with pytest.raises(Refused, match="TLS"):
         await connect("localhost", listener.port, timeout_s=5, ssl=client)
     await listener.aclose()
 

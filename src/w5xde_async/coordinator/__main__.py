@@ -6,17 +6,21 @@ Local workers, and the readers of ``--loader-processes``, load the job from the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from w5xde_async.__main__ import attach, launch, signals
 from w5xde_async.errors import ExitCode, W5xdeError
 from w5xde_async.settings import CoordinatorSettings, to_mapping
 from w5xde_async.store.failpoints import arm
+
+if TYPE_CHECKING:
+    from w5xde_async.coordinator.service import Coordinator
 
 __all__ = ["main"]
 
@@ -88,6 +92,10 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGUSR1, coordinator.request_checkpoint)
                 stack.callback(loop.remove_signal_handler, signal.SIGUSR1)
+                reloading = Reloading(coordinator)
+                loop.add_signal_handler(signal.SIGHUP, reloading.begin)
+                stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+                stack.push_async_callback(reloading.aclose)
             await coordinator.start()
             stack.push_async_callback(coordinator.aclose)
             if stop_reason:  # it came while the run was being prepared
@@ -96,8 +104,8 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
                 host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
                 workers = LocalWorkers(
                     settings.workers, address=format_address(host, coordinator.port), reference=reference,
-                    threads=settings.worker_threads or 1, token=token, config_path=settings.config,
-                    grace_s=config.grace_s + 2.0, on_all_lost=all_lost,
+                    threads=settings.worker_threads or 1, token=token, join=coordinator.local_join,
+                    config_path=settings.config, grace_s=config.grace_s + 2.0, on_all_lost=all_lost,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
             result = await coordinator.wait()
@@ -106,6 +114,28 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
         return ExitCode.OK
 
     return train
+
+
+class Reloading:
+    """SIGHUP: the run directory's secret and revoked workers are read again."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._reload(), name="reload access")
+
+    async def _reload(self) -> None:
+        try:
+            await self._coordinator.reload_access()
+        except W5xdeError as error:
+            logging.getLogger(__name__).error("access not reloaded reason=%s", error)
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Accounts:
 
     def remember(self, session: Session, member: Member) -> None:
         """A member has left: keep its share."""
-        key = member.worker_id
+        key = session.identity or member.worker_id
         if key not in self._shares and len(self._shares) >= _MAX_SHARES:
             key = ""
         self._shares[key] = _joined(self._shares.get(key), member, session, "others" if not key else member.name)

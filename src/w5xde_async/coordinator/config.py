@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from w5xde_async.errors import UsageError
+from w5xde_async.net.tls import TlsFiles, is_loopback
 from w5xde_async.plan.pacing import PacingConfig
 
 __all__ = ["CoordinatorConfig"]
@@ -15,8 +17,12 @@ __all__ = ["CoordinatorConfig"]
 class CoordinatorConfig:
     """Settings of one coordinator.
 
-    host, port              where it listens; port 0 picks a free one. Off loopback a token is required
-    token                   the shared secret that workers prove; empty: none, loopback only
+    host, port              where it listens; port 0 picks a free one
+    token                   the shared secret that workers prove; empty: none on loopback, one of its own over TLS
+    tls                     certificate and key (off loopback it makes its own), authorities that workers must have
+    insecure                no TLS off loopback either; a token is then required
+    join_file               where the join string goes (default: ``join`` in the run directory); asks for TLS anywhere
+    advertise               the host in the join string, where it is not what it listens on
     min_workers             the first lease waits for that many
     max_workers             more are refused
     max_steps, epochs       override the job's
@@ -44,6 +50,10 @@ class CoordinatorConfig:
     host: str = "127.0.0.1"
     port: int = 5555
     token: str = field(default="", repr=False)
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    insecure: bool = False
+    join_file: Path | None = None
+    advertise: str = ""
     min_workers: int = 1
     max_workers: int = 256
     max_steps: int | None = None
@@ -94,7 +104,12 @@ class CoordinatorConfig:
         need(self.bulk_threads >= 0 and self.loader_threads >= 0 and self.loader_processes >= 0, "threads are >= 0")
         need(self.max_time_s is None or self.max_time_s > 0, "max_time_s is more than 0")
         need(
-            bool(self.token) or self.host in ("127.0.0.1", "::1", "localhost"),
-            f"without a token the coordinator listens on loopback only, not on {self.host}; set W5XDE_TOKEN or "
-            "--token-file on both sides",
+            bool(self.token) or not self.insecure or is_loopback(self.host),
+            f"without TLS and without a token the coordinator listens on loopback only, not on {self.host}; leave out "
+            "--insecure, or set W5XDE_TOKEN or --token-file on both sides",
+        )
+        need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
+        need(
+            not (self.insecure and (self.tls.cert or self.tls.ca or self.join_file)),
+            "--insecure and TLS's settings contradict each other; leave out one of them",
         )

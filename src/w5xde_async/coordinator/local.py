@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
+_SECRETS = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
 _LINE_BYTES = 1 << 20
 _LAST_WORDS = 30  # lines kept to show after a crash
 
@@ -38,6 +39,7 @@ _LAST_WORDS = 30  # lines kept to show after a crash
 class LocalWorkers:
     """``count`` worker processes for the coordinator at ``address``.
 
+    ``join`` is a join string, to be used in place of ``address`` and ``token``.
     ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
     """
 
@@ -49,13 +51,15 @@ class LocalWorkers:
         reference: str,
         threads: int = 1,
         token: str = "",
+        join: str = "",
         config_path: Path | None = None,
         grace_s: float = 10.0,
         on_all_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._wanted = count
         self._address, self._reference, self._threads = address, reference, threads
-        self._token, self._config_path, self._grace_s = token, config_path, grace_s
+        self._token, self._join = token, join
+        self._config_path, self._grace_s = config_path, grace_s
         self._on_all_lost = on_all_lost
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
@@ -136,17 +140,18 @@ class LocalWorkers:
     async def _run(self, name: str, words: deque[str]) -> int:
         """One process from start to end; cancelled, the process is ended first."""
         command = [
-            sys.executable, "-m", "w5xde_async.worker", "--server", self._address, "--job", self._reference,
-            "--threads", str(self._threads), "--name", name, "--log", "normal", "--log-format", "json",
-            "--exit-with-stdin",
+            sys.executable, "-m", "w5xde_async.worker", "--job", self._reference, "--threads", str(self._threads),
+            "--name", name, "--log", "normal", "--log-format", "json", "--exit-with-stdin",
         ]  # fmt: skip
+        if not self._join:
+            command += ["--server", self._address]
         if self._config_path is not None:
             command += ["--config", str(self._config_path)]
         # The child's environment is ours with this run's token in place of wherever ours came from.
-        environment = {
-            key: value for key, value in os.environ.items() if key not in ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE")
-        }
-        if self._token:
+        environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
+        if self._join:
+            environment["W5XDE_JOIN"] = self._join
+        elif self._token:
             environment["W5XDE_TOKEN"] = self._token
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment, start_new_session=True,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -24,11 +24,13 @@ from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.journaling import MOST_AHEAD, Journaling
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.preparation import Prepared, prepare
+from w5xde_async.coordinator.security import Security
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LocalError, StoreError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import Listener, format_address, listen
+from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import (
@@ -42,6 +44,9 @@ from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode, VerdictCode, Welcome
 
 __all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
+
+
+_LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,8 @@ class Coordinator:
         self._following: Following | None = None
         self._journaling: Journaling | None = None
         self._main: asyncio.Task[RunResult] | None = None
+        self._security: Security | None = None
+        self._join_file: Path | None = None
         self._incarnations = 0
         self._began = 0.0
         self._stop_reason = ""
@@ -165,6 +172,47 @@ class Coordinator:
         if self._following is not None:
             self._following.checkpoint_wanted = True
 
+    @property
+    def invitation(self) -> Invitation | None:
+        """The join string of the run; None without TLS. ``str`` hides the secret, ``reveal()`` shows it."""
+        return None if self._security is None else self._security.invitation(self.port)
+
+    @property
+    def local_join(self) -> str:
+        """For workers on this machine, secret and all; "" without TLS, where ``address`` will do."""
+        told = self.invitation
+        return "" if told is None else replace(told, host=_LOCAL.get(self.host, self.host)).reveal()
+
+    def invite(self, worker: str) -> Invitation | None:
+        """A join string that opens the run to one worker of that name, whose access ``revoke`` can end."""
+        return None if self._security is None else self._security.invitation(self.port, worker)
+
+    async def rotate_secret(self, secret: str) -> None:
+        """From now on workers join with another secret; the join file is written anew. Who is in stays in."""
+        if self._security is None:
+            raise LocalError("the coordinator has not been started")
+        self._security.rotate(secret)
+        await asyncio.get_running_loop().run_in_executor(None, self._security.write_join_file, self.port)
+
+    def revoke(self, worker: str, reason: str = "its access was revoked") -> None:
+        """Drop a worker, by its own name or its id, and let it in no more."""
+        if self._security is None or self._training is None:
+            raise LocalError("the coordinator has not been started")
+        self._security.credentials.revoke(worker)
+        self._training.drop(worker, reason)
+
+    async def reload_access(self) -> None:
+        """Take up what the run directory's ``secret`` and ``revoked`` say now. Raises UsageError, StoreError."""
+        if self._security is None or self._training is None:
+            raise LocalError("the coordinator has not been started")
+        loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(None, self._security.reload):
+            await loop.run_in_executor(None, self._security.write_join_file, self.port)
+            self.bus.publish(Warned(text="the secret was changed: workers join with the new join file from now on"))
+        for session in tuple(self._training.sessions.values()):
+            if self._security.credentials.revoked(session.identity, session.worker_id):
+                session.abort("its access was revoked")
+
     async def aclose(self) -> None:
         """Stop in good order and free everything. May be called twice; a failure of the run is not raised again."""
         if self._main is None:
@@ -218,9 +266,13 @@ class Coordinator:
         config, job = self.config, self.job
         if config.bulk_threads:
             self._bulk = ThreadPoolExecutor(config.bulk_threads, thread_name_prefix="w5xde-bulk")
+        loop = asyncio.get_running_loop()
+        self._security = security = await loop.run_in_executor(None, Security, config, self._run_path, self.name)
         self._listener = await listen(
-            config.host, config.port, self._on_link, bulk=self._bulk, max_links=config.max_workers + 64
-        )
+            config.host, config.port, self._on_link, ssl=security.context, bulk=self._bulk,
+            max_links=config.max_workers + 64,
+        )  # fmt: skip
+        self._join_file = await loop.run_in_executor(None, security.write_join_file, self.port)
         loader = Loader(
             job,
             prepared.sampler,
@@ -253,7 +305,6 @@ class Coordinator:
             self._training.journaling, self._training.aggregator.keep = self._journaling, self._journaling.pool
         self._following = Following(prepared, self._training, config, self.bus)
         if prepared.run_dir is not None:
-            loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
             self._recorder = Recorder(
                 prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed
@@ -269,6 +320,8 @@ class Coordinator:
         job, config = self.job, self.config
         reference = self._reference or "train.py:job"
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
+        where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
+        assert self._security is not None
         plan = prepared.sampler.plan(0)
         return RunStarted(
             version=w5xde_async.__version__,
@@ -287,8 +340,8 @@ class Coordinator:
             codec="raw",
             precision=job.precision,
             address=format_address(self.host, self.port),
-            worker_command=f"python -m w5xde_async.worker --server {shown} --job {shlex.quote(reference)}",
-            security="token" if config.token else "no token, loopback only",
+            worker_command=f"python -m w5xde_async.worker {where} --job {shlex.quote(reference)}",
+            security=self._security.words,
             resumed_step=prepared.first_step,
             total_steps=prepared.total_steps,
             steps_per_epoch=prepared.sampler.steps_per_epoch,
@@ -331,12 +384,12 @@ class Coordinator:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
 
     async def _on_link(self, link: Link) -> None:
-        training = self._training
-        if training is None:
+        training, security = self._training, self._security
+        if training is None or security is None:
             return
         self._incarnations += 1
         session = Session(
-            link, training, token=self.config.token, handshake_s=self.config.handshake_s,
+            link, training, token=security.credentials, handshake_s=self.config.handshake_s,
             incarnation=self._incarnations,
         )  # fmt: skip
         await session.run()

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteError, W5xdeError
+from w5xde_async.coordinator.credentials import Credentials
+from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteError, UsageError, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
@@ -81,7 +82,10 @@ class Host(Protocol):
 class Session:
     """One connection from its first byte to its last."""
 
-    def __init__(self, link: Link, host: Host, *, token: str, handshake_s: float, incarnation: int) -> None:
+    def __init__(
+        self, link: Link, host: Host, *, token: str | Credentials, handshake_s: float, incarnation: int
+    ) -> None:
+        """``token``: the run's secret ("" for none), or all that decides who may join."""
         self.link, self.incarnation = link, incarnation
         self.worker_id, self.name = "", ""
         self.hello: Hello | None = None
@@ -94,7 +98,9 @@ class Session:
         self.taken = (0, 0.0)  # bytes sent, and since when no more of them
         self.ended = asyncio.Event()
         self.last_message = ""
-        self._host, self._token, self._handshake_s = host, token, handshake_s
+        self.identity = ""  # the name that the worker has proved
+        self._host, self._handshake_s = host, handshake_s
+        self._credentials = token if isinstance(token, Credentials) else Credentials(token)
         self.outbox = Outbox(link)
         self._closing = self._mismatch = False
         self._scratch = bytearray()
@@ -145,18 +151,27 @@ class Session:
             return False
         if not 16 <= len(hello.nonce) <= 64:
             raise MalformedFrame("the nonce has between 16 and 64 bytes")
-        nonce, secret = os.urandom(NONCE_BYTES), self._token.encode()
-        auth = bool(secret)
-        own = prove(secret, "coordinator", hello.nonce, nonce) if auth else b""
+        nonce, auth, binding = os.urandom(NONCE_BYTES), self._credentials.required, self._credentials.binding
+        try:
+            secret = self._credentials.secret_of(hello.identity) if auth else b""
+        except UsageError:
+            raise MalformedFrame("the identity is not a name") from None
+        own = prove(secret, "coordinator", hello.nonce, nonce, binding) if auth else b""
         await self.link.send(encode(Challenge(PROTOCOL_VERSION, nonce, auth, own)))
         received = await self.link.recv()
         self.state = advance(COORDINATOR, self.state, received.message)
         assert isinstance(received.message, Proof)
-        if auth and not verify(received.message.proof, secret, "worker", hello.nonce, nonce):
+        if auth and not verify(received.message.proof, secret, "worker", hello.nonce, nonce, binding):
             await self._refuse(
                 RefusalCode.AUTHENTICATION,
                 "the token is missing or wrong",
-                "set the coordinator's token in W5XDE_TOKEN or --token-file",
+                "set the coordinator's token in W5XDE_TOKEN or --token-file, or use its join file",
+            )
+            return False
+        self.identity = hello.identity if auth else ""
+        if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):
+            await self._refuse(
+                RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
             )
             return False
         refusal = self._host.admit(self)

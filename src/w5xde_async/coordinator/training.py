@@ -318,6 +318,12 @@ class Training:
         self._liveness.tick(now, f"step {self.version} of {self.total_steps}")
         self._schedule()
 
+    def drop(self, name: str, reason: str) -> None:
+        """End the links of a worker, by the name it has proved or by its id."""
+        for session in (*self.sessions.values(), *self._joining):
+            if name in (session.identity, session.worker_id):
+                session.abort(reason)
+
     # -- session.Host --------------------------------------------------------------------------------------
 
     def admit(self, session: Session) -> Refusal | None:

@@ -16,13 +16,15 @@ import ssl
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from w5xde_async.errors import LinkLost, PortInUse, Unreachable, UsageError, W5xdeError
+from w5xde_async.errors import LinkLost, PortInUse, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.net.link import FramedLink, Link
 from w5xde_async.net.stream import SocketStream, Stream, ended_by
 from w5xde_async.net.transport import TransportStream
 from w5xde_async.net.tuning import tune, tune_listener
+from w5xde_async.wire.frame import HANDSHAKE_CAPS
 
 __all__ = ["DEFAULT_PORT", "Listener", "connect", "format_address", "listen", "parse_address"]
 
@@ -32,6 +34,8 @@ HANDSHAKE_S = 10.0
 #: How long to leave the backlog alone when the system has no descriptor or memory left.
 EXHAUSTED_S = 0.5
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+_TLS_HINT = "compare both sides: TLS or --insecure, --tls-ca-file, --tls-cert; the coordinator's join file has it right"
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +77,10 @@ async def connect(
     ssl: ssl.SSLContext | None = None,
     bulk: Executor | None = None,
 ) -> Link:
-    """A link to the first address of ``host`` that answers, each having its share of the time. Raises Unreachable."""
+    """A link to the first address of ``host`` that answers, each having its share of the time.
+
+    Raises Unreachable, and Refused where TLS does not come about for a reason that will not go away.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     peer = format_address(host, port)
@@ -93,6 +100,8 @@ async def connect(
         except TimeoutError:
             reasons["no answer"] = None
         except (OSError, LinkLost) as error:
+            if _is_refusal(error):
+                raise Refused(RefusalCode.AUTHENTICATION, _why(error), _TLS_HINT) from None
             reasons[_why(error)] = None
     raise Unreachable(peer, ", ".join(reasons) or "the name has no address", timeout_s)
 
@@ -106,11 +115,13 @@ async def listen(
     bulk: Executor | None = None,
     backlog: int = 128,
     max_links: int = 1024,
+    max_strangers: int = 64,
 ) -> Listener:
     """Listen on every address of ``host`` ("" is all of this machine); port 0 picks a free one.
 
     ``on_link`` runs in a task of its own for each link, which is closed when it returns. Beyond ``max_links`` a new
-    one is closed at once. Raises PortInUse, UsageError.
+    one is closed at once, and so is one from an address that has ``max_strangers`` links which have not been let in.
+    Raises PortInUse, UsageError.
     """
     try:
         addresses = await _resolve(host or None, port, flags=socket.AI_PASSIVE)
@@ -130,7 +141,17 @@ async def listen(
         for sock in socks:
             sock.close()
         raise
-    return Listener(socks, on_link, tls=ssl, bulk=bulk, max_links=max_links)
+    return Listener(socks, on_link, tls=ssl, bulk=bulk, max_links=max_links, max_strangers=max_strangers)
+
+
+@dataclass(slots=True)
+class _Accepted:
+    host: str
+    link: FramedLink | None = None  # None during the TLS handshake
+
+    def is_stranger(self) -> bool:
+        """Nobody has let it in: it may still send no more than a handshake."""
+        return self.link is None or self.link.caps == HANDSHAKE_CAPS
 
 
 class Listener:
@@ -144,12 +165,13 @@ class Listener:
         tls: ssl.SSLContext | None,
         bulk: Executor | None,
         max_links: int,
+        max_strangers: int,
     ) -> None:
         self.host, self.port = socks[0].getsockname()[:2]
         self._socks = socks
         self._on_link = on_link
-        self._tls, self._bulk, self._max_links = tls, bulk, max_links
-        self._links: set[asyncio.Task[None]] = set()
+        self._tls, self._bulk, self._max_links, self._max_strangers = tls, bulk, max_links, max_strangers
+        self._links: dict[asyncio.Task[None], _Accepted] = {}
         loop = asyncio.get_running_loop()
         name = f"accept {format_address(self.host, self.port)}"
         self._accepting = [loop.create_task(self._accept(sock), name=name) for sock in socks]
@@ -170,7 +192,7 @@ class Listener:
     async def aclose(self) -> None:
         """Close the port, cancel the tasks of all links and wait for them. May be called twice."""
         await self.stop_accepting()
-        tasks = self._links - {asyncio.current_task()}
+        tasks = self._links.keys() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -191,22 +213,24 @@ class Listener:
                 continue
             exhausted = False
             peer = format_address(*address[:2])
-            if len(self._links) >= self._max_links:
-                _log.warning("accept refused peer=%s reason=over max_links=%d", peer, self._max_links)
+            strangers = sum(known.host == address[0] and known.is_stranger() for known in self._links.values())
+            if len(self._links) >= self._max_links or strangers >= self._max_strangers:
+                _log.debug("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
                 sock.close()
                 continue
-            task = loop.create_task(self._serve(sock, peer), name=f"link {peer}")
-            self._links.add(task)
-            task.add_done_callback(self._links.discard)
+            accepted = _Accepted(address[0])
+            task = loop.create_task(self._serve(sock, peer, accepted), name=f"link {peer}")
+            self._links[task] = accepted
+            task.add_done_callback(self._links.pop)
 
-    async def _serve(self, sock: socket.socket, peer: str) -> None:
+    async def _serve(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 stream = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
         except (OSError, LinkLost) as error:
             _log.info("accept failed peer=%s reason=%s", peer, _why(error))
             return
-        link = FramedLink(stream)
+        link = accepted.link = FramedLink(stream)
         try:
             await self._on_link(link)
         except W5xdeError as error:
@@ -298,6 +322,11 @@ def _bind(family: socket.AddressFamily, address: Any, host: str, port: int, back
             raise PortInUse(host or "*", port) from None
         raise UsageError(f"cannot listen on {format_address(host or '*', port)}: {ended_by(error)}") from None
     return sock
+
+
+def _is_refusal(error: Exception) -> bool:
+    """TLS failed over what one side is, not over the network between them."""
+    return isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
 
 
 def _why(error: Exception) -> str:

@@ -126,7 +126,7 @@ def to_mapping(settings: Program) -> dict[str, object]:
     values = {
         name: getattr(settings, name)
         for name, info in type(settings).model_fields.items()
-        if name != "config" and not _extra(info)["hidden"]
+        if name not in ("config", "join") and not _extra(info)["hidden"]
     }
     return {settings.table: values}
 
@@ -243,7 +243,7 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
     names = [name for name, info in program.model_fields.items() if name != "config" and not _extra(info)["hidden"]]
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name == "token":
+        if name in ("token", "join"):
             raise UsageError(
                 f"{path}: a secret does not belong into this file; write token_file = PATH, or W5XDE_TOKEN"
             )

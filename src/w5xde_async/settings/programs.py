@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
+from w5xde_async.net.join import Invitation, read_secret_file
+from w5xde_async.net.tls import TlsFiles
 from w5xde_async.settings.flags import Program, setting
 from w5xde_async.settings.values import Duration, Size, WholeNumber, size_bytes
 from w5xde_async.telemetry.progress import ProgressConfig
@@ -39,8 +41,8 @@ In brackets: the default, and the environment variable of the same setting.
 Arguments win over the environment, the environment over --config, that over
 defaults. Times: 90, 90s, 5m, 2h. Sizes: 512KiB, 4MiB, 1GB."""
 _SECRETS = """\
-The shared secret is read from W5XDE_TOKEN, --token-file or
-~/.config/w5xde/token, never from an argument."""
+The shared secret is read from a join file, W5XDE_JOIN, W5XDE_TOKEN,
+--token-file or ~/.config/w5xde/token, never from an argument."""
 _EXIT_CODES = """\
 Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
@@ -85,7 +87,7 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
 
     host: Text = setting(
-        _COORDINATOR.host, "address to listen on; off loopback a token is required", group="network",
+        _COORDINATOR.host, "address to listen on; off loopback with TLS", group="network",
         metavar="ADDRESS", accepts="a host name or address",
     )  # fmt: skip
     port: Annotated[WholeNumber, Field(ge=0, le=65535)] = setting(
@@ -95,6 +97,30 @@ class CoordinatorSettings(Program):
     token_file: Path | None = setting(
         None, "file with the shared secret, readable by its owner alone", group="network", metavar="FILE",
         accepts="a path",
+    )  # fmt: skip
+    tls_cert: Path | None = setting(
+        None,
+        "TLS certificate (PEM); without it a self-signed one is made",
+        group="network",
+        metavar="FILE",
+        accepts="a path",
+    )
+    tls_key: Path | None = setting(None, "its private key", group="network", metavar="FILE", accepts="a path")
+    tls_ca_file: Path | None = setting(
+        None, "authorities: every worker needs a certificate of them", group="network",
+        metavar="FILE", accepts="a path",
+    )  # fmt: skip
+    insecure: bool = setting(
+        False, "no TLS off loopback: whoever sits between can read and alter everything", group="network",
+        accepts="true or false",
+    )  # fmt: skip
+    join_file: Path | None = setting(
+        None, "write the join string there, for --join-file of workers; TLS on loopback too", group="network",
+        metavar="FILE", accepts="a path", shown="join in the run directory",
+    )  # fmt: skip
+    advertise: Text | None = setting(
+        None, "host name or address in the join string", group="network", metavar="HOST",
+        accepts="a host name or address", shown="where it listens",
     )  # fmt: skip
     heartbeat: Time = setting(
         _COORDINATOR.heartbeat_s, "how often each side says that it lives", group="network", metavar="TIME",
@@ -219,6 +245,10 @@ class CoordinatorSettings(Program):
             host=self.host,
             port=self.port,
             token=token,
+            tls=TlsFiles(self.tls_cert, self.tls_key, self.tls_ca_file),
+            insecure=self.insecure,
+            join_file=self.join_file,
+            advertise=self.advertise or "",
             min_workers=self.min_workers or 1,
             max_workers=self.max_workers,
             max_steps=self.max_steps,
@@ -252,7 +282,7 @@ class WorkerSettings(Program):
     """Settings of ``w5xde_async.worker``."""
 
     table: ClassVar[str] = "worker"
-    usage: ClassVar[str] = "--server HOST:PORT --job JOB [options]"
+    usage: ClassVar[str] = "--join-file FILE --job JOB [options]"
     about: ClassVar[str] = (
         "Compute for the coordinator at --server. Start it where JOB can be found: the\n"
         f"same file, read from the current directory.\n\n{_PRECEDENCE}"
@@ -279,6 +309,33 @@ class WorkerSettings(Program):
     token_file: Path | None = setting(
         None, "file with the shared secret, readable by its owner alone", group="the run", metavar="FILE",
         accepts="a path",
+    )  # fmt: skip
+    join_file: Path | None = setting(
+        None, "file with the coordinator's join string: address, secret and certificate", group="the run",
+        metavar="FILE", accepts="a path",
+    )  # fmt: skip
+    join: Text | None = setting(
+        None, "a join string; as an argument only without its secret", group="the run", metavar="STRING",
+        accepts="w5xde://host:port?cert=sha256:...",
+    )  # fmt: skip
+    tls_cert: Path | None = setting(
+        None,
+        "TLS certificate of this worker (PEM), where the coordinator wants one",
+        group="network",
+        metavar="FILE",
+        accepts="a path",
+    )
+    tls_key: Path | None = setting(None, "its private key", group="network", metavar="FILE", accepts="a path")
+    tls_ca_file: Path | None = setting(
+        None,
+        "authorities that the coordinator's certificate must have",
+        group="network",
+        metavar="FILE",
+        accepts="a path",
+    )
+    insecure: bool = setting(
+        False, "no TLS off loopback: whoever sits between can read and alter everything", group="network",
+        accepts="true or false",
     )  # fmt: skip
     connect_timeout: Time = setting(
         _WORKER.connect_timeout_s, "how long to look for the coordinator, at the start and when it was lost",
@@ -327,18 +384,35 @@ class WorkerSettings(Program):
     )  # fmt: skip
 
     def require(self) -> None:
-        if self.server is None:
-            raise UsageError("--server is missing: give the coordinator's HOST:PORT")
+        given = [name for name in ("join_file", "join", "server") if getattr(self, name) is not None]
+        if not given:
+            raise UsageError("--join-file or --server is missing: the coordinator prints the whole command")
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} both say where the coordinator is; leave out one of them")
         if self.job is None:
             raise UsageError(
                 "--job is missing: this version's workers need the job's code; the coordinator prints the whole command"
             )
+
+    def where(self) -> str:
+        """The coordinator: ``host:port`` or a join string. Raises UsageError."""
+        if self.join_file is not None:
+            place, text = f"join file {self.join_file}", read_secret_file(self.join_file, kind="join file")
+        elif self.join is not None:
+            place, text = "W5XDE_JOIN or --join", self.join
+        else:
+            assert self.server is not None
+            return self.server
+        Invitation.parse(text, place=place)
+        return text
 
     def worker_config(self, token: str) -> WorkerConfig:
         """Raises UsageError (a device that is none)."""
         return WorkerConfig(
             name=self.name or "",
             token=token,
+            tls=TlsFiles(self.tls_cert, self.tls_key, self.tls_ca_file),
+            insecure=self.insecure,
             device=self.device,
             threads=self.threads,
             connect_timeout_s=self.connect_timeout,

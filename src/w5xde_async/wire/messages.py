@@ -135,13 +135,17 @@ class ByeCode(IntEnum):
 
 @_message(1)
 class Hello(Message):
-    """Worker's first words. ``worker_id`` names the same worker over reconnects."""
+    """Worker's first words. ``worker_id`` names the same worker over reconnects.
+
+    ``identity`` is the name whose own secret it will prove; empty where it has the run's.
+    """
 
     protocol: int
     nonce: bytes
     worker_id: str
     name: str
     software: str
+    identity: str = ""
 
 
 @_message(2)

@@ -35,11 +35,11 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     if settings.exit_with_stdin:
         threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     config = settings.worker_config(token)
-    assert settings.server is not None
     assert settings.job is not None
-    server = settings.server
+    server = settings.where()
 
     from w5xde_async.job import load_job
+    from w5xde_async.net.endpoint import format_address
     from w5xde_async.telemetry.progress import Progress
     from w5xde_async.worker.service import RunFailed, Worker
 
@@ -53,7 +53,7 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     async def work() -> int:
         worker = Worker(server, job=job, config=config)
         with signals(worker.drain):
-            logger.info("connecting server=%s name=%s", server, worker.name)
+            logger.info("connecting server=%s name=%s", format_address(worker.host, worker.port), worker.name)
             try:
                 running = asyncio.create_task(worker.run(), name="worker")
                 parting = asyncio.create_task(worker.parted.wait(), name="parting")

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from w5xde_async.errors import UsageError
+from w5xde_async.net.tls import TlsFiles
 
 __all__ = ["WorkerConfig"]
 
@@ -16,6 +17,10 @@ class WorkerConfig:
 
     name              shown in the coordinator's lists; default: host name and process id
     token             the shared secret; needed where the coordinator has one
+    identity          the name that the token belongs to; empty where it is the run's
+    certificate       SHA-256 of the coordinator's certificate; it then must be that one
+    tls               authorities that the coordinator's certificate must have; this worker's own certificate and key
+    insecure          no TLS off loopback either. On loopback there is none unless certificate or tls ask for it
     device            auto, cpu, cuda, cuda:N or mps
     threads           torch's threads for one operation on the CPU; None leaves torch's own choice
     connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
@@ -28,6 +33,10 @@ class WorkerConfig:
 
     name: str = ""
     token: str = field(default="", repr=False)
+    identity: str = ""
+    certificate: bytes = b""
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    insecure: bool = False
     device: str = "auto"
     threads: int | None = None
     connect_timeout_s: float = 300.0
@@ -41,6 +50,12 @@ class WorkerConfig:
             if not holds:
                 raise UsageError(text)
 
+        need(len(self.certificate) in (0, 32), "certificate is a SHA-256 hash of 32 bytes")
+        need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
+        need(
+            not (self.insecure and (self.certificate or self.tls.cert or self.tls.ca)),
+            "--insecure and TLS's settings contradict each other; leave out one of them",
+        )
         need(self.threads is None or self.threads >= 1, f"threads is {self.threads}; give a number >= 1")
         need(self.connect_timeout_s > 0, f"connect_timeout is {self.connect_timeout_s}; give seconds > 0")
         need(0 <= self.inline_block_s <= 0.1, f"inline_block is {self.inline_block_s}; give 0 to 0.1 seconds")

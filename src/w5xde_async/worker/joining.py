@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,8 +28,13 @@ class Joined(NamedTuple):
     layout: Layout
 
 
-async def join(link: Link, *, worker_id: str, name: str, token: str, terms: Mapping[str, int]) -> Joined:
+async def join(
+    link: Link, *, worker_id: str, name: str, token: str, terms: Mapping[str, int], identity: str = ""
+) -> Joined:
     """Prove each other the secret and learn of the run.
+
+    Over TLS the proofs are bound to the certificate that the coordinator showed: one who sits between with a
+    certificate of his own can pass nobody's proof on. ``identity``: the name that the secret belongs to.
 
     ``terms`` holds, for each run served before, the highest term seen: a coordinator of a lower one has been replaced
     and is refused.
@@ -37,7 +43,8 @@ async def join(link: Link, *, worker_id: str, name: str, token: str, terms: Mapp
     """
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
-    hello = Hello(PROTOCOL_VERSION, nonce, worker_id, name[:64], w5xde_async.__version__)
+    binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
+    hello = Hello(PROTOCOL_VERSION, nonce, worker_id, name[:64], w5xde_async.__version__, identity)
     await link.send(encode(hello))
     challenge = await _expect(link, State.GREETING)
     assert isinstance(challenge, Challenge)
@@ -61,13 +68,13 @@ async def join(link: Link, *, worker_id: str, name: str, token: str, terms: Mapp
         )
     proof = b""
     if challenge.auth:
-        if not verify(challenge.proof, secret, "coordinator", nonce, challenge.nonce):
+        if not verify(challenge.proof, secret, "coordinator", nonce, challenge.nonce, binding):
             raise Refused(
                 RefusalCode.AUTHENTICATION,
                 "the coordinator does not know this worker's token",
                 "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
             )
-        proof = prove(secret, "worker", nonce, challenge.nonce)
+        proof = prove(secret, "worker", nonce, challenge.nonce, binding)
     await link.send(encode(Proof(proof)))
     link.caps = SESSION_CAPS
     text = bytearray()

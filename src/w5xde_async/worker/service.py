@@ -8,18 +8,22 @@ and the model stays where it is meanwhile.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import os
 import platform
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import stamina
 import torch
 
 from w5xde_async.compute.engine import Engine, choose_device
 from w5xde_async.errors import (
+    FrameTooLarge,
     LinkLost,
     LocalError,
     RefusalCode,
@@ -31,6 +35,9 @@ from w5xde_async.errors import (
 )
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect, format_address, parse_address
+from w5xde_async.net.join import Invitation
+from w5xde_async.net.link import Link
+from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
@@ -41,6 +48,8 @@ __all__ = ["Departure", "RunFailed", "Worker"]
 
 logger = logging.getLogger(__name__)
 
+_TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
+_HUNG_UP = 3
 _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
@@ -55,9 +64,24 @@ class Worker:
     """
 
     def __init__(self, server: str, *, job: Job, config: WorkerConfig | None = None) -> None:
-        """``server`` is ``host:port``. Raises UsageError for a bad address or a device that is not there."""
-        self.config = config or WorkerConfig()
-        self.host, self.port = parse_address(server)
+        """``server`` is ``host:port`` or a join string, whose secret and certificate then count.
+
+        Raises UsageError for a bad address, TLS files that cannot be used, or a device that is not there.
+        """
+        config = config or WorkerConfig()
+        if server.startswith("w5xde://"):
+            told = Invitation.parse(server, place="server")
+            self.host, self.port = told.host, told.port
+            config = replace(
+                config, token=told.secret or config.token, identity=told.identity, certificate=told.certificate
+            )
+        else:
+            self.host, self.port = parse_address(server)
+        self.config = config
+        asked = config.certificate or config.tls.ca is not None or config.tls.cert is not None
+        secure = not config.insecure and (asked or not is_loopback(self.host))
+        self._tls = client_context(config.tls) if secure else None
+        self._hung_up = 0  # TLS stood and the coordinator closed without a word, so many times in a row
         self.worker_id = os.urandom(8).hex()
         self.name = self.config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.leases_done = self.leases_stale = 0
@@ -169,19 +193,55 @@ class Worker:
         raise LocalError("retrying ended without a result")
 
     async def _try_to_join(self, left_s: float) -> Joined:
-        link = await connect(self.host, self.port, timeout_s=min(left_s, 10.0))
+        link = await connect(self.host, self.port, timeout_s=min(left_s, 10.0), ssl=self._tls)
         try:
+            self._check_certificate(link)
             async with asyncio.timeout(min(left_s, 20.0)):
-                return await join(
-                    link, worker_id=self.worker_id, name=self.name, token=self.config.token, terms=self._terms
-                )
+                joined = await join(
+                    link, worker_id=self.worker_id, name=self.name, token=self.config.token, terms=self._terms,
+                    identity=self.config.identity,
+                )  # fmt: skip
+            self._hung_up = 0
+            return joined
         except BaseException as error:
             link.abort()
+            self._explain(error, link)
             if isinstance(error, TimeoutError):
                 raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
             if isinstance(error, Refused) and error.code in _TRY_AGAIN:
                 raise _NotNow(error.reason) from None
             raise
+
+    def _check_certificate(self, link: Link) -> None:
+        expected = self.config.certificate
+        if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
+            raise Refused(
+                RefusalCode.AUTHENTICATION,
+                "the coordinator's certificate is not the one of the join string",
+                "take its present join string; if it has not changed, somebody sits between",
+            )
+
+    def _explain(self, error: BaseException, link: Link) -> None:
+        """Raise Refused where an ended handshake means that both sides disagree about TLS."""
+        if self._tls is None and isinstance(error, FrameTooLarge) and error.nbytes >> 16 == _TLS_ALERT:
+            raise Refused(
+                RefusalCode.AUTHENTICATION,
+                "the coordinator speaks TLS and this worker does not",
+                "use its join file, or leave out --insecure",
+            ) from None
+        if not isinstance(error, LinkLost) or self._terms or link.bytes_received:
+            return
+        if self._tls is None:
+            reason = f"{error.reason} at the first words; it may want TLS: use its join file"
+            raise LinkLost(link.peer, reason) from None
+        self._hung_up += 1
+        if self._hung_up >= _HUNG_UP:
+            # TLS 1.3 tells a client that its certificate is missing or wrong only after the handshake.
+            raise Refused(
+                RefusalCode.AUTHENTICATION,
+                f"the coordinator closed right after TLS began ({error.reason})",
+                "it may want a certificate of this worker: --tls-cert and --tls-key",
+            ) from None
 
     # -- the model -----------------------------------------------------------------------------------------
 

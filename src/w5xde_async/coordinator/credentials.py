@@ -1,0 +1,51 @@
+"""Who may join: the run's secret, each worker's own, and the names that are locked out.
+
+Whoever has the run's secret may join under any name. A worker with a secret of its own (``net.join.worker_secret``) has
+proved its name, so locking that name out keeps it out. Changing the run's secret locks everybody out who joins anew;
+who is in stays in until it is dropped.
+"""
+
+from __future__ import annotations
+
+from w5xde_async.errors import UsageError
+from w5xde_async.net.join import worker_secret
+
+__all__ = ["Credentials"]
+
+
+class Credentials:
+    """``binding`` is what proofs are bound to: the hash of the coordinator's certificate, empty without TLS."""
+
+    def __init__(self, secret: str = "", binding: bytes = b"") -> None:
+        self.binding = binding
+        self._secret = secret
+        self._revoked: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Credentials {'with' if self._secret else 'without'} a secret, {len(self._revoked)} names locked out>"
+
+    @property
+    def required(self) -> bool:
+        """Whether workers must prove a secret."""
+        return bool(self._secret)
+
+    def secret_of(self, identity: str) -> bytes:
+        """What a worker of that name proves; the run's own secret for the nameless. Raises UsageError."""
+        return (worker_secret(self._secret, identity) if identity else self._secret).encode()
+
+    def rotate(self, secret: str) -> None:
+        """From now on this is the run's secret."""
+        if not secret:
+            raise UsageError("the new secret is empty")
+        self._secret = secret
+
+    def revoke(self, name: str) -> None:
+        """Lock out a worker by its own name or, until it chooses another, by its id."""
+        self._revoked.add(name)
+
+    def revoked(self, *names: str) -> bool:
+        return any(name in self._revoked for name in names)
+
+    def replace_revoked(self, names: set[str]) -> None:
+        """Exactly these are locked out."""
+        self._revoked = set(names)

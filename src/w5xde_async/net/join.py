@@ -1,0 +1,119 @@
+"""Join strings: all that a machine needs to join a run, in one line.
+
+``w5xde://SECRET@host:port?cert=sha256:HEX[&worker=NAME]``. It holds the secret, so it lives in a file of mode 0600 or
+in the environment, never among arguments. With ``worker=NAME`` the secret is that worker's own
+(:func:`worker_secret`), which opens the run to this name alone and can be revoked by it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import shlex
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from w5xde_async.errors import UsageError
+from w5xde_async.net.endpoint import format_address, parse_address
+from w5xde_async.net.tls import write_private
+
+__all__ = ["Invitation", "new_secret", "read_secret_file", "worker_secret", "write_private_line"]
+
+_SCHEME = "w5xde"
+_IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """A join string, taken apart. ``certificate`` is the SHA-256 of the coordinator's (DER), 32 bytes."""
+
+    host: str
+    port: int
+    certificate: bytes
+    secret: str = field(default="", repr=False)
+    identity: str = ""
+
+    def __str__(self) -> str:
+        """Without the secret, as it may be shown."""
+        return self._format("")
+
+    def reveal(self) -> str:
+        """The join string, secret and all."""
+        return self._format(f"{quote(self.secret, safe='')}@")
+
+    def _format(self, secret: str) -> str:
+        worker = f"&worker={self.identity}" if self.identity else ""
+        address = format_address(self.host, self.port)
+        return f"{_SCHEME}://{secret}{address}?cert=sha256:{self.certificate.hex()}{worker}"
+
+    @classmethod
+    def parse(cls, text: str, *, place: str) -> Invitation:
+        """``place`` says where the text is from. Raises UsageError, which never shows the text."""
+
+        def wrong(reason: str) -> UsageError:
+            return UsageError(f"{place}: not a join string ({reason}); it looks like {_SCHEME}://SECRET@host:port?cert=sha256:...")  # fmt: skip  # noqa: E501
+
+        try:
+            parts = urlsplit(text.strip())
+            query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
+        except ValueError:
+            raise wrong("it cannot be read as an address") from None
+        if parts.scheme != _SCHEME:
+            raise wrong(f"it does not begin with {_SCHEME}://")
+        secret, at, address = parts.netloc.rpartition("@")
+        algorithm, _, digest = query.get("cert", [""])[0].partition(":")
+        if algorithm != "sha256" or not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise wrong("cert=sha256: and 64 hexadecimal digits are missing")
+        identity = query.get("worker", [""])[0]
+        if identity and not _IDENTITY.fullmatch(identity):
+            raise wrong("worker= is not a name")
+        if set(query) - {"cert", "worker"} or parts.path not in ("", "/") or parts.fragment:
+            raise wrong("there is more in it")
+        try:
+            host, port = parse_address(address)
+        except UsageError:
+            raise wrong("host:port is missing") from None
+        return cls(host=host, port=port, certificate=bytes.fromhex(digest), secret=unquote(secret) if at else "",
+                   identity=identity)  # fmt: skip
+
+
+def new_secret() -> str:
+    """32 random bytes as text that needs no quoting."""
+    return secrets.token_urlsafe(32)
+
+
+def worker_secret(secret: str, identity: str) -> str:
+    """The secret of one worker, from the run's. Raises UsageError for a name that will not do."""
+    if not _IDENTITY.fullmatch(identity):
+        raise UsageError(f"worker name {identity!r}: give 1 to 64 letters, digits, dots, dashes or underscores")
+    made = hmac.new(secret.encode(), b"w5xde/1 worker " + identity.encode(), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(made).decode().rstrip("=")
+
+
+def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
+    """The one line of a file that only its owner can read (a secret, a join string). Raises UsageError."""
+    path = path.expanduser()
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(4096).strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise UsageError(f"{kind} {path} cannot be read: {reason}") from error
+    if os.name != "nt" and stat.S_IMODE(mode) & 0o077:
+        raise UsageError(f"{kind} {path} can be read by others; run: chmod 600 {shlex.quote(str(path))}")
+    if not text or len(text.splitlines()) != 1:
+        raise UsageError(f"{kind} {path} does not hold one line")
+    return text
+
+
+def write_private_line(path: Path, text: str) -> None:
+    """Replace ``path`` by one line, readable by its owner alone. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_private(path, text.encode() + b"\n")

@@ -1,0 +1,158 @@
+"""TLS: whose certificate, and what it is checked against.
+
+Nothing below TLS 1.3. A coordinator without a certificate makes one for itself (:func:`own_certificate`), which no
+authority vouches for: a worker then compares its hash with that of the join string, or has both sides prove the shared
+secret over it (``wire.handshake``, ``binding``), so that whoever sits between with a certificate of his own is found
+out. With ``ca`` the usual rules hold, host name included; with ``ca`` on both sides each needs a certificate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import ssl
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from w5xde_async.errors import StoreError, UsageError
+
+__all__ = [
+    "TlsFiles",
+    "certificate_hash",
+    "client_context",
+    "is_loopback",
+    "own_certificate",
+    "server_context",
+    "write_private",
+]
+
+_CERTIFICATE, _KEY = "cert.pem", "key.pem"
+_VALID_DAYS = 3650
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files: a certificate (chain), its private key, and the authorities that the other side must have."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def with_ca(self, ca: Path | None) -> TlsFiles:
+        return replace(self, ca=ca)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether bytes for ``host`` stay on this machine."""
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+def own_certificate(directory: Path, name: str) -> TlsFiles:
+    """The self-signed certificate in ``directory`` (mode 0700), made (files of mode 0600) where there is none.
+
+    It stays the same over restarts, so that join strings do. Raises StoreError.
+    """
+    files = TlsFiles(directory / _CERTIFICATE, directory / _KEY)
+    try:
+        if not (directory / _CERTIFICATE).exists():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            key, cert = _self_signed(name)
+            write_private(directory / _KEY, key)
+            write_private(directory / _CERTIFICATE, cert)  # last: where it is, the key is
+    except OSError as error:
+        raise StoreError(str(directory), f"cannot keep the certificate: {error.strerror or error}") from error
+    return files
+
+
+def certificate_hash(cert: Path) -> bytes:
+    """SHA-256 over the first certificate of a PEM file (DER). Raises UsageError."""
+    try:
+        text = cert.read_text(encoding="ascii")
+        begin = text.index("-----BEGIN CERTIFICATE-----")
+        end = text.index("-----END CERTIFICATE-----", begin) + len("-----END CERTIFICATE-----")
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[begin:end])).digest()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"certificate {cert} cannot be read: {_reason(error)}") from None
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """For a coordinator; with ``ca`` every worker needs a certificate of it. Raises UsageError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    _load(context, files)
+    if files.ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """For a worker. Without ``ca`` it is the caller who checks the certificate's hash. Raises UsageError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if files.ca is None:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    _load(context, files)
+    return context
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+    if files.cert is not None:
+        try:
+            context.load_cert_chain(files.cert, files.key)
+        except (OSError, ssl.SSLError) as error:
+            place = f"{files.cert}" + (f" with key {files.key}" if files.key is not None else "")
+            raise UsageError(f"TLS certificate {place} cannot be used: {_reason(error)}") from None
+    if files.ca is not None:
+        try:
+            context.load_verify_locations(files.ca)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(f"TLS authorities {files.ca} cannot be used: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).replace("_", " ").lower()
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "it is not a PEM certificate"
+
+
+def _self_signed(name: str) -> tuple[bytes, bytes]:
+    """Key and certificate, PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"w5xde {name}"[:64])])
+    now = datetime.datetime.now(datetime.UTC)
+    # A day early: clocks differ, and a pinned certificate's dates say nothing anyway.
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return private, cert.public_bytes(pem)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace ``path`` by a file of mode 0600, in one step."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,256 @@
+"""Who gets in, over real TLS on loopback; and what one who does not get in ever sees."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from tests.support.jobs import mlp_sgd
+
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import RefusalCode, Refused, W5xdeError
+from w5xde_async.net.join import Invitation
+from w5xde_async.net.tls import TlsFiles, own_certificate
+from w5xde_async.telemetry.events import Event, WorkerLeft
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import PROTOCOL_VERSION, Hello, Proof
+from w5xde_async.worker.service import Departure, Worker
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, commits: Commits | None = None, **config: Any) -> AsyncIterator[Coordinator]:
+    """A coordinator over TLS, on loopback because a join file was asked for."""
+    config.setdefault("join_file", tmp_path / "join")
+    made = settings(**{"max_steps": 10_000, **config})
+    bus = None if commits is None else commits.bus
+    async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=made, bus=bus) as coordinator:
+        yield coordinator
+
+
+def worker(where: str, **config: Any) -> Worker:
+    return Worker(where, job=mlp_sgd(), config=replace(QUICK_WORKER, **config))
+
+
+def revealed(told: Invitation | None) -> str:
+    assert told is not None
+    return told.reveal()
+
+
+async def refusal(made: Worker) -> str:
+    with pytest.raises(Refused) as caught:
+        await made.run()
+    assert caught.value.code == RefusalCode.AUTHENTICATION
+    return str(caught.value)
+
+
+@pytest.mark.both_loops
+async def test_the_same_bits_over_tls_with_a_join_file(tmp_path: Path):
+    plain = await train(mlp_sgd, workers=2, max_steps=6)
+    made = settings(max_steps=6, min_workers=2, join_file=tmp_path / "join")
+    async with Coordinator(mlp_sgd(), config=made) as coordinator:
+        told = (tmp_path / "join").read_text().strip()
+        running = [asyncio.create_task(worker(told).run()) for _ in range(2)]
+        result = await coordinator.wait()
+        assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
+    assert result.digest == plain.digest
+
+
+async def test_a_join_string_outlives_a_restart(tmp_path: Path):
+    async with running(tmp_path, port=0) as coordinator:
+        first = coordinator.invitation
+    async with running(tmp_path, port=0) as coordinator:
+        second = coordinator.invitation
+    assert first is not None
+    assert second is not None
+    assert (first.secret, first.certificate) == (second.secret, second.certificate)
+
+
+async def test_another_certificate_than_the_join_strings_is_refused(tmp_path: Path):
+    async with running(tmp_path) as coordinator:
+        told = coordinator.invitation
+        assert told is not None
+        text = await refusal(worker(replace(told, certificate=bytes(32)).reveal()))
+        assert "certificate is not the one" in text
+
+
+async def test_a_wrong_secret_is_refused_over_tls(tmp_path: Path):
+    async with running(tmp_path) as coordinator:
+        told = coordinator.invitation
+        assert told is not None
+        assert "token" in await refusal(worker(replace(told, secret="wrong").reveal()))
+
+
+async def test_one_who_sits_between_with_his_own_certificate_passes_no_proof_on(tmp_path: Path):
+    """The worker knows the secret but not the certificate. The man in the middle opens both TLS links and copies."""
+    async with running(tmp_path) as coordinator:
+        told = coordinator.invitation
+        assert told is not None
+        own = await asyncio.to_thread(own_certificate, tmp_path / "mallory", "mallory")
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        assert own.cert is not None
+        server.load_cert_chain(own.cert, own.key)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        copied = bytearray()
+
+        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(65536):
+                copied.extend(data)
+                writer.write(data)
+            writer.close()
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            inner = await asyncio.open_connection("127.0.0.1", coordinator.port, ssl=client)
+            await asyncio.gather(copy(reader, inner[1]), copy(inner[0], writer), return_exceptions=True)
+
+        mallory = await asyncio.start_server(between, "127.0.0.1", 0, ssl=server)
+        port = mallory.sockets[0].getsockname()[1]
+        made = worker(f"127.0.0.1:{port}", token=told.secret, tls=TlsFiles(own.cert, own.key))
+        assert "does not know this worker's token" in await refusal(made)
+        assert copied  # he did see the handshake
+        assert told.secret.encode() not in copied
+        mallory.close()
+        await mallory.wait_closed()
+        await asyncio.sleep(0.05)
+
+
+async def test_both_sides_must_agree_about_tls(tmp_path: Path):
+    async with running(tmp_path) as coordinator:
+        with pytest.raises(W5xdeError, match="TLS"):
+            await worker(coordinator.address, token="x", connect_timeout_s=0.5).run()
+    async with Coordinator(mlp_sgd(), config=settings(max_steps=10_000, token="x")) as plain:
+        made = worker(f"w5xde://x@{plain.address}?cert=sha256:{'0' * 64}")
+        assert "TLS" in await refusal(made)
+
+
+async def test_a_coordinator_that_wants_certificates_of_its_workers(tmp_path: Path):
+    authority = trustme.CA()
+    ca, cert, key = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    issued = authority.issue_cert("localhost")
+    issued.private_key_pem.write_to_path(str(key))
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    commits = Commits()
+    async with running(tmp_path, commits, tls=TlsFiles(cert, key, ca)) as coordinator:
+        told = coordinator.invitation
+        assert told is not None
+        where = f"localhost:{told.port}"
+        text = await refusal(worker(where, token=told.secret, tls=TlsFiles(ca=ca)))
+        assert "--tls-cert" in text or "certificate" in text
+        good = asyncio.create_task(worker(where, token=told.secret, tls=TlsFiles(cert, key, ca)).run())
+        await commits.reach(2)
+        coordinator.request_stop()
+        await coordinator.wait()
+        good.cancel()
+        await asyncio.gather(good, return_exceptions=True)
+
+
+async def test_a_revoked_worker_is_dropped_and_stays_out_and_the_others_go_on(tmp_path: Path):
+    commits, events = Commits(), list[Event]()
+    commits.bus.subscribe(events.append)
+    async with running(tmp_path, commits) as coordinator:
+        alice = asyncio.create_task(worker(revealed(coordinator.invite("alice"))).run())
+        bob = asyncio.create_task(worker(revealed(coordinator.invite("bob"))).run())
+        while coordinator.num_workers < 2:
+            await commits.reach(commits.step + 1)
+        coordinator.revoke("alice")
+        with pytest.raises(Refused, match="revoked"):
+            await alice
+        assert any(isinstance(event, WorkerLeft) and "revoked" in event.reason for event in events)
+        await commits.reach(commits.step + 3)
+        assert not bob.done()
+        told = coordinator.invite("bob")
+        assert told is not None
+        assert "token" in await refusal(worker(replace(told, identity="alice").reveal()))  # bob's secret, alice's name
+        bob.cancel()
+        await asyncio.gather(bob, return_exceptions=True)
+
+
+async def test_a_rotated_secret_opens_the_run_and_the_old_one_no_more(tmp_path: Path):
+    commits = Commits()
+    async with running(tmp_path, commits) as coordinator:
+        old = coordinator.invitation
+        assert old is not None
+        inside = asyncio.create_task(worker(old.reveal()).run())
+        await commits.reach(1)
+        await coordinator.rotate_secret("another secret, long enough")
+        await commits.reach(commits.step + 2)  # who is in stays in
+        assert "token" in await refusal(worker(old.reveal()))
+        newcomer = asyncio.create_task(worker((tmp_path / "join").read_text().strip()).run())
+        while coordinator.num_workers < 2:
+            await commits.reach(commits.step + 1)
+        for task in (inside, newcomer):
+            task.cancel()
+        await asyncio.gather(inside, newcomer, return_exceptions=True)
+
+
+async def test_secret_and_revoked_workers_are_read_again(tmp_path: Path):
+    commits = Commits()
+    async with running(tmp_path, commits) as coordinator:
+        alice = asyncio.create_task(worker(revealed(coordinator.invite("alice"))).run())
+        await commits.reach(1)
+        (tmp_path / "run" / "revoked").write_text("# left the group\nalice\n")
+        await coordinator.reload_access()
+        with pytest.raises(Refused, match="revoked"):
+            await alice
+        before = coordinator.invitation
+        (tmp_path / "run" / "secret").write_text("a new one\n")
+        await coordinator.reload_access()
+        assert before is not None
+        assert before.reveal() != (tmp_path / "join").read_text().strip()
+
+
+async def test_strangers_of_one_address_are_few_and_workers_still_get_in(tmp_path: Path):
+    commits = Commits()
+    async with Coordinator(mlp_sgd(), config=settings(max_steps=10_000, token="x"), bus=commits.bus) as coordinator:
+        silent = [await asyncio.open_connection("127.0.0.1", coordinator.port) for _ in range(80)]
+        closed = 0
+        for reader, _ in silent:
+            try:
+                async with asyncio.timeout(0.05):
+                    closed += await reader.read(1) == b""
+            except TimeoutError:
+                pass
+        assert closed == 16  # 64 may wait at once
+        for _, writer in silent:
+            writer.close()
+        made = asyncio.create_task(worker(coordinator.address, token="x").run())
+        await commits.reach(1)
+        made.cancel()
+        await asyncio.gather(made, return_exceptions=True)
+
+
+async def test_a_stranger_sees_nothing_of_the_run(tmp_path: Path):
+    """Everything that one without the secret ever receives, in every state that he can reach, is searched."""
+    canary = b"canary-7f3a"
+    made = settings(max_steps=10_000, token="the secret")
+    seen = bytearray()
+
+    async def try_with(port: int, *frames: Any) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for frame in frames:
+            writer.writelines(frame)
+        writer.write_eof()
+        seen.extend(await reader.read())
+        writer.close()
+
+    async with Coordinator(mlp_sgd(), name=canary.decode(), config=made) as coordinator:
+        hello = encode(Hello(PROTOCOL_VERSION, bytes(32), "stranger", "stranger", "0"))
+        await try_with(coordinator.port)
+        await try_with(coordinator.port, hello)
+        await try_with(coordinator.port, hello, encode(Proof(bytes(32))))
+        await try_with(coordinator.port, hello, encode(Proof(b"")))
+        await try_with(coordinator.port, hello, hello)
+        await try_with(coordinator.port, [b"GET / HTTP/1.1\r\n\r\n"])
+        fingerprint = coordinator._prepared.layout.fingerprint  # type: ignore[union-attr]
+    assert len(seen) > 200
+    for secret in (canary, b"the secret", fingerprint, b"weight"):
+        assert secret not in seen

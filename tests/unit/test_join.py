@@ -1,0 +1,123 @@
+"""Join strings, secrets, certificates."""
+
+from __future__ import annotations
+
+import ssl
+import stat
+from pathlib import Path
+
+import pytest
+
+from w5xde_async.coordinator.credentials import Credentials
+from w5xde_async.errors import UsageError
+from w5xde_async.net.join import Invitation, new_secret, read_secret_file, worker_secret, write_private_line
+from w5xde_async.net.tls import TlsFiles, certificate_hash, client_context, is_loopback, own_certificate, server_context
+
+HASH = bytes(range(32))
+
+
+@pytest.mark.parametrize("host", ["gpu.example.org", "10.0.0.7", "fe80::1"])
+@pytest.mark.parametrize("identity", ["", "alice-2"])
+def test_a_join_string_says_all_and_shows_no_secret(host: str, identity: str):
+    secret = "s3cret/with@odd:signs?"
+    told = Invitation(host=host, port=5555, certificate=HASH, secret=secret, identity=identity)
+    assert Invitation.parse(told.reveal(), place="here") == told
+    for shown in (str(told), repr(told)):
+        assert "s3cret" not in shown
+        assert "odd" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "does not begin"),
+        ("http://hush@host:1?cert=sha256:" + "0" * 64, "does not begin"),
+        ("w5xde://hush@host:1", "64 hexadecimal"),
+        ("w5xde://hush@host:1?cert=md5:00", "64 hexadecimal"),
+        ("w5xde://hush@host:1?cert=sha256:" + "0" * 63, "64 hexadecimal"),
+        ("w5xde://hush@host:99999?cert=sha256:" + "0" * 64, "host:port"),
+        ("w5xde://hush@?cert=sha256:" + "0" * 64, "host:port"),
+        ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&worker=a b", "not a name"),
+        ("w5xde://hush@host:1/path?cert=sha256:" + "0" * 64, "more in it"),
+        ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&more=1", "more in it"),
+        ("w5xde://hush@[::1?cert=sha256:" + "0" * 64, "cannot be read"),
+    ],
+)
+def test_what_is_no_join_string_is_said_without_showing_it(text: str, reason: str):
+    with pytest.raises(UsageError) as caught:
+        Invitation.parse(text, place="join file x")
+    assert "join file x" in str(caught.value)
+    assert reason in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_workers_secret_is_its_own():
+    run = new_secret()
+    assert len(run) >= 43
+    assert len({worker_secret(run, "a"), worker_secret(run, "b"), worker_secret(new_secret(), "a"), run}) == 4
+    assert worker_secret(run, "a") == worker_secret(run, "a")
+    for bad in ("", "a b", "../x", "x" * 65):
+        with pytest.raises(UsageError):
+            worker_secret(run, bad)
+
+
+def test_files_with_secrets_are_for_their_owner_alone(tmp_path: Path):
+    path = tmp_path / "deep" / "join"
+    write_private_line(path, "one line")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_secret_file(path) == "one line"
+    path.chmod(0o640)
+    with pytest.raises(UsageError, match="chmod 600"):
+        read_secret_file(path, kind="join file")
+    for content in ("", "two\nlines"):
+        write_private_line(path, content)
+        with pytest.raises(UsageError, match="one line"):
+            read_secret_file(path)
+    with pytest.raises(UsageError, match="No such file"):
+        read_secret_file(tmp_path / "none")
+
+
+def test_an_own_certificate_is_made_once_and_kept_private(tmp_path: Path):
+    files = own_certificate(tmp_path / "tls", "run")
+    assert files.cert is not None
+    assert files.key is not None
+    assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "tls").stat().st_mode) == 0o700
+    first = certificate_hash(files.cert)
+    assert certificate_hash(own_certificate(tmp_path / "tls", "run").cert) == first  # type: ignore[arg-type]
+    assert certificate_hash(own_certificate(tmp_path / "other", "run").cert) != first  # type: ignore[arg-type]
+    context = server_context(files)
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_3
+    assert client_context(TlsFiles()).minimum_version == ssl.TLSVersion.TLSv1_3
+
+
+def test_tls_files_that_will_not_do_are_named(tmp_path: Path):
+    bad = tmp_path / "bad.pem"
+    bad.write_text("nothing of the kind")
+    for call in (
+        lambda: server_context(TlsFiles(bad, bad)),
+        lambda: client_context(TlsFiles(ca=bad)),
+        lambda: certificate_hash(bad),
+        lambda: certificate_hash(tmp_path / "none.pem"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert "pem" in str(caught.value)
+
+
+def test_loopback_is_this_machine():
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.org", "")] == [False] * 5
+
+
+def test_credentials_never_show_their_secret():
+    held = Credentials("hush")
+    assert "hush" not in repr(held)
+    held.revoke("alice")
+    assert held.revoked("bob", "alice")
+    held.replace_revoked({"carol"})
+    assert [held.revoked(name) for name in ("alice", "carol")] == [False, True]
+    held.rotate("other")
+    assert held.secret_of("") == b"other"
+    with pytest.raises(UsageError):
+        held.rotate("")
