@@ -30,11 +30,11 @@ LEAVES, LEAF_S, EVERY = 8, 0.01, 20
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--kills", type=int, default=0, help="of each durability (100; 5 with --quick)")
+    flags.add_argument("--kills", type=int, default=0, help="of each durability (100; 3 with --quick)")
     flags.add_argument("--durability", nargs="*", default=["checkpoint", "journal"])
     flags.add_argument("--seed", type=int, default=1)
     args = flags.parse_args()
-    kills = args.kills or (5 if args.quick else 100)
+    kills = args.kills or (3 if args.quick else 100)
     report = Report({"kills": kills, "leaves": LEAVES, "leaf_s": LEAF_S, "checkpoint_every": EVERY, "seed": args.seed})
     for durability in args.durability:
         recover(report, durability, kills, args.seed)

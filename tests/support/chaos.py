@@ -105,6 +105,7 @@ class Stage:
         self._members: set[str] = set()
         self._later: list[tuple[float, Any]] = []  # (time, what to undo)
         self._stopped: set[int] = set()
+        self.spared: frozenset[int] = frozenset()  # places whose workers no action is aimed at
         self._leaving: list[Process] = []
         self._keep_files = keep_files
 
@@ -244,7 +245,7 @@ class Stage:
             return True
         if action.kind in ("reset", "hold", "lag"):
             return self._disturb(action)
-        places = [place for place in self.joined if place not in self._stopped]
+        places = [place for place in self.joined if place not in self._stopped | self.spared]
         if not places:
             return False
         do = {"kill": self.kill, "stop": self.stop, "drain": self.drain}[action.kind]
@@ -395,6 +396,23 @@ _given: set[int] = set()
 def rss_bytes(pid: int) -> int:
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def num_threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def disk_bytes(folder: Path) -> int:
+    """Of all files below it."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a checkpoint may be renamed or removed meanwhile
+            total += path.stat().st_size
+    return total
 
 
 def show(figure: str) -> None:
