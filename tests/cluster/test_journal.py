@@ -256,6 +256,21 @@ async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path
     assert (tmp_path / "left.old-1" / "journal").is_dir()
 
 
+@pytest.mark.parametrize("chosen", [False, True])
+async def test_no_checkpoint_outlives_the_journal_that_it_names(tmp_path: Path, chosen: bool) -> None:
+    make, run = jobs.metrics, tmp_path / "run"
+    result, _ = await go_on(make, run)  # its last checkpoint says where the journal goes on
+    last = max((run / "checkpoints").iterdir())
+    if chosen:
+        found = await asyncio.to_thread(prepared, make, run, resume=str(last))  # which sets the journal aside
+    else:
+        found = await asyncio.to_thread(prepared, make, run, durability="checkpoint")
+    assert found.first_step == result.step
+    for _ in range(2):
+        found = await asyncio.to_thread(prepared, make, run)
+        assert found.state.digest() == result.digest
+
+
 async def test_a_run_without_files_has_no_journal() -> None:
     with pytest.raises(UsageError, match="there is no run directory"):
         await train(jobs.metrics, durability="journal")

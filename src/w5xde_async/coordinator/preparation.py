@@ -154,7 +154,13 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
             prepared.notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
         prepared.notes.extend(f"{path} belongs to another course of the run" for path in
                               store.abandon_after(record.step))  # fmt: skip
-    if config.durability == "journal":
+    journalled = config.durability == "journal"
+    # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
+    named = record is not None and _position(record) is not None and (replay is None or not journalled)
+    if named or (not journalled and journal.exists and prepared.first_step > prepared.saved_step):
+        store.save(record_of(prepared, prepared.first_step, prepared.samples))
+        prepared.saved_step = prepared.first_step
+    if journalled:
         if record is None:
             # What is replayed later must stand on something that can be compared with the job.
             store.save(record_of(prepared, 0, 0))
@@ -162,9 +168,6 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
         journal.begin(prepared.first_step, run_dir.term + 1, replay)
         prepared.journal = journal
     elif journal.exists:
-        if prepared.first_step > prepared.saved_step:
-            store.save(record_of(prepared, prepared.first_step, prepared.samples))
-            prepared.saved_step = prepared.first_step
         journal.remove()
     # After the journal: a term that is stored has its segment.
     prepared.term = run_dir.next_term()
