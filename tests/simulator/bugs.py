@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from tests.simulator.disk import HostFilesystem
+
 from w5xde_async.coordinator import preparation
 from w5xde_async.coordinator.aggregator import Aggregator
 from w5xde_async.coordinator.following import Following

@@ -160,6 +160,8 @@ class HostFilesystem(Filesystem):
         self.disk.moved(source, target)
 
         def undo() -> None:
+            if not target.exists():
+                return
             os.replace(target, source)
             if replaced is not None:
                 target.write_bytes(replaced)
@@ -184,4 +186,8 @@ class HostFilesystem(Filesystem):
             else:
                 grave.unlink(missing_ok=True)
 
-        self.disk.names.append((path.parent, lambda: os.replace(grave, path), settle))
+        def undo() -> None:
+            if path.parent.exists():  # else the directory itself has gone, durably
+                os.replace(grave, path)
+
+        self.disk.names.append((path.parent, undo, settle))

@@ -131,17 +131,23 @@ def _partition(world: World, rng: random.Random) -> bool:
 
 @_fault("frames replayed")
 def _replay(world: World, rng: random.Random) -> bool:
-    """What a worker said on earlier connections is said again on its present one."""
-    connection = _connection(world, rng)
-    if connection is None or connection.forth.writer is not None or connection.near.num_sends <= 3:
-        return False
-    recorded = list(world.network.recorded.get(connection.worker.machine, ()))
-    if not recorded:
-        return False
+    """For some seconds, what workers said on earlier connections is said again on their present ones."""
     world.hostile = True
-    for data in rng.sample(recorded, min(len(recorded), rng.randint(1, 8))):
-        connection.forth.send(data)
-    return True
+    until = world.loop.now + rng.uniform(1.0, 8.0)
+
+    def again() -> None:
+        connection = _connection(world, rng)
+        if connection is not None and connection.forth.writer is None and connection.near.num_sends > 3:
+            recorded = world.network.recorded.get(connection.worker.machine, ())
+            earlier = [data for number, data in recorded if number != connection.forth.number]
+            for data in rng.sample(earlier, min(len(earlier), rng.randint(1, 6))):
+                world.hit("frames replayed")
+                connection.forth.send(data)
+        if world.loop.now < until and not world.stopped_faults:
+            world.loop.call_later(rng.uniform(0.02, 0.3), again)
+
+    again()
+    return False  # counted for each
 
 
 # -- workers ---------------------------------------------------------------------------------------------------
@@ -292,6 +298,8 @@ def _takeover(world: World, rng: random.Random) -> bool:
     old.pause()
     world.loop.call_later(silence_s, world.supersede, old)
     world.loop.call_later(back_s, old.resume)
+    for _ in range(rng.randint(0, 3)):  # workers look for the run again, and may be sent to the old one
+        world.loop.call_later(back_s + rng.uniform(0.0, 4.0), _reset, world, rng)
     world.loop.call_later(back_s + rng.uniform(2.0, 12.0), world.retire, old)
     return True
 

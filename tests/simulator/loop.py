@@ -154,6 +154,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.limit_s = limit_s
         self.tasks: list[asyncio.Task[Any]] = []  # of no process
         self.unexpected: Callable[[str], None] = lambda text: None
+        self.violate: Callable[[str, str], None] = lambda kind, text: None
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
         self.set_exception_handler(self._on_exception)
 

@@ -4,7 +4,8 @@
 (n is a power of two), so a lost sample leaves 0 and one counted twice leaves -2/n. ``weights`` moves by inexact
 floats that depend on its own value, under momentum and a schedule: it has the reference's bits only where every sum
 has the reference's shape and every step began with the right parameters and optimizer state. ``rare`` gets gradients
-from some samples only, so its buckets are absent from many blocks.
+from some samples only, so its buckets are absent from many blocks. ``frozen`` never changes and takes part in every
+gradient: it travels once to each worker, and whoever lacks it computes something else.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class IntegerVector(nn.Module):
         self.applied = nn.Parameter(torch.zeros(num_cells))
         self.weights = nn.Parameter(torch.linspace(-1, 1, _WIDTH))
         self.rare = nn.Parameter(torch.ones(_WIDTH))
+        self.frozen = nn.Parameter(torch.linspace(0.5, 2, _WIDTH), requires_grad=False)
 
 
 class _Numbers(Dataset[Tensor]):
@@ -116,7 +118,9 @@ def _noise(num_samples: int) -> np.ndarray:
     return ((bits >> 40).astype(np.float64) / 2**24 - 0.5).astype(np.float32).reshape(num_samples, _WIDTH)
 
 
-def _leaf_gradient(shape: Shape, epoch: int, ids: Sequence[int], weights: np.ndarray, scale: float) -> _Part:
+def _leaf_gradient(
+    shape: Shape, epoch: int, ids: Sequence[int], weights: np.ndarray, frozen: np.ndarray, scale: float
+) -> _Part:
     """The sum over a leaf's samples, in order, of their gradients, times ``scale``."""
     applied = np.zeros(shape.epochs * shape.num_samples, np.float32)
     inexact = np.zeros(_WIDTH, np.float32)
@@ -124,7 +128,7 @@ def _leaf_gradient(shape: Shape, epoch: int, ids: Sequence[int], weights: np.nda
     noise, factor = _noise(shape.num_samples), np.float32(scale)
     for sample in ids:
         applied[epoch * shape.num_samples + sample] += factor
-        gradient = (weights * np.float32(0.37) + noise[sample]) * factor
+        gradient = (weights * np.float32(0.37) + noise[sample] * frozen) * factor
         inexact = inexact + gradient
         if sample % 5 == 0:
             rare = gradient if rare is None else rare + gradient
@@ -178,8 +182,8 @@ class IntegerEngine:
             if self._host.failing_leaf:
                 self._host.failing_leaf = False
                 raise LeafError(task.start + number, RuntimeError("planted"))
-            weights = self._live.views[self._index["weights"]].numpy()
-            parts.append(_leaf_gradient(self._shape, epoch, leaf, weights, task.loss_scale))
+            weights, frozen = (self._live.views[self._index[name]].numpy() for name in ("weights", "frozen"))
+            parts.append(_leaf_gradient(self._shape, epoch, leaf, weights, frozen, task.loss_scale))
         total = tree_sum(parts, _add)
         vector = self._pool.take()
         vector.memory.fill_(0xFF)  # what is not written is NaN
@@ -241,7 +245,8 @@ def expected_run(shape: Shape, bucket_bytes: int) -> Expected:
         plan = shape.sampler.plan(step)
         leaves = [plan.leaf_indices(leaf).tolist() for leaf in range(plan.num_leaves)]
         weights = model.weights.detach().numpy().copy()
-        root = tree_sum([_leaf_gradient(shape, plan.epoch, leaf, weights, scale) for leaf in leaves], _add)
+        frozen = model.frozen.numpy()
+        root = tree_sum([_leaf_gradient(shape, plan.epoch, leaf, weights, frozen, scale) for leaf in leaves], _add)
         losses.append(sum(len(leaf) * _leaf_loss(leaf) for leaf in leaves) / plan.num_samples)
         finite = bool(np.isfinite(root[1]).all())
         if finite:

@@ -309,7 +309,7 @@ class Network:
         self.spiked: dict[str, float] = {}  # machine -> until when its links are slow
         self.connections: list[Connection] = []
         self.listeners: list[SimListener] = []
-        self.recorded: dict[str, deque[bytes]] = {}
+        self.recorded: dict[str, deque[tuple[int, bytes]]] = {}  # machine -> (pipe, frames)
         self.note: Callable[[str, str], None] = lambda kind, text: None
         self.hit: Callable[[str], None] = lambda kind: None
         self.unexpected: Callable[[str], None] = lambda text: None
@@ -329,7 +329,8 @@ class Network:
     def sent(self, stream: SimStream, data: bytes) -> None:
         """Keep what workers said after joining: it is played again on later connections."""
         if stream.num_sends > 3 and len(data) < 8192 and stream.host.machine != "c":
-            self.recorded.setdefault(stream.host.machine, deque(maxlen=24)).append(data)
+            kept = self.recorded.setdefault(stream.host.machine, deque(maxlen=60))
+            kept.append((stream.outbound.number, data))
 
     def block(self, source: str, target: str) -> None:
         self.blocked.add((source, target))

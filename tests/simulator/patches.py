@@ -20,6 +20,7 @@ from tests.simulator.network import Network
 
 from w5xde_async.coordinator import aggregator, following, journaling, loader, preparation
 from w5xde_async.coordinator import service as coordinator
+from w5xde_async.net import outbox
 from w5xde_async.store import checkpoint, journal, rundir
 from w5xde_async.worker import service as worker
 from w5xde_async.worker import serving
@@ -115,6 +116,8 @@ def in_virtual_world(loop: VirtualLoop, network: Network, seed: str, knobs: rand
     def serving_noted(link: Any, welcome: Any, *args: Any, **kwargs: Any) -> Any:
         host = HOST.get()
         assert host is not None
+        if host.terms_served and welcome.term < max(host.terms_served):
+            host.loop.violate("term", f"{host.name} joins term {welcome.term} after {max(host.terms_served)}")
         host.terms_served.add(welcome.term)
         return real_serving(link, welcome, *args, **kwargs)
 
@@ -152,6 +155,8 @@ def in_virtual_world(loop: VirtualLoop, network: Network, seed: str, knobs: rand
         if knobs.random() < 0.5:  # additions and updates in the aggregator's thread, as those of a big model
             put(aggregator, "_INLINE_ADD_BYTES", 0)
             put(aggregator, "_INLINE_UPDATE_BYTES", -1)
+        if knobs.random() < 0.5:  # a frame or two in a send, as those of a big model
+            put(outbox, "_SEND_BYTES", 64)
         state = random.getstate()
         undo.append(lambda: random.setstate(state))
         random.seed(f"{seed}/jitter")  # of retries

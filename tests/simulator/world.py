@@ -8,6 +8,7 @@ threads, the disk's memory, the kernel's signals, and the arithmetic of forward 
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import logging
 import random
@@ -29,6 +30,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LeafFailed, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import (
     Bus,
     CheckpointFailed,
@@ -139,6 +141,7 @@ class World:
         self.seed, self.mode, self.verbose = seed, mode, verbose
         self.random = random.Random(f"{seed}/{mode}")
         self.loop = VirtualLoop()
+        self.loop.violate = self.violate
         self.loop.unexpected = lambda text: self.violate("unexpected", text)
         self.network = Network(self.loop, random.Random(f"{seed}/network"))
         self.network.note, self.network.hit = self.note, self.hit
@@ -187,7 +190,7 @@ class World:
     def hit(self, fault: str) -> None:
         """A fault has had its effect."""
         self.faults[fault] += 1
-        if fault not in ("full pipe", "delay spike"):
+        if fault not in ("full pipe", "delay spike", "frames replayed"):
             self.note("fault", fault)
 
     def violate(self, kind: str, text: str) -> None:
@@ -411,9 +414,12 @@ class World:
 
     async def _coordinate(self, host: Host) -> str:
         bus = Bus()
+        config = copy.copy(self.config)
+        if self.random.random() < 0.15:  # a person has changed it
+            object.__setattr__(config, "durability", self.random.choice(["checkpoint", "journal"]))
         bus.subscribe(lambda event: self.on_event(host, event))
         service = coordinator_service.Coordinator(
-            job_of(self.shape), run_dir=self.disk.root / "run", name="simulated", config=self.config, bus=bus
+            job_of(self.shape), run_dir=self.disk.root / "run", name="simulated", config=config, bus=bus
         )
         host.service = service
         try:
@@ -456,6 +462,8 @@ class World:
             return
         if isinstance(outcome, LeafFailed | RunFailed) and self.num_losses >= 8:
             return  # a leaf on which so many workers vanished is given up, and says so
+        if isinstance(outcome, Superseded) and host.superseded:
+            return
         if isinstance(outcome, Refused) and self.hostile:
             return  # what was played again in its name was against the protocol
         if isinstance(outcome, BaseException) and not (isinstance(outcome, StoreError) and self.disk.num_errors):
