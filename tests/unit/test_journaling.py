@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -22,7 +23,8 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.journal import Entry, Journal, Replay
-from w5xde_async.telemetry.events import Bus, Event, JournalFailed, JournalRestored, StepCommitted
+from w5xde_async.telemetry.events import Bus, CheckpointFailed, Event, JournalFailed, JournalRestored, StepCommitted
+from w5xde_async.telemetry.wording import line, plain
 
 _E = TypeVar("_E", bound=Event)
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -302,3 +304,18 @@ def test_what_no_worker_sent_is_nothing_again() -> None:
     assert torch.equal(torch.cat([piece for piece, there in zip(pieces, present, strict=True) if there]), data)
     counters = next(b.index for b in layout.result_buckets if layout.groups[b.group].role == "max")
     assert bool((pieces[counters] == torch.iinfo(torch.int64).min).all())
+
+
+def test_a_person_reads_what_it_means() -> None:
+    failed = JournalFailed(step=1200, reason="the disk is full", seconds=0.0)
+    assert line(failed, plain) == (
+        "! nothing is journalled after step 1,200: the disk is full; the run goes on, a crash would go back to the "
+        "last checkpoint"
+    )
+    assert "for 2:00 after step 1,200" in str(line(replace(failed, seconds=120.0), plain))
+    restored = JournalRestored(step=1300, seconds=75.0)
+    assert line(restored, plain) == "* the journal counts again from step 1,300, after 1:15"
+    missed = CheckpointFailed(step=9, reason="full", safe_step=5)
+    assert line(missed, plain) == (
+        "! no checkpoint of step 9: full; it is tried again, a crash before that goes back to step 5"
+    )

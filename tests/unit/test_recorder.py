@@ -97,6 +97,46 @@ def test_a_resumed_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_steps_that_only_the_journal_has_are_added_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), step(2), resumed_step=0).close()
+    with path.open("a") as file:
+        file.write('{"event": "step_comm')  # died here
+    replayed = [{"time": float(known), "event": "step_committed", "step": known} for known in (2, 3, 4)]
+    write(path, step(5), resumed_step=4, replayed=replayed).close()
+    assert [(line["step"], line["time"]) for line in read(path)] == [(1, 5.0), (2, 5.0), (3, 3.0), (4, 4.0), (5, 5.0)]
+
+
+def test_steps_of_the_journal_survive_a_disk_that_is_full_at_first(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    full = [True]
+
+    class File(FileIO):
+        def write(self, data: Any) -> int:
+            if full:
+                full.pop()
+                raise OSError(errno.ENOSPC, "full")
+            return super().write(data)
+
+    replayed = [{"event": "step_committed", "step": 1}]
+    recorder = Recorder(path, resumed_step=1, replayed=replayed, flush_s=None, open_file=lambda path: File(path, "ab"))
+    for later in (2, 3):
+        recorder(step(later))
+        recorder.flush()
+    recorder.close()
+    assert [line.get("step") for line in read(path)] == [1, 3, None]
+
+
+def test_sync_leaves_nothing_in_a_buffer(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = Recorder(path, flush_s=None)
+    recorder.sync()  # nothing yet
+    recorder(step(1))
+    recorder.sync()
+    assert [line["step"] for line in read(path)] == [1]
+    recorder.close()
+
+
 def test_a_torn_last_line_is_cut_off_and_foreign_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe not json\n[1]\n{"step": "x"}\n{"step": 2, "lo')
