@@ -313,16 +313,19 @@ def coordinate(
     With ``windows`` it is stopped after so many of ``window_s`` each; without, all steps after the warm ones are one
     window. ``observe`` listens to every step (which costs time itself) and sums the project's own timers.
     """
+    given = dict(config or {})
+    if "join_file" in given:
+        given["join_file"] = Path(given["join_file"])
     settings = CoordinatorConfig(
         port=0, resume="never", min_workers=workers, evaluate=False, silence_s=60.0,
-        pacing=PacingConfig(**pacing or {}), **config or {},
+        pacing=PacingConfig(**pacing or {}), **given,
     )  # fmt: skip
     made = make_job(job, **options)
     seen = _Seen(observe)
 
     async def run() -> None:
         async with Coordinator(made, config=settings, bus=seen) as coordinator:
-            reply(port=coordinator.port)
+            reply(port=coordinator.port, join=coordinator.local_join)
             ending = asyncio.ensure_future(coordinator.wait())
             await _until(coordinator, warm_steps, ending)
             await asyncio.sleep(warm_s)
@@ -419,15 +422,16 @@ def work(
     port: int,
     job: str,
     options: dict[str, Any],
+    join: str = "",
     count: int = 1,
     device: str = "cpu",
     profile: bool = False,
 ) -> None:
-    """``count`` workers on one loop, until the run is over."""
+    """``count`` workers on one loop, until the run is over. ``join``: a join string in place of the port."""
     config = WorkerConfig(device=device, threads=1, connect_timeout_s=2.0, inline_block_s=0.0005)
 
     async def one() -> Worker:
-        worker = Worker(f"127.0.0.1:{port}", job=make_job(job, **options), config=config)
+        worker = Worker(join or f"127.0.0.1:{port}", job=make_job(job, **options), config=config)
         try:
             await worker.run()
         except Unreachable:  # the run was stopped; a worker would wait for it to come back
