@@ -3,6 +3,7 @@
 # make test    the tests: those of milliseconds, then those with real processes
 # make check   lint, format, types
 # make bench   the benchmarks, each in under a minute
+# make chaos   runs in which everything is killed, stopped and cut, and a report of what held (CHAOS_FLAGS=--quick)
 # make docs    see that the documents' links lead somewhere
 
 # constraints.txt pins torch. For another build (CUDA), install it into .venv before or after: pip keeps what fits.
@@ -10,8 +11,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 DEMO_FLAGS ?=
+CHAOS_FLAGS ?=
 
-.PHONY: setup demo test test-fast test-slow check bench docs clean
+.PHONY: setup demo test test-fast test-slow check bench chaos docs clean
 
 setup: $(STAMP)
 
@@ -39,6 +41,9 @@ check: setup
 
 bench: setup
 	for bench in bench/[a-z]*.py; do grep -q -e --quick $$bench || continue; echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done
+
+chaos: setup
+	$(BIN)/python bench/chaos.py $(CHAOS_FLAGS)
 
 docs: setup
 	$(BIN)/python docs/check_links.py
