@@ -13,7 +13,7 @@ from tests.support import jobs, reference
 from tests.support.cluster import settings
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import StoreError, UpdateFailed
+from w5xde_async.errors import StoreError, Unreachable, UpdateFailed
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import RunFailed, Worker
@@ -59,10 +59,12 @@ async def test_a_last_checkpoint_that_fails_is_raised(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(CheckpointStore, "save", full)
     async with Coordinator(jobs.metrics(), run_dir=tmp_path / "run", config=settings()) as coordinator:
-        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=WORKER).run())
+        config = replace(WORKER, connect_timeout_s=1.0)
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=config).run())
         with pytest.raises(StoreError, match="it is full"):
             await coordinator.wait()
-        await worker
+        with pytest.raises(Unreachable):  # it was not told of an end, and waits for whoever does the last steps again
+            await worker
 
 
 @pytest.mark.both_loops

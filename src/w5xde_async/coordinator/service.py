@@ -343,6 +343,7 @@ class Coordinator:
             worker_command=f"python -m w5xde_async.worker {where} --job {shlex.quote(reference)}",
             security=self._security.words,
             resumed_step=prepared.first_step,
+            durability=config.durability,
             total_steps=prepared.total_steps,
             steps_per_epoch=prepared.sampler.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(
@@ -405,6 +406,9 @@ class Coordinator:
         if finished and prepared.first_step >= prepared.total_steps:
             reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
         code = ByeCode.FAILED if failure is not None else ByeCode.FINISHED if finished else ByeCode.STOPPING
+        if finished:  # who is told so exits; until it is on the disk there may be steps to be done again
+            await following.finish(evaluate=False)
+            code = ByeCode.FINISHED if following.save_error is None else ByeCode.STOPPING
         training.say_goodbye(code, reason.splitlines()[0][:300] if reason else f"the run is {outcome}")
         if self._listener is not None:
             await self._listener.stop_accepting()
