@@ -24,6 +24,7 @@ from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.job import Job
 from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import (
     Bus,
     CheckpointFailed,
@@ -274,6 +275,50 @@ async def test_no_checkpoint_outlives_the_journal_that_it_names(tmp_path: Path, 
 async def test_a_run_without_files_has_no_journal() -> None:
     with pytest.raises(UsageError, match="there is no run directory"):
         await train(jobs.metrics, durability="journal")
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_more(
+    tmp_path: Path, durability: str
+) -> None:
+    """As on a shared disk whose locks do not reach the other machine: a later term is stored while it runs."""
+    run, events = tmp_path / "run", []
+    loop = asyncio.get_running_loop()
+    reached = loop.create_future()
+
+    def see(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepCommitted) and event.step == 3:
+            reached.set_result(None)
+
+    def take_over() -> int:
+        identity = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(identity | {"term": 9}))
+        return len([event for event in events if isinstance(event, StepCommitted)])
+
+    bus = Bus()
+    bus.subscribe(see)
+    config = settings(durability=durability, checkpoint_every=4)
+    async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        await reached
+        told = await asyncio.to_thread(take_over)
+        with pytest.raises(Superseded, match="a coordinator of term 9 has taken the run over"):
+            await coordinator.wait()
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    after = len([event for event in events if isinstance(event, StepCommitted)]) - told
+    assert after <= (journaling.MOST_AHEAD if durability == "journal" else 28)
+    assert not any(isinstance(event, JournalFailed | CheckpointFailed) for event in events)
+
+
+async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    told = await crash(jobs.mlp_sgd, tmp_path / "run", at=7, left=left, durability="checkpoint", checkpoint_every=500)
+    with (left / "metrics.jsonl").open("a") as file:  # the last second of it is not there after a kill
+        file.write(json.dumps({"event": "step_committed", "step": told}) + "\n")
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint")
+    assert f"the {told} steps from 1 to {told} were done before; they are done again" in found.notes
 
 
 # -- disks that fail

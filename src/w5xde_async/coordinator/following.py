@@ -25,6 +25,7 @@ from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.checkpoint import Record, SavedCheckpoint
 from w5xde_async.store.journal import Position
+from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Evaluated, Warned
 
 __all__ = ["Following"]
@@ -106,6 +107,10 @@ class Following:
             record.meta["journal"] = None if position is None else [position.sequence, position.chain]
         try:
             saved, oldest = await loop.run_in_executor(None, write)
+        except Superseded as error:
+            self.save_error = error
+            self._training.fail(error)
+            return
         except StoreError as error:
             now = self._training.clock()
             self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy

@@ -29,6 +29,7 @@ from w5xde_async.params.reducer import VectorPool
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import explain
 from w5xde_async.store.journal import Entry, Journal, Position
+from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, JournalFailed, JournalRestored, StepCommitted
 from w5xde_async.telemetry.records import number, to_record
 from w5xde_async.updates.sync import Applied, SyncRule
@@ -96,7 +97,7 @@ class Journaling:
     ) -> None:
         """``journal`` has begun at ``step``. ``executor`` runs one call at a time; it belongs to this object."""
         self.pool = VectorPool(layout, spare=MOST_AHEAD)
-        self.on_error: Callable[[BaseException], None] = lambda error: None  # our own bugs
+        self.on_error: Callable[[BaseException], None] = lambda error: None  # the run must end
         self._journal, self._layout, self._bus = journal, layout, bus
         self._clock, self._wall = clock, wall
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-journal")
@@ -108,6 +109,7 @@ class Journaling:
         self._changed = asyncio.Event()
         self._failed_at = self._retry_at = self._remind_at = 0.0
         self._works_again = False  # the disk, tried since it failed
+        self._superseded = False  # nothing is told any more: another coordinator commits now
         self._base = 0  # the checkpoint of this step or a later one ends the recovery
 
     @property
@@ -234,6 +236,7 @@ class Journaling:
         self._queue = []
         again = self._state is not _State.SOUND
         self._state = _State.FAILED
+        self._superseded |= isinstance(error, Superseded)
         now = self._clock()
         self._retry_at = now + RETRY_S
         for item in lost:
@@ -241,8 +244,9 @@ class Journaling:
                 self._finish(item)
             elif isinstance(item, _Rotation) and not item.done.done():
                 item.done.set_result(None)
-        if not isinstance(error, OSError | StoreError):
+        if self._superseded or not isinstance(error, OSError | StoreError):
             self.on_error(error)
+            return
         reason = explain(error) if isinstance(error, OSError) else str(error)
         if not again:
             self._failed_at = now
@@ -256,8 +260,9 @@ class Journaling:
             self._tell(record.event)
 
     def _tell(self, event: StepCommitted) -> None:
-        self._bus.publish(event)
-        failpoint("commit.after")
+        if not self._superseded:
+            self._bus.publish(event)
+            failpoint("commit.after")
 
     def _release(self, step: StepState) -> None:
         if step.root is not None:

@@ -29,6 +29,7 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.sync import SyncRule
 
@@ -155,6 +156,13 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
         prepared.notes.extend(f"{path} belongs to another course of the run" for path in
                               store.abandon_after(record.step))  # fmt: skip
     journalled = config.durability == "journal"
+    told, first = last_step(run_dir.metrics_path), prepared.first_step
+    if told > first and journalled and replay is not None:
+        prepared.notes.append(f"the journal ends with step {first}, though step {told} had been committed")
+    elif told > first:
+        prepared.notes.append(
+            f"the {told - first} steps from {first + 1} to {told} were done before; they are done again"
+        )
     # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
     if named or (not journalled and journal.exists and prepared.first_step > prepared.saved_step):

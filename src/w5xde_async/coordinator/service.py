@@ -343,6 +343,7 @@ class Coordinator:
             worker_command=f"python -m w5xde_async.worker {where} --job {shlex.quote(reference)}",
             security=self._security.words,
             resumed_step=prepared.first_step,
+            durability=config.durability,
             total_steps=prepared.total_steps,
             steps_per_epoch=prepared.sampler.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(

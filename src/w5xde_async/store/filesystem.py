@@ -82,6 +82,9 @@ class Filesystem:
         finally:
             os.close(descriptor)
 
+    def fence(self) -> None:
+        """Raise where nothing that was written counts any more."""
+
     def remove(self, path: Path) -> None:
         """Remove a file, or a directory with all that is in it."""
         if path.is_dir() and not path.is_symlink():
@@ -102,6 +105,9 @@ class FencedFilesystem(Filesystem):
         self.make_directory, self.create = inner.make_directory, inner.create  # type: ignore[method-assign]
         self.write, self.sync = inner.write, inner.sync  # type: ignore[method-assign]
         self.sync_directory = inner.sync_directory  # type: ignore[method-assign]
+
+    def fence(self) -> None:
+        self._check()
 
     def rename(self, source: Path, target: Path) -> None:
         self._check()

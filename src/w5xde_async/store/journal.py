@@ -323,10 +323,16 @@ class Journal:
         failpoint("journal.append.after", file.flush)
 
     def sync(self) -> None:
-        """Return when everything that was appended is durable. Raises OSError; then ``close`` and ``rotate``."""
+        """Return when everything that was appended is durable.
+
+        Raises:
+            OSError: the disk said no; ``close`` and ``rotate``.
+            StoreError: whoever came after has read the journal already: what was appended is no step of the run.
+        """
         assert self._file is not None
         failpoint("journal.sync.before")
         self._filesystem.sync(self._file)
+        self._filesystem.fence()
         self._durable = (self._position, self._chain, self._step)
         failpoint("journal.sync.after")
 

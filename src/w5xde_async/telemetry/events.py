@@ -65,6 +65,7 @@ class RunStarted(Event):
     total_steps: int
     steps_per_epoch: int
     memory_bound_bytes: int
+    durability: str = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,12 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import to_line, to_record
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "last_step"]
 
 logger = logging.getLogger(__name__)
 
 _SECRET = ("worker_command",)
+_TAIL_BYTES = 1 << 20
 
 
 class Recorder:
@@ -159,6 +160,19 @@ class Recorder:
         if first:
             reason = error.strerror or str(error)
             logger.warning("metrics not recorded path=%s reason=%s (the run goes on)", self._path, reason)
+
+
+def last_step(path: Path) -> int:
+    """The last step that a file of records has, 0 where it has none. Blocking; never raises for the disk's sake."""
+    step = 0
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in file:
+            with suppress(ValueError, AttributeError, TypeError):
+                record = json.loads(line)
+                if record.get("event") == "step_committed":
+                    step = max(step, int(record["step"]))
+    return step
 
 
 def _drop_redone(path: Path, resumed_step: int) -> None:

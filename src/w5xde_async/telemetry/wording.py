@@ -132,7 +132,7 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
         row("steps", f"to step {_count(event.total_steps)}", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
-        row("files", clean(event.run_dir)),
+        row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
         "",
     ]
     if event.worker_command:
