@@ -1,5 +1,5 @@
-"""What the fuzzer feeds, and what must hold for any bytes: a message that is encoded and parsed again to the same one, or
-an error of the RemoteError family. Plain Python, so that the kept corpus runs as a test too."""
+"""What the fuzzer feeds, and what must hold for any bytes: a message that is encoded and parsed again to the same one,
+or an error of the RemoteError family. Plain Python, so that the kept corpus runs as a test too."""
 
 from __future__ import annotations
 
