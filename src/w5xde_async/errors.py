@@ -10,6 +10,7 @@ W5xdeError
         FrameTooLarge       a size over its cap, found before anything was allocated
         MalformedFrame      bytes that are not a frame of this protocol
         UnexpectedMessage   a valid message in a state that does not allow it
+        ProgramRefused      a program that this worker does not run
     LinkLost                the connection is gone: reconnect or forget the peer
         Unreachable         nothing answered within the deadline: exit code 3
     Refused                 the peer said no, with a code, a reason and a hint
@@ -36,6 +37,7 @@ __all__ = [
     "LocalError",
     "MalformedFrame",
     "PortInUse",
+    "ProgramRefused",
     "ProtocolViolation",
     "RefusalCode",
     "Refused",
@@ -149,6 +151,17 @@ class UnexpectedMessage(RemoteError):
     def __init__(self, message: str, state: str) -> None:
         self.message, self.state = message, state
         super().__init__(f"{message} is not allowed in state {state}")
+
+
+class ProgramRefused(RemoteError):
+    """A program that is not run here. Fields: ``node`` (its number; -1: none), ``operator``, ``reason``."""
+
+    exit_code = ExitCode.MISMATCH
+
+    def __init__(self, reason: str, *, node: int = -1, operator: str = "") -> None:
+        self.node, self.operator, self.reason = node, operator, reason
+        where = f", node {node} ({operator})" if node >= 0 else ""
+        super().__init__(f"program refused{where}: {reason}")
 
 
 class LinkLost(W5xdeError):

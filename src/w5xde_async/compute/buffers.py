@@ -21,20 +21,22 @@ from torch.nn.modules.batchnorm import _NormBase
 from w5xde_async.params.flat import ResultVector, state_of
 from w5xde_async.params.layout import Layout
 
-__all__ = ["BufferMerge"]
+__all__ = ["BufferMerge", "statistics"]
 
 
 class BufferMerge:
     """Restores and collects one replica's buffers. ``origin`` holds one tensor per entry: the step's values."""
 
-    def __init__(self, layout: Layout, model: nn.Module, origin: Sequence[Tensor]) -> None:
+    def __init__(
+        self, layout: Layout, model: nn.Module, origin: Sequence[Tensor], silent: Iterable[int] | None = None
+    ) -> None:
+        """``silent``: entries that change without a version count; None reads them off the model."""
         self.layout = layout
         self._entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max")]
         live = list(state_of(model, layout))
         self._live = {index: live[index] for index in self._entries}
         self._origin = origin
-        # Entries that change without a version count.
-        self._silent = {i for i in self._entries if _is_statistic(model, layout.entries[i].name)}
+        self._silent = set(statistics(layout, model) if silent is None else silent)
         self._compared = False
         self._dirty: set[int] = set(self._entries)
         self._versions: dict[int, int] = {}
@@ -76,6 +78,11 @@ class BufferMerge:
                     target.add_((live.float() - origin.float()).mul_(samples))
         changed.update(moved)
         self._dirty.update(moved)
+
+
+def statistics(layout: Layout, model: nn.Module) -> tuple[int, ...]:
+    """The model's buffers that batch norm's kernels change, which count no versions."""
+    return tuple(i for i, e in enumerate(layout.entries) if e.role == "mean" and _is_statistic(model, e.name))
 
 
 def _is_statistic(model: nn.Module, name: str) -> bool:

@@ -24,9 +24,10 @@ from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
 from w5xde_async.compute.buffers import BufferMerge
+from w5xde_async.compute.program.replica import Replica
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.errors import W5xdeError
-from w5xde_async.job import Job, build_model, step_function
+from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.params.reducer import VectorPool
@@ -99,13 +100,14 @@ def choose_device(name: str) -> torch.device:
 class Engine:
     """Forward and backward of one job on one device. All methods but ``release`` run on one compute thread.
 
-    ``seed``, ``precision``, ``microbatch_samples`` and ``accumulate`` are the job's own unless given: a worker takes
-    the coordinator's, so that a job file edited on one machine does not change what is computed.
+    ``source`` is a job, or a program's replica. ``seed``, ``precision``, ``microbatch_samples`` and ``accumulate`` are
+    the job's own unless given: a worker takes the coordinator's, so that a job file edited on one machine does not
+    change what is computed. A replica has none of its own.
     """
 
     def __init__(
         self,
-        job: Job,
+        source: Job | Replica,
         *,
         device: torch.device | str = "cpu",
         seed: int | None = None,
@@ -114,20 +116,28 @@ class Engine:
         accumulate: int | None = None,
         bucket_bytes: int = 4 << 20,
     ) -> None:
-        self.job = job
         self.device = torch.device(device)
-        self.seed = job.seed if seed is None else seed
-        self.precision = precision or job.precision
-        self._microbatch = microbatch_samples or job.microbatch_samples
-        self._accumulate = accumulate or job.accumulate_grad_batches
-        self.model = build_model(job, replica=True).to(self.device)
-        self.layout = layout = Layout.of(self.model, bucket_bytes=bucket_bytes)
-        self._step = step_function(job)
+        if isinstance(source, Job):
+            seed = source.seed if seed is None else seed
+            precision = precision or source.precision
+            microbatch_samples = microbatch_samples or source.microbatch_samples
+            accumulate = accumulate or source.accumulate_grad_batches
+            model, layout, silent = build_model(source, replica=True).to(self.device), None, None
+            self._step: StepFunction = step_function(source)
+        else:
+            model, layout, silent = source.model.to(self.device), source.layout, source.statistics
+            self._step = source.step
+        assert seed is not None
+        assert precision
+        assert microbatch_samples
+        self.model, self.seed, self.precision = model, seed, precision
+        self._microbatch, self._accumulate = microbatch_samples, accumulate or 1
+        self.layout = layout = layout or Layout.of(self.model, bucket_bytes=bucket_bytes)
         self._transfer = Transfer(layout, self.device)
         self.incoming: FlatState = self._transfer.incoming
         self.incoming.copy_from(self.model)
         self._live = self._transfer.attach(self.model)
-        self._buffers = BufferMerge(layout, self.model, self._transfer.origin)
+        self._buffers = BufferMerge(layout, self.model, self._transfer.origin, silent)
         self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)
         self._parameters: list[tuple[int, Any]] = [(index, self._live[index]) for index in layout.trainable]
         self._native = self._native_views()

@@ -1,0 +1,214 @@
+"""Runs a checked program: a flat list of calls over numbered values.
+
+Autograd sees what it would see of the model itself: the calls are those of ``torch.export``'s graph before dispatch,
+on the model's own parameters. A value is let go after its last use.
+
+Before a graph runs on batches of new sizes it is run on the ``meta`` device, where nothing has memory: sizes that do
+not fit, overflow or need more than ``memory_bytes`` are refused there, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
+from w5xde_async.compute.program.operators import SET_GRAD
+from w5xde_async.errors import ProgramRefused
+
+__all__ = ["Bound", "bind", "example", "fits", "measure", "run"]
+
+_MAX_ELEMENTS = 1 << 40  # of one tensor, views that repeat an element included
+
+Call = Callable[[list[Any]], Any]
+
+
+class Bound(NamedTuple):
+    """A graph made ready for one device: (call, number of its result, numbers that are not used any more)."""
+
+    graph: Graph
+    steps: tuple[tuple[Call, int, tuple[int, ...]], ...]
+    num_values: int
+    sets_grad: bool
+
+
+def bind(program: Program, graph: Graph, device: torch.device) -> Bound:
+    """Fill in everything that does not change from batch to batch."""
+    base = program.num_entries + len(graph.inputs) + len(program.constants)
+    last = {}
+    for number, node in enumerate(graph.nodes):
+        for index in _uses(node.arguments, dict(node.named)):
+            last[index] = number
+    keep = {graph.loss, *(value.index for value in graph.metrics if type(value) is Ref)}
+    dead: list[list[int]] = [[] for _ in graph.nodes]
+    for index, number in last.items():
+        if index >= base and index not in keep:
+            dead[number].append(index)
+    steps = []
+    for number, node in enumerate(graph.nodes):
+        if base + number not in last and base + number not in keep:
+            dead[number].append(base + number)
+        steps.append(
+            (_call(node.operator.call, node.arguments, node.named, device), base + number, tuple(dead[number]))
+        )
+    sets_grad = any(node.operator.name == SET_GRAD for node in graph.nodes)
+    return Bound(graph, tuple(steps), base + len(graph.nodes), sets_grad)
+
+
+def _uses(arguments: Sequence[Any], named: dict[str, Any]) -> list[int]:
+    found: list[int] = []
+    for value in (*arguments, *named.values()):
+        found.extend(item.index for item in (value if type(value) is tuple else (value,)) if type(item) is Ref)
+    return found
+
+
+def _call(
+    operator: Callable[..., Any], arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...], device: torch.device
+) -> Call:
+    def fixed(value: Any) -> Any:
+        return device if value is DEVICE else list(value) if type(value) is tuple else value
+
+    template = [fixed(value) for value in arguments]
+    keywords = {name: fixed(value) for name, value in named}
+    slots = [(at, value.index) for at, value in enumerate(arguments) if type(value) is Ref]
+    lists = [(at, value) for at, value in enumerate(arguments) if type(value) is tuple and _has_ref(value)]
+    named_slots = [(name, value.index) for name, value in named if type(value) is Ref]
+    named_lists = [(name, value) for name, value in named if type(value) is tuple and _has_ref(value)]
+    if not (lists or named_slots or named_lists):
+        if len(slots) == len(template) == 1 and not keywords:
+            only = slots[0][1]
+            return lambda values: operator(values[only])
+        if len(slots) == len(template) == 2 and not keywords:
+            left, right = slots[0][1], slots[1][1]
+            return lambda values: operator(values[left], values[right])
+        if len(slots) == 1 and slots[0][0] == 0:
+            first, rest = slots[0][1], template[1:]
+            return lambda values: operator(values[first], *rest, **keywords)
+
+    def call(values: list[Any]) -> Any:
+        filled = template.copy()
+        for at, index in slots:
+            filled[at] = values[index]
+        for at, items in lists:
+            filled[at] = [values[item.index] if type(item) is Ref else item for item in items]
+        if not named_slots and not named_lists:
+            return operator(*filled, **keywords)
+        by_name = keywords.copy()
+        for name, index in named_slots:
+            by_name[name] = values[index]
+        for name, items in named_lists:
+            by_name[name] = [values[item.index] if type(item) is Ref else item for item in items]
+        return operator(*filled, **by_name)
+
+    return call
+
+
+def _has_ref(items: tuple[Any, ...]) -> bool:
+    return any(type(item) is Ref for item in items)
+
+
+def run(bound: Bound, given: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+    """``(loss, metrics)``; ``given`` are the entries, the batch's tensors and the constants."""
+    values: list[Any] = [*given, *([None] * len(bound.steps))]
+    if bound.sets_grad:
+        with torch.enable_grad():
+            _run(bound, values)
+    else:
+        _run(bound, values)
+    graph = bound.graph
+    return values[graph.loss], tuple([values[v.index] if type(v) is Ref else v for v in graph.metrics])
+
+
+def _run(bound: Bound, values: list[Any]) -> None:
+    for call, result, dead in bound.steps:
+        values[result] = call(values)
+        for index in dead:
+            values[index] = None
+
+
+def fits(graph: Graph, tensors: Sequence[Tensor]) -> bool:
+    """Whether a batch's tensors are such as the graph was made for."""
+    if len(tensors) != len(graph.inputs):
+        return False
+    symbols: dict[int, int] = {}
+    for tensor, declared in zip(tensors, graph.inputs, strict=True):
+        if tensor.dtype != declared.dtype or tensor.dim() != len(declared.sizes):
+            return False
+        for size, wanted in zip(tensor.shape, declared.sizes, strict=True):
+            if isinstance(wanted, int):
+                if size != wanted:
+                    return False
+            else:
+                symbol, least, most, _ = wanted
+                if not least <= size <= most or symbols.setdefault(symbol, size) != size:
+                    return False
+    return True
+
+
+def example(inputs: Sequence[Input]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and sizes of a batch that fits."""
+    return [(i.dtype, tuple(size if isinstance(size, int) else size[3] for size in i.sizes)) for i in inputs]
+
+
+def measure(
+    program: Program,
+    graph: Graph,
+    entries: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+    batch: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+    *,
+    memory_bytes: int,
+    autocast: Callable[[], Any] | None = None,
+) -> int:
+    """Bytes of all results of a run on these sizes, found without memory. Raises ProgramRefused.
+
+    ``autocast`` makes the CPU's context of a run in half precision: ``meta`` tensors know none, fake ones do.
+    """
+    meta = torch.device("meta" if autocast is None else "cpu")
+    bound = bind(program, graph, meta)
+    total = 0
+    storages: dict[int, Any] = {}  # kept, so that no other storage gets the same address
+
+    def weigh(value: Any) -> None:
+        nonlocal total
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, Tensor):
+                if tensor.numel() > _MAX_ELEMENTS:
+                    raise ValueError(f"a tensor of {tensor.numel()} elements")
+                storage = tensor.untyped_storage()
+                if storage._cdata not in storages:
+                    storages[storage._cdata] = storage
+                    total += storage.nbytes()
+                    if total > memory_bytes:
+                        raise ValueError(f"its results need more than {memory_bytes} bytes")
+
+    number, name = -1, ""
+    try:
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.no_grad())
+            if autocast is not None:
+                contexts.enter_context(FakeTensorMode())
+                contexts.enter_context(autocast())
+            given = [torch.empty(shape, dtype=dtype, device=meta) for dtype, shape in (*entries, *batch)]
+            given += [torch.empty(constant.shape, dtype=constant.dtype, device=meta) for constant in program.constants]
+            values: list[Any] = [*given, *([None] * len(bound.steps))]
+            for tensor in given:
+                storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            for number, (call, result, _) in enumerate(bound.steps):
+                name = graph.nodes[number].operator.name
+                if name != SET_GRAD:
+                    values[result] = call(values)
+                    weigh(values[result])
+            number, name = -1, ""
+            loss = values[graph.loss]
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ValueError("the loss has more than one element")
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        reason = text[0][:300] if text else type(error).__name__
+        raise ProgramRefused(reason, node=number, operator=name) from None
+    return total

@@ -1,0 +1,150 @@
+"""A model without its code: the layout's tensors under their names, and the program as the step over them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.program.form import Program
+from w5xde_async.compute.program.interpreter import Bound, bind, example, fits, measure, run
+from w5xde_async.errors import ProgramRefused
+from w5xde_async.params.flat import state_of
+from w5xde_async.params.layout import Layout
+
+__all__ = ["ProgramStep", "Replica", "device_memory_bytes"]
+
+_PART = re.compile(r"[A-Za-z0-9_]{1,120}")
+_MAX_PARTS = 64
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ProgramStep:
+    """The program as a step ``(model, batch) -> (loss, metrics)``.
+
+    Raises ProgramRefused for a batch that fits none of its graphs, and for one whose results need more than
+    ``memory_bytes``: before anything is allocated for it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layout: Layout,
+        device: torch.device,
+        *,
+        memory_bytes: int,
+        precision: str = "fp32",
+    ) -> None:
+        self._program, self._layout, self._memory_bytes = program, layout, memory_bytes
+        dtype = _HALF.get(precision)
+        self._autocast = None if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
+        self._bound = [bind(program, graph, device) for graph in program.graphs]
+        self._entries = [(entry.dtype, entry.shape) for entry in layout.entries]
+        self._constants = [constant.to(device) for constant in program.constants]
+        self._known: dict[tuple[Any, ...], Bound] = {}  # sizes and dtypes that were measured
+        self._plain = len(program.graphs[0].inputs) if _is_plain(program) else -1
+        self._state: list[Tensor] = []
+        self._model: nn.Module | None = None
+        for graph in program.graphs:
+            self._measure(graph, example(graph.inputs))
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        if model is not self._model:
+            self._model, self._state = model, list(state_of(model, self._layout))
+        tensors = self._tensors(batch)
+        bound = self._known.get(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
+        if bound is None:
+            bound = self._find(tensors)
+        loss, metrics = run(bound, (*self._state, *tensors, *self._constants))
+        return loss, dict(zip(self._program.metrics, metrics, strict=True))
+
+    def _tensors(self, batch: Any) -> Sequence[Tensor]:
+        if type(batch) is tuple and len(batch) == self._plain and all(type(item) is Tensor for item in batch):
+            return batch
+        structure, tensors = flatten(batch)
+        if structure != self._program.structure:
+            raise ProgramRefused("the batch has another structure, or other numbers and strings, than was traced")
+        return tensors
+
+    def _find(self, tensors: Sequence[Tensor]) -> Bound:
+        for bound in self._bound:
+            if fits(bound.graph, tensors):
+                self._measure(bound.graph, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+                self._known[tuple([(tensor.shape, tensor.dtype) for tensor in tensors])] = bound
+                return bound
+        shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+        raise ProgramRefused(f"the program was not traced for a batch of {shapes}; workers with --job compute it")
+
+    def _measure(self, graph: Any, batch: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        measure(self._program, graph, self._entries, batch, memory_bytes=self._memory_bytes, autocast=self._autocast)
+
+
+def _is_plain(program: Program) -> bool:
+    """Whether a batch is just a tuple of its tensors, as most are."""
+    count = len(program.graphs[0].inputs)
+    return program.structure == flatten(tuple([torch.empty(0)] * count))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What an engine computes with in place of a job."""
+
+    model: nn.Module
+    layout: Layout
+    step: Callable[[nn.Module, Any], tuple[Tensor, dict[str, Any]]]
+    statistics: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, program: Program, layout: Layout, device: torch.device, *, precision: str, memory_bytes: int
+    ) -> Replica:
+        """Build the model's tensors (zeros: the values come as PARAMS) and ready the program. Raises ProgramRefused."""
+        needed = layout.state_bytes + 2 * layout.vector_bytes
+        if needed > memory_bytes:
+            raise ProgramRefused(f"the model needs {needed} bytes, this machine has {memory_bytes}")
+        step = ProgramStep(program, layout, device, memory_bytes=memory_bytes, precision=precision)
+        return cls(_skeleton(layout), layout, step, program.statistics)
+
+
+def _skeleton(layout: Layout) -> nn.Module:
+    """Nested modules with the layout's parameters and buffers under all their names. Raises ProgramRefused."""
+    root = nn.Module()
+    for entry in layout.entries:
+        tensor = torch.zeros(entry.shape, dtype=entry.dtype)
+        parameter = (
+            nn.Parameter(tensor, requires_grad=entry.role == "grad") if entry.role in ("grad", "frozen") else None
+        )
+        for name in entry.names:
+            parts = name.split(".")
+            if len(parts) > _MAX_PARTS or not all(_PART.fullmatch(part) for part in parts):
+                raise ProgramRefused(f"a tensor of the model is called {name[:80]!r}")
+            try:
+                owner = root
+                for part in parts[:-1]:
+                    if part not in owner._modules:
+                        owner.add_module(part, nn.Module())
+                    owner = owner.get_submodule(part)
+                if parameter is not None:
+                    owner.register_parameter(parts[-1], parameter)
+                else:
+                    owner.register_buffer(parts[-1], tensor)
+            except (KeyError, AttributeError, TypeError) as error:
+                raise ProgramRefused(f"a tensor of the model is called {name[:80]!r} ({error})") from None
+    return root
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All memory of a device, or of this machine where it is the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return 16 << 30
