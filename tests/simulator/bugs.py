@@ -461,6 +461,22 @@ def _copy_late(put: Put) -> None:
 # -- the disk --------------------------------------------------------------------------------------------------
 
 
+@_bug("told-too-early", "workers are told of the end before the last step is on the disk")
+def _told_early(put: Put) -> None:
+    real = Following.finish
+
+    async def finish(self: Following, *, evaluate: bool) -> None:
+        if evaluate or self._training.version < self._training.total_steps:
+            await real(self, evaluate=evaluate)
+
+    put(Following, "finish", finish)
+
+
+@_bug("no-store-fence", "a coordinator that has been superseded goes on writing checkpoints and journal")
+def _no_fence(put: Put) -> None:
+    put(RunDir, "_check_term", lambda self: None)
+
+
 @_bug("no-fsync", "files are not synced")
 def _no_fsync(put: Put) -> None:
     def sync(self: HostFilesystem, file: Any) -> None:

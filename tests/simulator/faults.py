@@ -194,6 +194,17 @@ def _deaf(world: World, rng: random.Random) -> bool:
     return worker is not None
 
 
+@_fault("worker reads nothing at first")
+def _deaf_at_first(world: World, rng: random.Random) -> bool:
+    """A worker's successor is slow to take what it is sent when it has joined."""
+    worker = _worker(world, rng)
+    if worker is not None:
+        world.pauses_at_joining_s[worker.machine] = rng.uniform(0.3, 4.0)
+        world.hit("worker killed")
+        world.kill(worker, power=False)
+    return False  # counted when it has joined
+
+
 @_fault("worker drained")
 def _drain(world: World, rng: random.Random) -> bool:
     worker = _worker(world, rng)

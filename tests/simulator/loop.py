@@ -74,6 +74,7 @@ class Host:
         self.leaf_s = 0.1  # a leaf's virtual seconds
         self.slow_until = 0.0
         self.deaf_until = 0.0  # its programs read nothing until then
+        self.pauses_at_joining_s = 0.0  # it reads nothing for that long once it has joined
         self.failing_leaf = False  # the job's code raises at the next leaf
         self.term = 0  # a coordinator's
         self.terms_served: set[int] = set()  # a worker's

@@ -175,6 +175,10 @@ class SimStream(Stream):
             return chunks
         data = b"".join(chunks)
         self.num_sends += 1
+        if self.num_sends == 3 and self.host.pauses_at_joining_s:  # HELLO, PROOF, READY
+            self.host.deaf_until = self.host.loop.now + self.host.pauses_at_joining_s
+            self.host.pauses_at_joining_s = 0.0
+            pipe.network.hit("worker reads nothing at first")
         pipe.network.sent(self, data)
         pipe.send(data)
         self.bytes_sent += total
@@ -304,7 +308,7 @@ class Network:
         self.latency_s = rng.choice([0.0005, 0.005, 0.03])
         self.jitter_s = rng.choice([0.0, 0.002, 0.02, 0.2])
         self.bytes_per_s = rng.choice([1e5, 1e6, 1e8])
-        self.limit_bytes = rng.choice([1 << 10, 1 << 13, 1 << 16, 1 << 20])
+        self.limit_bytes = rng.choice([300, 1 << 10, 1 << 13, 1 << 16, 1 << 20])
         self.blocked: set[tuple[str, str]] = set()
         self.spiked: dict[str, float] = {}  # machine -> until when its links are slow
         self.connections: list[Connection] = []

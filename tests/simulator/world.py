@@ -157,6 +157,7 @@ class World:
         self.coordinators: list[Host] = []
         self.workers: dict[int, Host] = {}
         self.num_slots = 0
+        self.pauses_at_joining_s: dict[str, float] = {}  # machine -> of the worker that is started there next
         self.finished = False
         self.stopped_faults = False
         self.hostile = False  # somebody says what no worker would say
@@ -291,10 +292,6 @@ class World:
         if host.term < self.highest_term:
             # From bytes that it had received before: nobody follows it, nothing of it may survive.
             self.hit("superseded coordinator committed in vain")
-            for connection in self.network.open_connections():
-                served = connection.worker.terms_served
-                if connection.coordinator is host and served and max(served) > host.term:
-                    self.violate("term", f"{connection.worker.name} has served {max(served)} and works for {host.term}")
             return
         if version != len(self.history) + 1:
             self.violate("versions", f"commit of version {version} where {len(self.history) + 1} is the next")
@@ -436,16 +433,16 @@ class World:
         while not self.finished:
             host = self.new_host(f"w{slot}.{generation}", f"w{slot}")
             host.leaf_s = speed
+            host.pauses_at_joining_s = self.pauses_at_joining_s.pop(host.machine, 0.0)
             generation += 1
             self.workers[slot] = host
             host.main(self._work(host))
             outcome = await host.ended
             self._ended(host, outcome)
             if outcome is Departure.FINISHED:
-                await asyncio.sleep(3.0)
-                if self.finished:
-                    return
-                self.hit("told of an end that was not durable")
+                if self.durable_step < self.shape.total_steps:
+                    self.violate("durability", f"{host.name} was told of an end when step {self.durable_step} was safe")
+                return
             await asyncio.sleep(self.random.uniform(0.1, 4.0))
 
     async def _work(self, host: Host) -> Departure:
