@@ -58,22 +58,27 @@ async def crash(
     left: Path,
     events: list[Event] | None = None,
     saves: int = 0,
+    after: type[Event] | None = None,
     **config: Any,
 ) -> int:
     """Train in ``run``; ``left`` is what a ``kill -9`` after the commit of step ``at`` would leave of it.
 
-    It comes later where so many checkpoints have not been saved; the result is the last step that was told before.
+    It comes later where so many checkpoints have not been saved, or an event has not been seen; the result is the last
+    step that was told before. The worker goes first, so that the rest holds still.
     """
     loop = asyncio.get_running_loop()
     reached = loop.create_future()
     step = saved = 0
+    seen: set[type[Event]] = set()
 
     def see(event: Event) -> None:
         nonlocal step, saved
         step = event.step if isinstance(event, StepCommitted) else step
         saved += isinstance(event, CheckpointSaved)
-        if step >= at and saved >= saves and not reached.done():
+        seen.add(type(event))
+        if step >= at and saved >= saves and (after is None or after in seen) and not reached.done():
             reached.set_result(step)
+            worker.cancel()
 
     bus = Bus()
     bus.subscribe(see)
@@ -83,9 +88,8 @@ async def crash(
     async with Coordinator(make(), run_dir=run, config=settings(**config), bus=bus) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
         told: int = await reached
-        await asyncio.to_thread(shutil.copytree, run, left)  # not at one instant: a torn end is welcome
-        worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
+        await asyncio.to_thread(shutil.copytree, run, left)
     return told
 
 
@@ -219,7 +223,7 @@ async def test_a_damaged_journal_is_refused_and_checkpoint_durability_sets_it_as
 @pytest.mark.parametrize("missing", ["journal", "last segment"])
 async def test_a_journal_that_is_gone_is_missed(tmp_path: Path, missing: str) -> None:
     make, left = jobs.mlp_sgd, tmp_path / "left"
-    await crash(make, tmp_path / "run", at=12, left=left, checkpoint_every=5)
+    await crash(make, tmp_path / "run", at=12, left=left, saves=2, checkpoint_every=5)
     found = await asyncio.to_thread(prepared, make, left)  # a second term, with a segment of its own
     assert found.term == 2
     if missing == "journal":
@@ -321,6 +325,16 @@ async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None
     assert f"the {told} steps from 1 to {told} were done before; they are done again" in found.notes
 
 
+async def test_a_checkpoint_counts_when_the_lines_of_its_steps_are_there(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    told = await crash(
+        jobs.mlp_sgd, tmp_path / "run", at=6, left=left, saves=1, durability="checkpoint", checkpoint_every=3
+    )
+    saved = max(int(path.name.rpartition("-")[2]) for path in (left / "checkpoints").glob("step-*"))
+    assert 3 <= saved <= told
+    assert [line["step"] for line in lines(left)][:saved] == list(range(1, saved + 1))
+
+
 # -- disks that fail
 
 
@@ -339,71 +353,75 @@ class Disk:
         monkeypatch.setattr(Filesystem, "write", limited)
 
 
-async def watched(
-    make: Callable[[], Job], run: Path, disk: Disk, *, full: range, **config: Any
-) -> tuple[RunResult, list[Event]]:
-    events: list[Event] = []
-
-    def see(event: Event) -> None:
-        if isinstance(event, StepCommitted):
-            disk.full = event.step in full
-        events.append(event)
-
-    bus = Bus()
-    bus.subscribe(see)
-    config = {"durability": "journal", "min_workers": 1, **config}
-    async with Coordinator(make(), run_dir=run, config=settings(**config), bus=bus) as coordinator:
-        worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
-        result = await coordinator.wait()
-        await worker
-    return result, events
-
-
 async def test_a_full_disk_stops_the_journal_loudly_and_a_checkpoint_brings_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journaling, "RETRY_S", 0.0)
     monkeypatch.setattr(following, "RETRY_S", 0.0)
-    disk = Disk(monkeypatch, "segment-", "checkpoints")
-    result, events = await watched(jobs.mlp_adamw, tmp_path / "run", disk, full=range(5, 15))
-    assert (result.outcome, result.digest) == ("finished", expected("mlp_adamw"))
+    disk = Disk(monkeypatch, "segment-", "probe", "checkpoints")
+    events: list[Event] = []
+    free_at = 0
+
+    def see(event: Event) -> None:
+        nonlocal free_at
+        events.append(event)
+        if isinstance(event, StepCommitted):
+            seen = {type(event) for event in events}
+            if event.step == 5:
+                disk.full = True
+            elif disk.full and event.step >= 15 and {JournalFailed, CheckpointFailed} <= seen:
+                disk.full, free_at = False, event.step
+            elif JournalRestored in seen:
+                coordinator.request_stop("seen enough")
+
+    bus = Bus()
+    bus.subscribe(see)
+    config = settings(durability="journal", checkpoint_every=8, max_steps=5000)
+    async with Coordinator(jobs.mlp_adamw(), run_dir=tmp_path / "run", config=config, bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_adamw(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    assert result.digest == expected("mlp_adamw", result.step)
     steps = [event.step for event in events if isinstance(event, StepCommitted)]
-    assert steps == list(range(1, 33))
+    assert steps == list(range(1, result.step + 1))
     (failed,) = (event for event in events if isinstance(event, JournalFailed))  # one, not one a step
     assert "disk is full" in failed.reason
-    assert failed.step in range(4, 8)
+    assert failed.step in range(4, 10)
     (missed,) = (event for event in events if isinstance(event, CheckpointFailed))
     assert missed.safe_step == 0
     (restored,) = (event for event in events if isinstance(event, JournalRestored))
-    assert restored.step in range(15, 22)
+    assert restored.step >= free_at
     assert any(isinstance(event, CheckpointSaved) and event.step == restored.step for event in events)
 
 
 async def test_a_crash_after_the_disk_came_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journaling, "RETRY_S", 0.0)
-    disk = Disk(monkeypatch, "segment-")
+    disk = Disk(monkeypatch, "segment-", "probe")
     left = tmp_path / "left"
     events: list[Event] = []
 
     class Watching(list[Event]):
         def append(self, event: Event) -> None:
-            if isinstance(event, StepCommitted):
-                disk.full = 5 <= event.step < 9
             events.append(event)
+            if isinstance(event, StepCommitted):
+                failed = any(isinstance(event, JournalFailed) for event in events)
+                disk.full = event.step >= 5 and not (failed and event.step >= 9)
 
-    await crash(jobs.mlp_adamw, tmp_path / "run", at=25, left=left, events=Watching())
+    more = {"max_steps": 5000, "after": JournalRestored}
+    told = await crash(jobs.mlp_adamw, tmp_path / "run", at=12, left=left, events=Watching(), **more)
     disk.full = False
     (restored,) = (event for event in events if isinstance(event, JournalRestored))
     found = await asyncio.to_thread(prepared, jobs.mlp_adamw, left)
     assert found.saved_step >= restored.step
-    assert found.first_step >= 25
+    assert found.first_step >= told
     assert found.state.digest() == expected("mlp_adamw", found.first_step)
     # From the checkpoint before the failure the journal leads up to the gap; the rest is computed again, and said.
     for path in (left / "checkpoints").glob("step-*"):
         if path.name != "step-000000000":
             shutil.rmtree(path)
     found = await asyncio.to_thread(prepared, jobs.mlp_adamw, left)
-    assert 4 <= found.first_step < 9
+    assert 4 <= found.first_step < 12
     assert "are not in the journal (the disk failed) and are computed again" in "".join(found.notes)
     assert found.state.digest() == expected("mlp_adamw", found.first_step)
     result, _ = await go_on(jobs.mlp_adamw, left)

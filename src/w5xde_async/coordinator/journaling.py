@@ -6,7 +6,8 @@ The step path runs at most ``MOST_AHEAD`` steps ahead of the disk and then waits
 
 A disk that fails does not end the run. The journal stops, loudly; steps are told as soon as they are applied, as they
 are without a journal; every ``RETRY_S`` it is tried whether the disk takes a record again, and if so a checkpoint is
-asked for and a new segment begins at it. When that checkpoint is durable the journal counts again.
+asked for and a new segment begins at it. When that checkpoint is durable, and every step that was told meanwhile, the
+journal counts again.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ _MAX_PROBE_BYTES = 64 << 20
 class _State(Enum):
     SOUND = "every step that was told is durable"
     RECOVERING = "steps are journalled again, but no checkpoint stands under them yet"
+    CATCHING_UP = "one does; steps that were told already are not all durable"
     FAILED = "nothing is journalled"
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A step to be written. ``told``: who follows the run has heard of it already."""
+    """A step to be written. ``told``: it was told before it is durable, because the disk had failed."""
 
     version: int
     step: StepState
@@ -104,7 +106,8 @@ class Journaling:
         self._state = _State.SOUND
         self._queue: list[_Work] = []
         self._writing = False
-        self._pending = 0  # records in the queue and in the thread
+        self._pending = 0  # records in the queue and in the thread, and those of them that were told before their time
+        self._told_early = 0
         self._durable_step = step
         self._changed = asyncio.Event()
         self._failed_at = self._retry_at = self._remind_at = 0.0
@@ -114,7 +117,7 @@ class Journaling:
 
     @property
     def sound(self) -> bool:
-        """False from a failure of the disk until a checkpoint stands under the journal again."""
+        """False from a failure of the disk until every step that was told is durable again."""
         return self._state is _State.SOUND
 
     @property
@@ -129,7 +132,7 @@ class Journaling:
 
     async def settled(self, step: int) -> None:
         """Wait until ``step`` has been told."""
-        while self._durable_step < step and self.sound:
+        while self._durable_step < step and self._holds_back:
             await self._wait()
 
     async def flush(self) -> None:
@@ -145,7 +148,8 @@ class Journaling:
 
     def append(self, version: int, step: StepState, event: StepCommitted, samples_applied: int) -> None:
         """A step is applied: ``event`` is published when it counts. ``step.root`` belongs to this object now."""
-        if not self.sound:
+        told = not self._holds_back
+        if told:
             self._tell(event)
         if self._state is _State.FAILED:
             self._release(step)
@@ -154,7 +158,8 @@ class Journaling:
                 self._kick()
             return
         self._pending += 1
-        self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told=not self.sound))
+        self._told_early += told
+        self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told))
         self._kick()
 
     def rotate(self, step: int) -> asyncio.Future[Position | None]:
@@ -172,12 +177,23 @@ class Journaling:
     def saved(self, step: int, oldest: int) -> None:
         """The checkpoint of ``step`` is durable; ``oldest`` is the oldest one kept."""
         if self._state is _State.RECOVERING and step >= self._base:
-            self._state = _State.SOUND
-            self._bus.publish(JournalRestored(step=step, seconds=self._clock() - self._failed_at))
+            self._state, self._base = _State.CATCHING_UP, step
+            self._durable_step = max(self._durable_step, step)
+            self._catch_up()
         self._queue.append(_Prune(oldest))
         self._kick()
 
     # -- writing -------------------------------------------------------------------------------------------
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether a step is told only when it is durable."""
+        return self._state in (_State.SOUND, _State.CATCHING_UP)
+
+    def _catch_up(self) -> None:
+        if self._state is _State.CATCHING_UP and not self._told_early:
+            self._state = _State.SOUND
+            self._bus.publish(JournalRestored(step=self._base, seconds=self._clock() - self._failed_at))
 
     async def _wait(self) -> None:
         self._changed.clear()
@@ -221,12 +237,15 @@ class Journaling:
             positions = iter(done.result())
             for item in batch:
                 if isinstance(item, _Record):
-                    self._durable_step = item.version
+                    self._durable_step = max(self._durable_step, item.version)
                     self._finish(item)
-                elif isinstance(item, _Rotation) and not item.done.done():
-                    item.done.set_result(next(positions))
+                elif isinstance(item, _Rotation):
+                    position = next(positions)
+                    if not item.done.done():  # cancelled
+                        item.done.set_result(position)
                 elif isinstance(item, _Probe):
                     self._works_again = True
+            self._catch_up()
         else:
             self._fail([*batch, *self._queue], error)
         self._changed.set()
@@ -239,22 +258,21 @@ class Journaling:
         self._superseded |= isinstance(error, Superseded)
         now = self._clock()
         self._retry_at = now + RETRY_S
-        for item in lost:
+        if not again:
+            self._failed_at = now
+        if self._superseded or not isinstance(error, OSError | StoreError):
+            self.on_error(error)
+        elif not again or now >= self._remind_at:
+            self._remind(explain(error) if isinstance(error, OSError) else str(error))
+        for item in lost:  # said first: these steps are told and not durable
             if isinstance(item, _Record):
                 self._finish(item)
             elif isinstance(item, _Rotation) and not item.done.done():
                 item.done.set_result(None)
-        if self._superseded or not isinstance(error, OSError | StoreError):
-            self.on_error(error)
-            return
-        reason = explain(error) if isinstance(error, OSError) else str(error)
-        if not again:
-            self._failed_at = now
-        if not again or now >= self._remind_at:
-            self._remind(reason)
 
     def _finish(self, record: _Record) -> None:
         self._pending -= 1
+        self._told_early -= record.told
         self._release(record.step)
         if not record.told:
             self._tell(record.event)
