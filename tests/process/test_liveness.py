@@ -16,6 +16,7 @@ from tests.support.chaos import Stage, rss_bytes, show
 
 from w5xde_async.errors import LinkLost
 from w5xde_async.net.endpoint import connect
+from w5xde_async.net.link import Link
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat, Ready
 from w5xde_async.worker.joining import join
@@ -118,7 +119,7 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(tmp_pat
 
 
 def test_sigterm_wastes_no_lease(tmp_path: Path, digest: str) -> None:
-    with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.03, flags=("--min-workers", "3")) as stage:
+    with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.05, flags=("--min-workers", "3")) as stage:
         stage.until(lambda: stage.step >= 6, "6 steps")
         gone = [stage.workers.pop(place) for place in (0, 1)]
         for worker in gone:
@@ -138,6 +139,8 @@ def test_sigterm_wastes_no_lease(tmp_path: Path, digest: str) -> None:
         shares = {share["name"]: share["leaves"] for share in record.finished["shares"]}
         assert sum(shares.values()) == 32 * 9
         assert sum(shares[worker.name] for worker in gone) >= done
+        show(f"{record.finished['leaves_in_vain']} leaves in vain")
+        assert record.finished["leaves_in_vain"] == 0
 
 
 def test_workers_outlive_a_coordinator_that_is_killed(tmp_path: Path, digest: str) -> None:
@@ -180,21 +183,20 @@ class Silent:
 
     def __init__(self, number: int, *, ready: bool) -> None:
         self.number, self.ready = number, ready
+        self.link: Link | None = None
         self.sending = memoryview(b"")  # of a message that takes minutes
 
     async def join(self, port: int) -> None:
-        self.link = await connect("127.0.0.1", port, timeout_s=20.0)
-        joined = await join(
-            self.link, worker_id=f"{self.number:016x}", name=f"silent-{self.number}", token="", terms={}
-        )
+        self.link = link = await connect("127.0.0.1", port, timeout_s=20.0)
+        joined = await join(link, worker_id=f"{self.number:016x}", name=f"silent-{self.number}", token="", terms={})
         if self.ready:
             ready = Ready(joined.welcome.fingerprint, "cpu", "silent", 1, "")
-            await self.link.send(encode(ready))
+            await link.send(encode(ready))
         if self.number % 2:
             self.sending = memoryview(b"".join(encode(Heartbeat("x" * 190))))
 
     async def trickle(self) -> None:
-        if self.sending:
+        if self.sending and self.link is not None:
             byte, self.sending = self.sending[:1], self.sending[1:]
             with suppress(LinkLost):
                 await self.link.send([byte])
@@ -202,6 +204,7 @@ class Silent:
 
 BLAMED = pytest.mark.xfail(
     strict=True,
+    raises=AssertionError,
     reason="workers that never began count as deaths on a leaf when they are given up: eight of them end the run",
 )
 
@@ -228,17 +231,19 @@ async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tm
         await asyncio.to_thread(stage.until, lambda: stage.step >= 20, "20 steps")
         before = await asyncio.to_thread(measure, stage, 1.0)
         peers = [Silent(number, ready=ready) for number in range(NUM_SILENT)]
-        for peer in peers:
-            await peer.join(stage.port)
         step, peak, rounds = stage.step, 0, 16
-        for _ in range(rounds):
-            peak = max(peak, await asyncio.to_thread(measure, stage, 1.0))
+        try:
             for peer in peers:
-                await peer.trickle()
-        steps = stage.step - step
-        bound = stage.record.starts[0]["memory_bound_bytes"]
-        for peer in peers:
-            peer.link.abort()
+                await peer.join(stage.port)
+            for _ in range(rounds):
+                peak = max(peak, await asyncio.to_thread(measure, stage, 1.0))
+                for peer in peers:
+                    await peer.trickle()
+        finally:
+            for peer in peers:
+                if peer.link is not None:
+                    peer.link.abort()
+        steps, bound = stage.step - step, stage.record.starts[0]["memory_bound_bytes"]
         show(f"RSS grew by {(peak - before) >> 10} KiB (bound {bound >> 10} KiB), {steps} steps in {rounds} s")
         assert peak - before <= bound
         assert steps >= 20, "the two workers stood still"

@@ -16,7 +16,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.faults import Action, Commit, Record, at_steps, per_minute
-from tests.support.processes import ROOT, Event, Program
+from tests.support.processes import Event, Program
 from tests.support.proxy import FaultProxy, ProxyThread
 
-__all__ = ["Process", "Stage", "at_steps", "free_port", "knows", "per_minute", "rss_bytes", "show"]
+__all__ = ["Process", "Stage", "at_steps", "free_port", "per_minute", "rss_bytes", "show"]
 
 COORDINATOR, WORKER = "tests.support.watched", "w5xde_async.worker"
 
@@ -418,13 +417,6 @@ def disk_bytes(folder: Path) -> int:
 def show(figure: str) -> None:
     """A figure that a test has measured (``pytest -rA`` shows it)."""
     sys.stdout.write(figure + "\n")
-
-
-def knows(flag: str) -> bool:
-    """Whether the coordinator's --help lists ``flag``."""
-    command = [sys.executable, "-m", COORDINATOR, "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout
-    return flag in said.split()
 
 
 @contextlib.contextmanager
