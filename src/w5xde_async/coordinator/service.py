@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -127,12 +126,7 @@ class Coordinator:
             raise LocalError("a coordinator starts once")
         loop = asyncio.get_running_loop()
         preparing = loop.run_in_executor(
-            None,
-            partial(prepare, trace=self.config.code_free and not self._reference),
-            self.job,
-            self.config,
-            self._run_path,
-            lambda: os.urandom(8).hex(),
+            None, prepare, self.job, self.config, self._run_path, lambda: os.urandom(8).hex()
         )
         try:
             self._prepared = prepared = await asyncio.shield(preparing)
@@ -327,7 +321,6 @@ class Coordinator:
         reference = self._reference or "train.py:job"
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
-        given = "" if config.code_free else f" --job {shlex.quote(reference)}"
         assert self._security is not None
         plan = prepared.sampler.plan(0)
         return RunStarted(
@@ -347,7 +340,7 @@ class Coordinator:
             codec="raw",
             precision=job.precision,
             address=format_address(self.host, self.port),
-            worker_command=f"python -m w5xde_async.worker {where}{given}",
+            worker_command=f"python -m w5xde_async.worker {where} --job {shlex.quote(reference)}",
             security=self._security.words,
             resumed_step=prepared.first_step,
             durability=config.durability,
@@ -368,13 +361,11 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 training.on_commit = lambda commit: following.on_commit(commit, tasks)
                 ticking = tasks.create_task(self._tick(training), name="tick")
-                tracing = tasks.create_task(self._trace(training, prepared), name="trace")
                 try:
                     await training.run()
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ticking.cancel()
-                tracing.cancel()
             result = await self._finish(training, prepared, following, failure)
         finally:
             await self._close()
@@ -392,12 +383,6 @@ class Coordinator:
             training.tick(now)
             if ends is not None and now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
-
-    async def _trace(self, training: Training, prepared: Prepared) -> None:
-        if self.config.code_free and self._reference:
-            await training.programs.trace(self._reference, self.config.bucket_bytes)
-        else:
-            training.programs.set(prepared.program, prepared.untraceable)
 
     async def _on_link(self, link: Link) -> None:
         training, security = self._training, self._security
