@@ -22,7 +22,7 @@ from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.filesystem import Filesystem
-from w5xde_async.store.journal import Entry, Journal, Replay
+from w5xde_async.store.journal import Entry, Gap, Journal, Replay
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, Event, JournalFailed, JournalRestored, StepCommitted
 from w5xde_async.telemetry.wording import line, plain
 
@@ -56,6 +56,7 @@ class Disk(Filesystem):
     def __init__(self) -> None:
         self.syncs = 0
         self.full = False
+        self.failing: list[int] = []  # codes of the next syncs
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         if self.full:
@@ -64,6 +65,8 @@ class Disk(Filesystem):
 
     def sync(self, file: BinaryIO) -> None:
         self.syncs += 1
+        if self.failing:
+            raise OSError(self.failing.pop(), "sync")
         super().sync(file)
 
 
@@ -251,6 +254,25 @@ async def test_a_disk_that_fails_is_said_and_tried_and_said_again(bench: Bench) 
         8,
         9,
     ]
+
+
+async def test_after_a_sync_that_failed_the_file_is_not_trusted_again(bench: Bench) -> None:
+    """The kernel may report a lost page once: a second fsync of the same file proves nothing."""
+    bench.append(1)
+    await bench.work()
+    bench.disk.failing.append(errno.EIO)
+    bench.append(2)
+    await bench.work()
+    assert len(bench.of(JournalFailed)) == 1
+    rotation = bench.journaling.rotate(2)
+    await bench.work()
+    assert rotation.result() is not None
+    bench.journaling.saved(2, 0)
+    bench.append(3)
+    await bench.aclose()
+    replay = Replay(0)
+    read = await asyncio.to_thread(lambda: [entry.step for entry in bench.journal().read(0, None, replay)])
+    assert (read, replay.gap) == ([1], Gap(1, 2))
 
 
 async def test_a_bug_of_ours_ends_the_run(bench: Bench) -> None:
