@@ -8,8 +8,8 @@ Figures, for each rate R in % a minute:
   ``goodput_R``   samples applied, over those that the live workers could have computed: a worker is live from its
                   joining to its kill, and could compute as many samples/s as a worker alone does (measured first)
   ``gap_R_s``     the longest time between two commits
-  ``vain_R``      leaves computed twice over leaves applied, in %: those that came too late, and for each kill those
-                  that the coordinator took back (at most one of the two leases had been begun)
+  ``vain_R``      leaves computed twice over leaves applied, in %: those that came too late, and for each kill a whole
+                  block of two leaves, though it fell somewhere in its middle
 ``longest_gap_over_lease``: the longest gap at any rate over what a worker computes in one undisturbed step (its leases
 of that step together). ``over_torchrun_R``: steps that stand after the same wall time, ours with two workers over DDP
 with two ranks under torchrun, which restarts all ranks from its last snapshot (every 10 steps); both from their first
@@ -87,7 +87,7 @@ def churn(report: Report, folder: Path, rates: list[int], seconds: float, seed: 
         goodput = rate_of(record) / (solo * live)
         applied = sum(commit.leaves for commit in record.commits)
         begun = sum(event["leases_returned"] > 0 for event in record.kept if event.get("clean") is False)
-        vain = record.finished.get("leaves_in_vain", 0) + begun
+        vain = record.finished["leaves_in_vain"] + begun * LEAVES // WORKERS // 2
         if not rate:
             lease_s = record.span_s / (len(record.commits) - 1)
         gaps.append(record.longest_gap_s)
