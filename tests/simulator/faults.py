@@ -365,7 +365,7 @@ def heal(world: World) -> None:
 async def schedule(world: World) -> None:
     """Let faults happen. Returns when they have stopped."""
     rng = random.Random(f"{world.seed}/{world.mode}/faults")
-    kinds = rng.sample(sorted(FAULTS), rng.randint(2, 9))
+    kinds = list(world.focus) or rng.sample(sorted(FAULTS), rng.randint(2, 9))
     every_s = rng.choice([0.15, 0.4, 1.0, 2.5])
     ends = SAFETY_S if world.mode == "safety" else rng.choice([2.0, 6.0, 15.0])
     await asyncio.sleep(rng.uniform(0.0, 0.6))

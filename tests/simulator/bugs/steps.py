@@ -1,0 +1,327 @@
+"""Bugs within a step: leases, sums, versions."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+from tests.simulator.bugs.registry import LOST, RESTART, Put, bug
+
+from w5xde_async.coordinator.aggregator import Aggregator
+from w5xde_async.coordinator.liveness import Liveness
+from w5xde_async.coordinator.publisher import Publisher
+from w5xde_async.coordinator.results import Place, Results
+from w5xde_async.coordinator.training import Training
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.params.reducer import Reducer
+from w5xde_async.plan.ledger import Ledger, OpenStep
+from w5xde_async.plan.tree import Block, Frontier, Merge
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.wire.messages import Result
+from w5xde_async.worker import service as worker
+from w5xde_async.worker.inbox import Inbox, Version
+from w5xde_async.worker.serving import Serving
+
+# -- leases ----------------------------------------------------------------------------------------------
+
+
+@bug(
+    "stale-lease",
+    "a lease that was given back stays open: two workers hold the same block",
+    "worker ten times slower",
+    "worker drained",
+    *LOST,
+)
+def _stale_lease(put: Put) -> None:
+    real = Ledger.give_back
+
+    def give_back(self: Ledger, lease: int) -> Any:
+        grant = real(self, lease)
+        self._grants[lease] = grant
+        self._held.setdefault(grant.worker, []).append(lease)
+        return grant
+
+    put(Ledger, "give_back", give_back)
+
+
+@bug("no-requeue", "the leases of a worker that is lost are forgotten, not given out again", *LOST)
+def _no_requeue(put: Put) -> None:
+    def lose(self: Ledger, worker: str) -> Any:
+        for lease in tuple(self._held.get(worker, ())):
+            self._drop(lease)
+        return [], None
+
+    put(Ledger, "lose", lose)
+
+
+@bug("duplicate-fill", "a result for a slot that is filled is taken, and added, again", *LOST)
+def _duplicate_fill(put: Put) -> None:
+    def fill(self: Ledger, lease: int, bucket: int) -> bool:
+        self._slot(self._grants[lease]).buckets.add(bucket)
+        return True
+
+    put(Ledger, "fill", fill)
+    put(Ledger, "filled", lambda self, lease, bucket: False)
+
+
+@bug("lease-numbers-restart", "leases are numbered from 1 again in each term", "frames replayed", *RESTART)
+def _lease_numbers(put: Put) -> None:
+    real = Ledger.__init__
+
+    def init(self: Ledger, **kwargs: Any) -> None:
+        kwargs.pop("first_lease", None)
+        real(self, **kwargs)
+
+    put(Ledger, "__init__", init)
+
+
+@bug(
+    "any-worker",
+    "a result is taken for a lease of another worker, or of none any more",
+    "worker ten times slower",
+    "frames replayed",
+    *LOST,
+)
+def _any_worker(put: Put) -> None:
+    real_place, real_get = Results.place, Ledger.get
+    latest: dict[int, Any] = {}
+
+    def get(self: Ledger, lease: int) -> Any:
+        grant = real_get(self, lease)
+        if grant is not None:
+            latest[id(self)] = grant
+        return grant
+
+    def place(self: Results, session: Any, result: Result, spec: Any, *, member: bool) -> Place:
+        placed = real_place(self, session, result, spec, member=member)
+        grant = latest.get(id(self._ledger))
+        if placed.view is None and grant is not None and self._aggregator.step is not None:
+            if self._ledger._grants.get(grant.lease) is grant and grant.step == self._aggregator.step.plan.step:
+                bucket = self._layout.result_buckets[result.bucket]
+                self._aggregator.memory(grant.block, bucket.index)[:] = bytes(spec.nbytes)
+        return placed
+
+    put(Ledger, "get", get)
+    put(Results, "place", place)
+
+
+@bug("early-commit", "a step counts as complete with one leaf missing")
+def _early_commit(put: Put) -> None:
+    put(OpenStep, "complete", property(lambda self: self.finished_leaves >= max(1, self.num_leaves - 1)))
+
+
+@bug("no-deadline", "deadlines never fire", "worker ten times slower", "peer that never reads", "worker reads nothing")
+def _no_deadline(put: Put) -> None:
+    put(Ledger, "overdue", lambda self, now: [])
+
+
+@bug(
+    "overdue-kept",
+    "a lease that is overdue is revoked at its worker and given to nobody else",
+    "worker ten times slower",
+    "peer that never reads",
+    "worker reads nothing",
+)
+def _overdue_kept(put: Put) -> None:
+    put(Liveness, "_overdue", lambda self, grant: self._revoke(grant, "its deadline passed"))
+
+
+@bug(
+    "reconnect-keeps-leases",
+    "a worker that connects anew keeps the leases of its old connection",
+    "link reset",
+    "link closed",
+)
+def _reconnect(put: Put) -> None:
+    real = Training._return_leases
+
+    def return_leases(self: Training, session: Any) -> int:
+        later = any(s.worker_id == session.worker_id for s in self._joining) or session.seen_bytes % 2
+        return 0 if later else real(self, session)
+
+    put(Training, "_return_leases", return_leases)
+
+
+@bug("silent-kept", "a silent worker is never given up", "worker without power", "partition")
+def _silent(put: Put) -> None:
+    real = Liveness.tick
+
+    def tick(self: Liveness, now: float, activity: str) -> None:
+        for member in self._membership.members.values():
+            member.last_seen = now
+        put_back = self._ledger.overdue
+        self._ledger.overdue = lambda now: []  # type: ignore[method-assign]
+        try:
+            real(self, now, activity)
+        finally:
+            self._ledger.overdue = put_back  # type: ignore[method-assign]
+
+    put(Liveness, "tick", tick)
+
+
+# -- sums ------------------------------------------------------------------------------------------------
+
+
+@bug("arrival-order", "block sums are added in the order in which they arrive")
+def _arrival_order(put: Put) -> None:
+    waiting: dict[int, list[int]] = {}
+
+    def fill(self: Frontier, block: Block) -> list[Merge]:
+        first = self._filled == 0
+        self._filled += block.num_leaves
+        late = waiting.setdefault(id(self), [])
+        if first:
+            late.clear()
+        if block.start == 0:
+            self._level[0] = 0
+            merges = [Merge(0, start) for start in late]
+            late.clear()
+            return merges
+        if 0 in self._level:
+            return [Merge(0, block.start)]
+        late.append(block.start)
+        return []
+
+    put(Frontier, "fill", fill)
+
+
+@bug("drop-last-bucket", "the last bucket of a result is left out of the sum")
+def _drop_bucket(put: Put) -> None:
+    real = Aggregator.fill
+
+    def fill(self: Aggregator, block: Block, bucket: int, *, present: bool) -> bool:
+        last = bucket == len(self.layout.result_buckets) - 1
+        return real(self, block, bucket, present=present and not last)
+
+    put(Aggregator, "fill", fill)
+
+
+@bug("absent-is-present", "a bucket that no leaf of the block touched is added all the same")
+def _absent(put: Put) -> None:
+    real = Reducer.put
+    put(Reducer, "put", lambda self, bucket, start, *, present: real(self, bucket, start, present=True))
+
+
+@bug("short-step-mean", "a step's mean is taken over the batch size though the epoch's last step is shorter")
+def _short_step(put: Put) -> None:
+    real = SyncRule.apply
+
+    def apply(self: SyncRule, root: Any, present: Any, samples: int, untouched: Any) -> Any:
+        whole = max(samples, getattr(self, "_whole", 0))
+        self._whole = whole  # type: ignore[attr-defined]
+        return real(self, root, present, whole, untouched)
+
+    put(SyncRule, "apply", apply)
+
+
+@bug("accept-infinite", "a gradient that is not finite is applied")
+def _infinite(put: Put) -> None:
+    put(SyncRule, "_norm", lambda self, root: 1.0)
+
+
+@bug("forget-partial", "what a lost worker had sent of a block is forgotten by the sum, not by the ledger", *LOST)
+def _forget_partial(put: Put) -> None:
+    real = Ledger.lose
+
+    def lose(self: Ledger, worker: str) -> Any:
+        halves = [grant for grant in self.held(worker) if self._slot(grant).buckets]
+        for grant in halves:
+            self._slot(grant).buckets.update(range(self.num_buckets - 1))
+        return real(self, worker)
+
+    put(Ledger, "lose", lose)
+
+
+# -- versions --------------------------------------------------------------------------------------------
+
+
+@bug("publish-before-apply", "workers are sent the parameters of the version before")
+def _publish_early(put: Put) -> None:
+    real_frame, real_begin = Publisher._frame, Publisher.begin
+    before: dict[int, list[bytes]] = {}
+    now: dict[int, list[bytes]] = {}
+
+    def begin(self: Publisher, version: int, loss_scale: float) -> None:
+        state = [bytes(piece) for piece in self._state.bucket_bytes]
+        before[id(self)] = now.get(id(self), state) if version else state
+        now[id(self)] = state
+        real_begin(self, version, loss_scale)
+
+    def frame(self: Publisher, number: int, num_buckets: int) -> Any:
+        state = self._state
+        stale = before[id(self)]
+        self._state = SimpleNamespace(bucket_bytes=[memoryview(piece) for piece in stale])  # type: ignore[assignment]
+        try:
+            return real_frame(self, number, num_buckets)
+        finally:
+            self._state = state
+
+    put(Publisher, "begin", begin)
+    put(Publisher, "_frame", frame)
+
+
+@bug(
+    "superseded-is-sent",
+    "a bucket counts as sent when it is queued, also when a newer version takes its place",
+    "worker reads nothing at first",
+)
+def _superseded(put: Put) -> None:
+    real = Outbox.post
+
+    def post(self: Outbox, chunks: Any, *, sent: Any = None, version: int = -1, lease: int = 0) -> None:
+        if sent is not None and version >= 0:
+            sent()
+        real(self, chunks, sent=sent, version=version, lease=lease)
+
+    put(Outbox, "post", post)
+
+
+@bug("torn-version", "a version counts as whole when its first bucket has come")
+def _torn_version(put: Put) -> None:
+    real = Inbox.params
+
+    def params(self: Inbox, message: Any) -> Version | None:
+        if message.version == self.version:
+            self._fresh.add(message.bucket)
+            return None
+        return real(self, dataclasses.replace(message, num_buckets=min(1, message.num_buckets)))
+
+    put(Inbox, "params", params)
+
+
+@bug("old-version", "a worker computes a lease with the parameters that it has, whatever version the lease names")
+def _old_version(put: Put) -> None:
+    def take(self: Inbox) -> list[Any]:
+        if self.version < 0:
+            return []
+        held, self._leases = list(self._leases.values()), {}
+        return [
+            dataclasses.replace(item, message=dataclasses.replace(item.message, version=self.version)) for item in held
+        ]
+
+    put(Inbox, "take", take)
+
+
+@bug("release-early", "a worker's result memory is reused before it is sent")
+def _release_early(put: Put) -> None:
+    real = Serving._send_done
+
+    def send_done(self: Serving, lease: int, outcome: Any, *rest: Any) -> None:
+        real(self, lease, outcome, *rest)
+        for vector in outcome.vectors:
+            vector.memory.fill_(0xFF)
+
+    put(Serving, "_send_done", send_done)
+
+
+@bug(
+    "ignore-term", "a worker serves a coordinator of an older term than it has served", "two coordinators", "link reset"
+)
+def _ignore_term(put: Put) -> None:
+    real = worker.join
+
+    async def join(link: Any, **kwargs: Any) -> Any:
+        return await real(link, **{**kwargs, "terms": {}})
+
+    put(worker, "join", join)

@@ -1,0 +1,225 @@
+"""Bugs of what is kept: resumes, checkpoints, journal."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.simulator.bugs.registry import BUGS, POWER, RESTART, Bug, Put, bug
+from tests.simulator.disk import HostFilesystem
+
+from w5xde_async.coordinator import preparation
+from w5xde_async.coordinator.following import Following
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.plan.tree import Block
+from w5xde_async.store import rundir
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.store.journal import Journal
+from w5xde_async.store.rundir import RunDir
+from w5xde_async.updates.sync import SyncRule
+
+# -- resume ----------------------------------------------------------------------------------------------
+
+
+@bug("cursor-ahead", "a resume skips one step", *RESTART)
+def _cursor_ahead(put: Put) -> None:
+    real = preparation._restore
+
+    def restore(prepared: Any, record: Any, where: str) -> None:
+        real(prepared, record, where)
+        prepared.first_step += 1
+
+    put(preparation, "_restore", restore)
+
+
+@bug("cursor-behind", "a resume does one step again", *RESTART)
+def _cursor_behind(put: Put) -> None:
+    real = preparation._restore
+
+    def restore(prepared: Any, record: Any, where: str) -> None:
+        real(prepared, record, where)
+        prepared.first_step = max(0, prepared.first_step - 1)
+
+    put(preparation, "_restore", restore)
+
+
+def _forgetting(forget: Callable[[dict[str, Any], SyncRule], None]) -> Callable[[Put], None]:
+    def plant(put: Put) -> None:
+        real = SyncRule.load_state_dict
+
+        def load(self: SyncRule, state: dict[str, Any]) -> None:
+            state = dict(state)
+            forget(state, self)
+            real(self, state)
+
+        put(SyncRule, "load_state_dict", load)
+
+    return plant
+
+
+def _no_momentum(state: dict[str, Any], rule: SyncRule) -> None:
+    state["optimizer"] = {**state["optimizer"], "state": {}}
+
+
+def _no_schedule(state: dict[str, Any], rule: SyncRule) -> None:
+    if rule.scheduler is not None:
+        state["scheduler"] = rule.scheduler.state_dict()
+
+
+def _no_scale(state: dict[str, Any], rule: SyncRule) -> None:
+    if rule.scale is not None:
+        state["scale"] = [rule.scale.value, rule.scale.good_steps]
+
+
+BUGS["forget-momentum"] = Bug("a resume begins with a fresh optimizer state", _forgetting(_no_momentum), RESTART)
+BUGS["forget-schedule"] = Bug("a resume begins the schedule anew", _forgetting(_no_schedule), RESTART)
+BUGS["forget-loss-scale"] = Bug("a resume begins with the first loss scale", _forgetting(_no_scale), RESTART)
+
+
+@bug("wrong-permutation", "after a resume the epochs are counted from there", *RESTART)
+def _wrong_permutation(put: Put) -> None:
+    real_plan, real_restore = Sampler.plan, preparation._restore
+    shift: dict[int, int] = {}
+
+    def restore(prepared: Any, record: Any, where: str) -> None:
+        real_restore(prepared, record, where)
+        shift[id(prepared.sampler)] = prepared.first_step // prepared.sampler.steps_per_epoch
+
+    def plan(self: Sampler, step: int) -> StepPlan:
+        made = real_plan(self, step)
+        if back := shift.get(id(self), 0):
+            older = real_plan(self, max(0, step - back * self.steps_per_epoch))
+            return dataclasses.replace(made, indices=older.indices)
+        return made
+
+    put(preparation, "_restore", restore)
+    put(Sampler, "plan", plan)
+
+
+@bug("samples-counted-twice", "a resume counts the samples of the step that it resumed at again", *RESTART)
+def _samples_twice(put: Put) -> None:
+    real = preparation._restore
+
+    def restore(prepared: Any, record: Any, where: str) -> None:
+        real(prepared, record, where)
+        if prepared.first_step:
+            prepared.samples += prepared.sampler.plan(prepared.first_step - 1).num_samples
+
+    put(preparation, "_restore", restore)
+
+
+@bug("copy-late", "a checkpoint is copied some time after the commit that it is named for", *RESTART)
+def _copy_late(put: Put) -> None:
+    real = Following._save
+
+    async def save(self: Following, *args: Any) -> None:
+        await asyncio.sleep(0.3)
+        await real(self, *args)
+
+    put(Following, "_save", save)
+
+
+# -- the disk --------------------------------------------------------------------------------------------
+
+
+@bug(
+    "told-too-early",
+    "workers are told of the end before the last step is on the disk",
+    "coordinator killed",
+    "disk full",
+)
+def _told_early(put: Put) -> None:
+    real = Following.finish
+
+    async def finish(self: Following, *, evaluate: bool) -> None:
+        if evaluate or self._training.version < self._training.total_steps:
+            await real(self, evaluate=evaluate)
+
+    put(Following, "finish", finish)
+
+
+@bug(
+    "no-store-fence",
+    "a coordinator that has been superseded goes on writing checkpoints and journal",
+    "two coordinators",
+)
+def _no_fence(put: Put) -> None:
+    put(RunDir, "_check_term", lambda self: None)
+
+
+@bug("no-fsync", "files are not synced", *POWER)
+def _no_fsync(put: Put) -> None:
+    def sync(self: HostFilesystem, file: Any) -> None:
+        self._call()
+        file.flush()
+
+    put(HostFilesystem, "sync", sync)
+
+
+@bug("no-directory-sync", "directories are not synced after a rename", *POWER)
+def _no_directory_sync(put: Put) -> None:
+    put(HostFilesystem, "sync_directory", lambda self, path: self._call(grows=False))
+
+
+@bug("prune-first", "older checkpoints are removed before the new one is durable", *POWER)
+def _prune_first(put: Put) -> None:
+    real = CheckpointStore.save
+
+    def save(self: CheckpointStore, record: Any) -> Any:
+        for path in self._paths():
+            self._filesystem.remove(path)
+        return real(self, record)
+
+    put(CheckpointStore, "save", save)
+
+
+@bug("term-in-place", "the run's term is written over the old one, not beside it and renamed", *POWER)
+def _in_place(put: Put) -> None:
+    def replace_file(filesystem: Any, path: Path, fill: Callable[[Any], None]) -> None:
+        if path.exists():
+            filesystem.remove(path)
+        with filesystem.create(path) as file:
+            fill(file)
+            filesystem.sync(file)
+        filesystem.sync_directory(path.parent)
+
+    put(rundir, "replace_file", replace_file)
+
+
+@bug("term-not-stored", "a start does not store its term", *RESTART)
+def _term_not_stored(put: Put) -> None:
+    def next_term(self: RunDir) -> int:
+        self._term += 1
+        return self._term
+
+    put(RunDir, "next_term", next_term)
+
+
+@bug("oldest-checkpoint", "a resume takes the oldest checkpoint", *RESTART)
+def _oldest(put: Put) -> None:
+    def latest(self: CheckpointStore) -> Any:
+        paths = self._paths()
+        return (self.load(paths[0]) if paths else None), []
+
+    put(CheckpointStore, "latest", latest)
+
+
+@bug("journal-tells-early", "a step counts as durable before its record is synced", *POWER)
+def _tells_early(put: Put) -> None:
+    put(Journal, "sync", lambda self: None)
+
+
+@bug("chunk-dropped-early", "a chunk of data is forgotten when the first of its blocks is done")
+def _chunk_early(put: Put) -> None:
+    def finished(self: Loader, step: int, block: Block) -> None:
+        for number in range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1):
+            chunk = self._chunks.get((step, number))
+            if chunk is not None:
+                chunk.ready = False
+        self._prefetch()
+
+    put(Loader, "finished", finished)

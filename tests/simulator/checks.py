@@ -1,0 +1,276 @@
+"""What must hold while a simulation runs: values, versions, terms, bounds, deadlines, durability.
+
+Everything is compared when it happens: parameters with the plain loop's after every commit, the ledger's leaves with
+the step's, what a resume begins with with what had been reported safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulator.loop import HOST, Host, VirtualLoop
+from tests.simulator.model import Expected, Shape, explain_difference
+from tests.simulator.network import Network
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.training import Training
+from w5xde_async.telemetry.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    JournalFailed,
+    JournalRestored,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    Warned,
+    WorkerLeft,
+)
+
+__all__ = ["Checks", "Violation", "WatchedTraining"]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """``kind``: lost, twice, bits, stuck, term, versions, ledger, memory, durability, tasks or unexpected."""
+
+    kind: str
+    text: str
+    at_s: float
+
+
+class WatchedTraining(Training):
+    """The training room; after what sessions and the clock do to it, its books must balance."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        host = HOST.get()
+        assert host is not None
+        host.training = self  # type: ignore[attr-defined]
+        self._watch = host.world.watch  # type: ignore[attr-defined]
+        commit = self.aggregator.commit
+
+        async def committed() -> Any:
+            result = await commit()
+            host.world.on_applied(host, self, self.version + 1)  # type: ignore[attr-defined]
+            return result
+
+        self.aggregator.commit = committed  # type: ignore[method-assign]
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self._watch(self, "tick")
+
+    def done(self, session: Any, done: Any) -> None:
+        super().done(session, done)
+        self._watch(self, "done")
+
+    def failed(self, session: Any, failed: Any) -> None:
+        super().failed(session, failed)
+        self._watch(self, "failed")
+
+    def draining(self, session: Any, drain: Any) -> None:
+        super().draining(session, drain)
+        self._watch(self, "draining")
+
+    def left(self, session: Any, reason: str, *, clean: bool) -> None:
+        super().left(session, reason, clean=clean)
+        self._watch(self, "left")
+
+
+class Checks:
+    """The part of a world that sees. Its owner calls ``note``, ``hit`` and ``on_event``."""
+
+    loop: VirtualLoop
+    network: Network
+    shape: Shape
+    expected: Expected
+    config: CoordinatorConfig
+
+    def __init__(self, *, verbose: bool) -> None:
+        self.verbose = verbose
+        self.faults: Counter[str] = Counter()
+        self.violations: list[Violation] = []
+        self.trace: list[str] = []
+        self.hash = hashlib.blake2b(digest_size=8)
+        self.hostile = False  # somebody says what no worker would say
+        self.history: list[int] = []  # the term in which each version was made, of the history that survives
+        self.durable_step = 0
+        self.highest_term = 0
+        self.recomputed = 0
+
+    # -- notes and checks --------------------------------------------------------------------------------------
+
+    def note(self, kind: str, text: str) -> None:
+        line = f"{self.loop.now:9.4f} {kind} {text}"
+        self.hash.update(line.encode())
+        if self.verbose and kind != "bytes":
+            self.trace.append(line)
+
+    def hit(self, fault: str) -> None:
+        """A fault has had its effect."""
+        self.faults[fault] += 1
+        if fault not in ("full pipe", "delay spike", "frames replayed"):
+            self.note("fault", fault)
+
+    def violate(self, kind: str, text: str) -> None:
+        self.note("VIOLATION", f"{kind}: {text}")
+        if len(self.violations) < 5:
+            self.violations.append(Violation(kind, text, self.loop.now))
+
+    def watch(self, training: Training, what: str) -> None:
+        try:
+            training.ledger.validate()
+        except (AssertionError, KeyError) as error:
+            self.violate("ledger", f"after {what}: {error!r}")
+        sessions, ahead = len(training.sessions), self.config.pacing.leases_ahead
+        # A drained or replaced worker's leases go with it; two steps are open.
+        if training.ledger.num_open > 2 * ahead * max(sessions, 1) + ahead:
+            self.violate("memory", f"{training.ledger.num_open} leases open for {sessions} workers")
+        leaves = self.shape.sampler.plan(0).num_leaves
+        blocks = min(self.config.max_workers * ahead, leaves)
+        bound = min(leaves, (blocks + 1) * max(1, leaves.bit_length())) + 4
+        vectors = training.aggregator._reducer.pool.num_out
+        if vectors > bound:
+            self.violate("memory", f"{vectors} result vectors are out, the bound is {bound}")
+        if what == "tick":
+            self._overdue(training)
+        for session in training.sessions.values():
+            queued = len(session.outbox._items)
+            if queued > 160:
+                self.violate("memory", f"{queued} frames queued for one worker")
+
+    def _overdue(self, training: Training) -> None:
+        """After a tick nobody holds a lease beyond its deadline while another could have it."""
+        now, ready = training.clock(), [member.worker_id for member in training.membership.ready()]
+        for worker, session in training.sessions.items():
+            for grant in training.ledger.held(worker):
+                late_s = now - training.ledger.began_at(grant) - grant.deadline_s
+                others = any(other != worker for other in ready)
+                if grant.step == training.version and late_s > 0.1 and others and session.link.bytes_sent >= 0:
+                    if session.receiving != grant.lease and not session.ended.is_set():
+                        self.violate("deadline", f"lease {grant.lease} of {session.name} is {late_s:.1f} s overdue")
+
+    def on_event(self, host: Host, event: Event) -> None:
+        if host.state != Host.RUNNING:
+            return
+        if isinstance(event, StepCommitted):
+            self._on_commit(host, event)
+        elif isinstance(event, RunStarted):
+            self._on_start(host, event)
+        elif isinstance(event, CheckpointSaved):
+            self.note("saved", f"{host.name} step {event.step}")
+            if not host.superseded:
+                self.durable_step = max(self.durable_step, event.step)
+        elif isinstance(event, CheckpointFailed | JournalFailed | JournalRestored):
+            self.note("disk", f"{host.name} {type(event).__name__} step {event.step}")
+        elif isinstance(event, WorkerLeft):
+            self.note("left", f"{event.name} {event.reason}")
+            if "broke the protocol" in event.reason and not self.hostile:
+                self.violate("unexpected", f"{event.name}: {event.reason}")
+            if not event.clean and not event.name.startswith("r") and not self.num_losses and not self.num_stalls:
+                self.violate("unexpected", f"{event.name} was lost without a fault: {event.reason}")
+        elif isinstance(event, Warned):
+            self.note("warned", f"{host.name} {event.text[:160]}")
+        elif isinstance(event, RunFinished):
+            self.note("ended", f"{host.name} {event.outcome} step {event.step}")
+
+    def _on_start(self, host: Host, event: RunStarted) -> None:
+        self.note("start", f"{host.name} term {event.term} from step {event.resumed_step}")
+        host.term = event.term
+        if event.term <= self.highest_term:
+            self.violate("term", f"term {event.term} after {self.highest_term}")
+        self.highest_term = max(self.highest_term, event.term)
+        if event.resumed_step < self.durable_step:
+            self.violate("durability", f"resumed at step {event.resumed_step}, {self.durable_step} was durable")
+        if event.resumed_step > len(self.history):
+            self.violate("versions", f"resumed at step {event.resumed_step} of {len(self.history)} ever made")
+        self.recomputed += max(0, len(self.history) - event.resumed_step)
+        del self.history[event.resumed_step :]
+        training = host.training  # type: ignore[attr-defined]
+        self._compare(training, event.resumed_step, "resumed")
+        self._count(training)
+
+    def _count(self, training: Training) -> None:
+        """See which leaves the ledger counts as applied when a step is closed."""
+        real = training.ledger.close
+
+        def close(step: int) -> None:
+            opened = training.ledger._steps[step]
+            done = sorted((s.block.start, s.block.stop) for s in opened.slots.values() if s.finished)
+            leaves = [leaf for start, stop in done for leaf in range(start, stop)]
+            if leaves != list(range(self.shape.sampler.plan(step).num_leaves)):
+                self.violate("lost", f"step {step} was committed with leaves {leaves} by the ledger")
+            real(step)
+
+        training.ledger.close = close  # type: ignore[method-assign]
+
+    def on_applied(self, host: Host, training: Training, version: int) -> None:
+        """A version has been made, in the memory of one coordinator."""
+        self.note("applied", f"{host.name} {version}")
+        if host.term < self.highest_term:
+            # From bytes that it had received before: nobody follows it, nothing of it may survive.
+            self.hit("superseded coordinator committed in vain")
+            return
+        if version != len(self.history) + 1:
+            self.violate("versions", f"commit of version {version} where {len(self.history) + 1} is the next")
+        self.history.append(host.term)
+        self._compare(training, version, "committed")
+
+    def _on_commit(self, host: Host, event: StepCommitted) -> None:
+        """Whoever follows the run is told of a commit."""
+        self.note("commit", f"{host.name} {event.step} loss {event.loss:.6g} skipped {event.skipped}")
+        if host.term < self.highest_term or event.step >= len(self.expected.losses):
+            return
+        if event.step > len(self.history):
+            self.violate("versions", f"told of version {event.step} of {len(self.history)}")
+        journaling = host.training.journaling  # type: ignore[attr-defined]
+        if journaling is not None and journaling.sound:
+            self.durable_step = max(self.durable_step, event.step)
+        plan = self.shape.sampler.plan(event.step - 1)
+        if (event.epoch, event.samples) != (plan.epoch, plan.num_samples):
+            self.violate("bits", f"step {event.step} counts {event.samples} samples of epoch {event.epoch}")
+        if event.loss != self.expected.losses[event.step]:
+            self.violate("bits", f"loss of step {event.step} is {event.loss}, not {self.expected.losses[event.step]}")
+        rows = event.metrics.get("rows")
+        want = sum(plan.samples_in(leaf) ** 2 for leaf in range(plan.num_leaves)) / plan.num_samples
+        if rows != want:
+            self.violate("bits", f"metric of step {event.step} is {rows}, {want} expected")
+
+    def _compare(self, training: Training, version: int, what: str) -> None:
+        if version >= len(self.expected.digests):
+            self.violate("versions", f"{what} version {version} of {len(self.expected.digests) - 1}")
+            return
+        state = training.aggregator.state
+        if state.digest() != self.expected.digests[version]:
+            text = explain_difference(self.shape, state.views, state.layout, self.expected.tensors[version])
+            self.violate(text.partition(":")[0], f"{what} version {version}: {text}")
+        # At a commit the step itself is counted a little later.
+        steps = version if what == "resumed" else version - 1
+        total = sum(self.shape.sampler.plan(step).num_samples for step in range(steps))
+        if training.samples_applied != total:
+            self.violate("twice", f"{what} version {version}: {training.samples_applied} samples counted, not {total}")
+
+    @property
+    def num_losses(self) -> int:
+        """How often a link or a worker has been lost so far."""
+        kinds = (
+            "link",
+            "cut",
+            "partition",
+            "worker killed",
+            "worker without",
+            "worker stopped",
+            "half",
+            "worker reads",
+        )
+        return sum(n for kind, n in self.faults.items() if any(word in kind for word in kinds))
+
+    @property
+    def num_stalls(self) -> int:
+        """What may make a worker that is well look as if it were not."""
+        kinds = ("delay spike", "coordinator", "replayed", "leaf failed", "disk", "drained", "joiner")
+        return sum(n for kind, n in self.faults.items() if any(word in kind for word in kinds))
