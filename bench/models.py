@@ -423,12 +423,13 @@ def work(
     job: str,
     options: dict[str, Any],
     join: str = "",
+    token: str = "",
     count: int = 1,
     device: str = "cpu",
     profile: bool = False,
 ) -> None:
     """``count`` workers on one loop, until the run is over. ``join``: a join string in place of the port."""
-    config = WorkerConfig(device=device, threads=1, connect_timeout_s=2.0, inline_block_s=0.0005)
+    config = WorkerConfig(device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.0005)
 
     async def one() -> Worker:
         worker = Worker(join or f"127.0.0.1:{port}", job=make_job(job, **options), config=config)
