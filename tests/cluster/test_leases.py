@@ -283,3 +283,31 @@ async def test_a_backup_waits_for_its_factor(factor: float):
         assert not held(idle, 1)
         await run.pass_time(0.001)
         assert len(held(idle, 1)) == 1
+
+
+async def test_a_hung_worker_gives_back_what_it_has_not_begun_as_well():
+    pacing = PacingConfig(leases_ahead=2, backup_factor=1e6, target_lease_s=0.0, min_lease_s=0.0)
+    async with scripted(pacing=pacing, silence_s=60.0) as run:
+        stuck, idle = await run.worker("stuck"), await run.worker("idle")
+        await first_step(run, stuck, idle)
+        both = held(stuck, 1)
+        assert len(both) == 2
+        await run.pass_time(30.0)
+        assert stuck.revoked()[:2] == [lease.lease for lease in both]
+        await finish(run, idle, 1)
+        await run.commits(2)
+        assert run.applied() == {2.0}
+
+
+async def test_workers_that_are_given_up_blame_no_leaf():
+    """Peers that take a lease and do nothing are dropped one after the other; the run goes on."""
+    async with scripted(silence_s=5.0) as run:
+        for number in range(12):
+            idler = await run.worker(f"idler-{number}")
+            assert (await idler.lease()).start == 0
+            for _ in range(6):
+                await run.pass_time(1.0)
+            assert idler.ended()
+        worker = await run.worker("good")
+        await first_step(run, worker)
+        assert run.applied() == {1.0}

@@ -124,3 +124,34 @@ def test_a_forgotten_worker_is_unknown() -> None:
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"leases_ahead|min_deadline_s"):
         PacingConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_slow_worker_leaves_the_end_of_a_step_to_the_fast_ones() -> None:
+    """Speeds 1:4:10, 96 leaves: 6.4 s when shared fairly. Each takes what it can finish in time, to the end."""
+    pacing = Pacing(PacingConfig())
+    seconds = {"slow": 1.0, "middle": 0.25, "fast": 0.1}
+    for worker, leaf_s in seconds.items():
+        pacing.observe(worker, 1, leaf_s)
+    assert pacing.unequal(seconds)
+    free, now, taken = 96, 0.0, dict.fromkeys(seconds, 0)
+    busy_until = dict.fromkeys(seconds, 0.0)
+    while free:
+        ready = [worker for worker in seconds if busy_until[worker] <= now]
+        for worker in ready:
+            held = {other: round(max(busy_until[other] - now, 0.0) / seconds[other]) for other in seconds}
+            leaves = min(1, free, pacing.in_time(worker, held, free, 96, now))
+            busy_until[worker] = now + leaves * seconds[worker]
+            free, taken[worker] = free - leaves, taken[worker] + leaves
+        now = min((at for at in busy_until.values() if at > now), default=now + 0.05)
+    assert max(busy_until.values()) <= 6.4 + 0.15
+    assert taken["slow"] == 6
+
+
+def test_nobody_holds_back_among_equals_or_when_the_fast_ones_hang() -> None:
+    equals = paced(a=1.0, b=1.2)
+    assert not equals.unequal(["a", "b"])
+    assert equals.in_time("b", {"a": 1, "b": 1}, 1, 10, 0.0) == 1
+    unequal = paced(slow=1.0, fast=0.1)
+    assert unequal.in_time("slow", {"slow": 0, "fast": 1}, 1, 11, 1.0) == 0
+    assert unequal.in_time("slow", {"slow": 0, "fast": 1}, 1, 11, 2.1) == 1  # the step takes twice what it should
+    assert unequal.in_time("new", {"new": 0, "fast": 1}, 1, 11, 0.0) == 1

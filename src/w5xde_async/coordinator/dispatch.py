@@ -80,8 +80,16 @@ class Dispatch:
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
 
-    def _grant(self, workers: Sequence[str], steps: Sequence[int], now: float, hungry: Sequence[str]) -> None:
+    def _most_in_time(self, worker: str, workers: Sequence[str], step: int, free: int, now: float) -> int:
+        """Leaves of the current step that this worker may take without holding the others up at its end."""
         ledger = self._ledger
+        held = {other: ledger.num_held_leaves(other, step) for other in workers}
+        if not any(held.values()):
+            return free  # nobody else is at it
+        return self._pacing.in_time(worker, held, free, ledger.num_leaves(step), now - ledger.opened_at(step))
+
+    def _grant(self, workers: Sequence[str], steps: Sequence[int], now: float, hungry: Sequence[str]) -> None:
+        ledger, unequal = self._ledger, self._pacing.unequal(workers)
         for room in range(self._config.pacing.leases_ahead):
             for worker in hungry:
                 for step in steps:
@@ -93,6 +101,10 @@ class Dispatch:
                         continue
                     leaves = self._pacing.block_leaves(worker, free, workers, step_leaves=ledger.num_leaves(step))
                     leaves = min(leaves, self._loader.max_block_leaves)
+                    if unequal and step == steps[0]:
+                        leaves = min(leaves, self._most_in_time(worker, workers, step, free, now))
+                        if not leaves:
+                            continue
                     deadline_s = self._pacing.deadline_s(worker, leaves)
                     grant = ledger.grant(worker, step, leaves, now=now, deadline_s=deadline_s, others=workers)
                     if grant is not None:

@@ -51,7 +51,8 @@ class Liveness:
             if silent is not None:
                 silent.abort(f"silent for {now - member.last_seen:.0f} s")
         for grant in self._ledger.overdue(now):
-            self._overdue(grant)
+            if self._ledger.get(grant.lease) is grant:
+                self._overdue(grant)
 
     def _sending(self, session: Session, now: float, activity: str) -> None:
         if session.outbox.idle:
@@ -80,10 +81,13 @@ class Liveness:
             # Its bytes are on their way into the block's memory: only the end of the link frees that.
             holder.abort("its lease's deadline passed in the middle of a result")
             return
-        self._ledger.give_back(grant.lease)
         late = self._membership.members.get(grant.worker)
         if late is not None and late.standing is Standing.READY:
             late.standing = Standing.LATE
         name = holder.name if holder is not None else grant.worker
         self._warn(f"lease {grant.lease} of {name} was overdue and is given to another")
-        self._revoke(grant, "its deadline passed")
+        for held in self._ledger.held(grant.worker):
+            # What it has not begun is better given to others as well: a worker that hangs costs one lease.
+            if holder is None or holder.receiving != held.lease:
+                self._ledger.give_back(held.lease)
+                self._revoke(held, "its deadline passed" if held is grant else "an earlier lease is overdue")

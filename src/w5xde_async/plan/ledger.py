@@ -173,6 +173,15 @@ class Ledger:
         """True when another worker has computed the block of this open lease too."""
         return self._slot(self._grants[lease]).contested
 
+    def opened_at(self, step: int) -> float:
+        """When an open step became computable, or was opened."""
+        return self._steps[step].opened_at
+
+    def num_held_leaves(self, worker: str, step: int) -> int:
+        """Leaves of ``step`` in the open leases of a worker."""
+        held = (self._grants[lease] for lease in self._held.get(worker, ()))
+        return sum(grant.block.num_leaves for grant in held if grant.step == step)
+
     def began_at(self, grant: Grant) -> float:
         """When the lease could be begun at the earliest: granted, and its step computable."""
         return max(grant.granted_at, self._steps[grant.step].opened_at)
@@ -281,16 +290,17 @@ class Ledger:
             return Culprit(grant.step, leaf, len(failures), died=False)
         return None
 
-    def lose(self, worker: str) -> tuple[list[Grant], Culprit | None]:
-        """The worker vanished: all its leases go back. A leaf on which too many workers died is returned as well.
+    def lose(self, worker: str, *, died: bool = True) -> tuple[list[Grant], Culprit | None]:
+        """The worker is gone: all its leases go back. A leaf on which too many workers died is returned as well.
 
+        ``died`` is False for one that was given up: silence says nothing about the leaf it had.
         Only the oldest lease of a computable step counts against its leaves: the others had not been begun.
         """
         grants = [self.give_back(lease) for lease in tuple(self._held.get(worker, ()))]
         culprit = None
         current = next(iter(self._steps.values()), None)
         begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
-        if current is not None and begun is not None:
+        if died and current is not None and begun is not None:
             # Buckets leave with a block's last leaf; where one is filled, that leaf is to blame.
             block = begun.block
             slot = current.slots.get(block.start)

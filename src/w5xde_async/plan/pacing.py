@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Pacing", "PacingConfig"]
+
+_ALIKE = 1.5  # speeds that differ by less count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,31 @@ class Pacing:
             min(step_leaves * fair, self.config.min_lease_s / leaf_s),
         )
         return 1 << max(int(wanted), 1).bit_length() - 1
+
+    def unequal(self, workers: Collection[str]) -> bool:
+        """Whether some of these are much faster than others."""
+        known = [self._leaf_s[worker] for worker in workers if worker in self._leaf_s]
+        return len(known) > 1 and max(known) > _ALIKE * min(known)
+
+    def in_time(
+        self, worker: str, held: Mapping[str, int], free_leaves: int, step_leaves: int, elapsed_s: float
+    ) -> int:
+        """Most leaves that ``worker`` can still take of a step without being the last to finish it.
+
+        ``held``: leaves of the step that each worker has. A much slower worker leaves the end of a step to those who
+        have it done sooner (earliest finish time, as in list scheduling: Graham 1969), unless they take twice as long
+        as they should.
+        """
+        own = self._leaf_s.get(worker)
+        speeds = {other: 1 / self._leaf_s[other] for other in held if other in self._leaf_s}
+        if own is None or len(speeds) < 2 or max(speeds.values()) * own <= _ALIKE:
+            return free_leaves
+        total = sum(speeds.values())
+        if elapsed_s > 2 * step_leaves / total:
+            return free_leaves
+        others = sum(count for other, count in held.items() if other != worker)
+        rest_s = (free_leaves + others) / (total - 1 / own) + 1 / max(speeds.values())
+        return max(0, int(rest_s / own) - held.get(worker, 0))
 
     def deadline_s(self, worker: str, leaves: int) -> float:
         """How long a lease of ``leaves`` leaves may take, the leases before it included."""
