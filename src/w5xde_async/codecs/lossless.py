@@ -1,0 +1,171 @@
+"""``lz4``: the bytes of another codec, compressed where that pays.
+
+    lz4            raw float32, compressed                  lz4:int8          int8's bytes, compressed
+    lz4-shuffle    first all lowest bytes, then the next ...  lz4-shuffle:bf16  likewise, in words of two bytes
+
+Before a bucket is compressed, a few pieces of it are: if they shrink by less than 5 % the inner codec's bytes are sent
+as they are, under its own name; likewise when the whole has not shrunk by 5 %. So never more bytes than the inner one.
+
+Encoding: the inner length (8 bytes), the length of each compressed piece of 256 KiB (4 bytes each; a piece of its
+full length is not compressed), the pieces. Decoding is bounded by the inner codec's length for the form, which the
+layout gives. It runs on the CPU; tensors of another device are copied there and back.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import lz4.block
+import torch
+from torch import Tensor
+
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Encoder, Form, as_view
+from w5xde_async.codecs.dense import Raw
+from w5xde_async.errors import MalformedFrame
+
+__all__ = ["Lz4"]
+
+_PIECE = 256 << 10
+_PROBE = 16 << 10
+_PROBES = 4
+_WORTH = 0.95  # of the inner length
+
+
+class Lz4(Codec):
+    """At most 0.95 of the inner codec's bytes, or those."""
+
+    variable = True
+
+    def __init__(self, inner: Codec | None = None, *, shuffle: bool = False) -> None:
+        """Raises ValueError for lz4 in lz4 and for a shuffle of words of one byte."""
+        self.inner = inner or Raw()
+        self.shuffle = shuffle
+        if isinstance(self.inner, Lz4):
+            raise ValueError("lz4 of lz4")
+        if shuffle and self.inner.word_bytes == 1:
+            raise ValueError(f"{self.inner.name} is bytes already: nothing to shuffle")
+        suffix = "" if isinstance(self.inner, Raw) else f":{self.inner.name}"
+        self.name = ("lz4-shuffle" if shuffle else "lz4") + suffix
+        self.exact = self.inner.exact
+        self.converges_without_feedback = self.inner.converges_without_feedback
+        self.residual_decay = self.inner.residual_decay
+
+    @property
+    def alternatives(self) -> tuple[Codec, ...]:
+        return (self, self.inner)
+
+    def encoded_nbytes(self, form: Form) -> int:
+        """At most the inner codec's."""
+        return self.inner.encoded_nbytes(form)
+
+    def encoder(self, form: Form) -> Encoder:
+        return _Lz4Encoder(self, form)
+
+    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
+        raise NotImplementedError("its encoder writes")
+
+    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
+        inner = self._expand(as_view(data.cpu()), form).to(target.device)
+        if alpha is None:
+            self.inner.decode(inner, form, target)
+        else:
+            self.inner.add_to(inner, form, target, alpha)
+
+    def _expand(self, data: memoryview, form: Form) -> Tensor:
+        """The inner codec's bytes. Nothing is allocated before their length has been checked against the form."""
+        if len(data) < 8:
+            raise MalformedFrame(f"{self.name} bucket of {len(data)} bytes")
+        nbytes = int.from_bytes(data[:8], "little")
+        self.inner.check_nbytes(form, nbytes)
+        at = 8 + 4 * -(-nbytes // _PIECE)
+        if len(data) < at:
+            raise MalformedFrame(f"{self.name} bucket of {len(data)} bytes for {nbytes}")
+        lengths = struct.unpack(f"<{(at - 8) // 4}I", data[8:at])
+        if at + sum(lengths) != len(data):
+            raise MalformedFrame(f"{self.name} bucket: its pieces are not as long as it is")
+        out = torch.empty(nbytes, dtype=torch.uint8)
+        for index, length in enumerate(lengths):
+            piece = out[index * _PIECE : (index + 1) * _PIECE]
+            packed = data[at : at + length]
+            at += length
+            if length == piece.numel():
+                whole: Any = packed
+            else:
+                try:
+                    whole = lz4.block.decompress(packed, uncompressed_size=piece.numel(), return_bytearray=True)
+                except lz4.block.LZ4BlockError as error:
+                    raise MalformedFrame(f"{self.name} bucket: {error}") from None
+                if len(whole) != piece.numel():
+                    raise MalformedFrame(f"{self.name} bucket: a piece of {len(whole)} bytes, not {piece.numel()}")
+            flat = torch.frombuffer(whole, dtype=torch.uint8)
+            if self.shuffle:
+                words = flat.view(self.inner.word_bytes, -1).T
+                piece.view(-1, self.inner.word_bytes).copy_(words)
+            else:
+                piece.copy_(flat)
+        return out
+
+    def _arranged(self, data: Tensor) -> Any:
+        """A piece as it is compressed: as it lies there, or shuffled."""
+        if self.shuffle:
+            data = data.view(-1, self.inner.word_bytes).T.contiguous().view(-1)
+        return as_view(data)
+
+    def _pays(self, data: Tensor) -> bool:
+        """Whether pieces from all over shrink enough."""
+        if data.numel() <= _PROBE * _PROBES:
+            return True
+        step = (data.numel() - _PROBE) // (_PROBES - 1) // 64 * 64
+        probes = [data[index * step : index * step + _PROBE] for index in range(_PROBES)]
+        packed = sum(len(lz4.block.compress(self._arranged(probe), store_size=False)) for probe in probes)
+        return packed <= _WORTH * _PROBE * _PROBES
+
+    def compress(self, data: Tensor, out: Tensor) -> int:
+        """Compress into ``out`` (CPU, as long as ``data``); the bytes used, 0 where it does not pay."""
+        head = 8 + 4 * -(-data.numel() // _PIECE)
+        most = int(_WORTH * data.numel())
+        if most < head or not self._pays(data):
+            return 0
+        target = as_view(out)
+        lengths, at = [], head
+        for start in range(0, data.numel(), _PIECE):
+            arranged = self._arranged(data[start : start + _PIECE])
+            packed = lz4.block.compress(arranged, store_size=False)
+            if len(packed) >= len(arranged):
+                packed = arranged
+            if at + len(packed) > most:
+                return 0
+            target[at : at + len(packed)] = packed
+            lengths.append(len(packed))
+            at += len(packed)
+        target[:8] = data.numel().to_bytes(8, "little")
+        target[8:head] = struct.pack(f"<{len(lengths)}I", *lengths)
+        return at
+
+
+class _Lz4Encoder(Encoder):
+    """Encodes with the inner codec's encoder, which may have state."""
+
+    codec: Lz4
+
+    def __init__(self, codec: Lz4, form: Form) -> None:
+        super().__init__(codec, form)
+        self._inner = codec.inner.encoder(form)
+        self.state_dict = self._inner.state_dict  # type: ignore[method-assign]
+        self.load_state_dict = self._inner.load_state_dict  # type: ignore[method-assign]
+
+    def encode(self, values: Tensor, pool: BytePool) -> Encoded:
+        """The inner codec's encoding where compression does not pay."""
+        inner = self._inner.encode(values, pool)
+        plain = inner.data.cpu()
+        out = pool.take(inner.data.numel())
+        packed = out if out.device.type == "cpu" else torch.empty_like(plain)
+        nbytes = self.codec.compress(plain, packed)
+        if not nbytes:
+            pool.give(out)
+            return inner
+        if packed is not out:
+            out[:nbytes].copy_(packed[:nbytes])
+        pool.give(inner.data)
+        return Encoded(self.codec, self.form, out[:nbytes])
