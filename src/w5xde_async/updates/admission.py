@@ -1,0 +1,108 @@
+"""What every rule asks of a result before it counts: fresh enough, finite, of a usual size.
+
+The order is fixed: staleness (costs nothing), then one pass over the vector for its norm, which is also the finite
+check (one NaN among ten defeats mean, median and Krum alike, so nothing may come before it), then the gate. A result
+that is refused changes no sum: its leaves go back to the ledger, so each sample still counts once (G1).
+No clock, no randomness; staleness is an argument. Vectors are flat float32 on the CPU and are used up: they may be
+overwritten, whatever the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.updates.norm_gate import NormGate
+from w5xde_async.wire.messages import VerdictCode
+
+__all__ = ["Admission", "Outcome", "check_vector", "restore_", "staleness_weight"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one result. ``weight`` is its staleness weight, 0 where refused; ``norm`` its L2 norm as sent."""
+
+    verdict: VerdictCode
+    reason: str = ""
+    weight: float = 0.0
+    norm: float = math.nan
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it counts. Where not, its leaves are to be leased again."""
+        return self.verdict is VerdictCode.APPLIED
+
+
+def staleness_weight(staleness: int, exponent: float) -> float:
+    """(1 + tau)^-exponent: 1/2 is FedBuff's (Nguyen et al. 2022, arXiv:2106.06639), 0 weighs all alike."""
+    return float((1 + staleness) ** -exponent)
+
+
+class Admission:
+    """The checks in front of one rule. Its only state is the gate's."""
+
+    def __init__(self, *, max_staleness: int | None, exponent: float, gate: NormGate | None) -> None:
+        """``max_staleness`` in versions, None for no bound; ``exponent`` of the staleness weight."""
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError("max_staleness is at least 0, or None for no bound")
+        if not exponent >= 0:
+            raise ValueError("the exponent of the staleness weight is at least 0")
+        self.max_staleness, self.exponent, self.gate = max_staleness, exponent, gate
+
+    def judge(self, vector: Tensor, *, samples: int, staleness: int) -> Outcome:
+        """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
+
+        Raises ValueError for a result from the future, which only a fault of the caller's can make.
+        """
+        if staleness < 0:
+            raise ValueError(f"a result of version now + {-staleness}")
+        if self.max_staleness is not None and staleness > self.max_staleness:
+            reason = f"{staleness} versions old, at most {self.max_staleness} are taken"
+            return Outcome(verdict=VerdictCode.STALE, reason=reason)
+        if samples < 1:
+            return Outcome(verdict=VerdictCode.REJECTED, reason=f"{samples} samples")
+        norm = float(torch.linalg.vector_norm(vector))
+        if not math.isfinite(norm):
+            return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
+        if self.gate is not None:
+            factor = self.gate.judge(norm)
+            if factor == 0.0:
+                reason = f"its norm {norm:.3g} is over the bound {self.gate.bound:.3g}"
+                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm)
+            if factor != 1.0:
+                vector.mul_(factor)
+        weight = staleness_weight(staleness, self.exponent)
+        return Outcome(verdict=VerdictCode.APPLIED, weight=weight, norm=norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and numbers."""
+        return {"gate": None if self.gate is None else self.gate.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it was made with a gate and this is without, or so."""
+        if (state["gate"] is None) != (self.gate is None):
+            raise ValueError("the checkpoint and the rule do not agree on whether there is a norm gate")
+        if self.gate is not None:
+            self.gate.load_state_dict(state["gate"])
+
+
+def check_vector(vector: Tensor, numel: int | None = None) -> None:
+    """Raises ValueError unless it is a flat, contiguous float32 vector on the CPU (of ``numel`` elements)."""
+    if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
+        raise ValueError(
+            f"{vector.dtype} of shape {list(vector.shape)} on {vector.device}, not flat float32 on the CPU"
+        )
+    if numel is not None and vector.numel() != numel:
+        raise ValueError(f"{vector.numel()} elements, not {numel}")
+
+
+def restore_(target: Tensor, source: Any, what: str) -> None:
+    """Copy a checkpoint's tensor over ``target``. Raises ValueError where shape or dtype differ."""
+    if not isinstance(source, Tensor) or source.shape != target.shape or source.dtype != target.dtype:
+        raise ValueError(f"{what} of the checkpoint does not fit this rule's")
+    target.copy_(source)

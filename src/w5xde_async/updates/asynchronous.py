@@ -1,0 +1,144 @@
+"""The asynchronous rule: results count as they arrive, older ones less, too old ones not at all.
+
+    g_i = G_i / n_i                                       a block's sum of gradients over its samples
+    w_i = (1 + tau_i)^-exponent                           tau: versions since the lease; over max_staleness: refused
+    g   = sum over K results of w_i n_i g_i / sum n_i     then one optimizer step with g
+
+K = 1 is plain asynchronous SGD (Recht et al. 2011, arXiv:1106.5730; Dean et al. 2012), K > 1 is FedBuff's buffer
+(Nguyen et al. 2022, arXiv:2106.06639, algorithm 1; K = 10 there). Options: delay compensation (``compensation``), a
+norm gate (``norm_gate``), a robust average over the buffer (``robust``).
+
+Holds: each sample counts once (G1): a refused result's leaves go back to the ledger, and the buffer is part of the
+state_dict. Does not hold: the same bits (G3), for the order of arrival decides; with one worker, K = 1 and no option it
+is the synchronous rule's sequence, to the bit. No slow worker is waited for (G16).
+Momentum adds its own delay to the results': see ``delay_warning``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.updates.admission import Admission, Outcome, check_vector
+from w5xde_async.updates.averages import Average, WeightedMean
+from w5xde_async.updates.compensation import CompensationConfig, DelayCompensation
+from w5xde_async.updates.norm_gate import NormGate
+from w5xde_async.wire.messages import VerdictCode
+
+__all__ = ["MAX_MOMENTUM", "AsynchronousConfig", "AsynchronousRule", "delay_warning"]
+
+#: Momentum beta multiplies the step by 1 / (1 - beta) with a delay of its own on top of the results'.
+MAX_MOMENTUM = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousConfig:
+    """``results_per_step`` is K; ``max_staleness`` in versions; ``compensation`` None for none."""
+
+    results_per_step: int = 1
+    max_staleness: int = 16
+    staleness_exponent: float = 0.5
+    compensation: CompensationConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.results_per_step < 1:
+            raise ValueError("results_per_step is at least 1")
+
+
+class AsynchronousRule:
+    """Makes gradients of results; the optimizer that steps with them, and its state, are the caller's.
+
+    ``offer`` each result as it comes; when ``ready``, ``take`` the gradient, step, count one version. One thread at a
+    time. Memory for n parameters: 4 n bytes, 4 n more with adaptive compensation, and whatever a robust average states.
+    """
+
+    name = "asynchronous"
+
+    def __init__(
+        self, numel: int, config: AsynchronousConfig, *, average: Average | None = None, gate: NormGate | None = None
+    ) -> None:
+        self.config, self.numel = config, numel
+        self.average: Average = WeightedMean(numel) if average is None else average
+        if self.average.needed > config.results_per_step:
+            raise ValueError(f"{self.average.name} needs {self.average.needed} results a step")
+        self.admission = Admission(
+            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate
+        )  # fmt: skip
+        self._compensation = None if config.compensation is None else DelayCompensation(numel, config.compensation)
+
+    def offer(
+        self,
+        total: Tensor,
+        *,
+        samples: int,
+        staleness: int,
+        loss_scale: float = 1.0,
+        now: Tensor | None = None,
+        leased: Tensor | None = None,
+    ) -> Outcome:
+        """Count one block's sum of gradients (scaled by ``loss_scale``), which is used up.
+
+        ``now`` and ``leased``: the present parameters and the lease's, needed with compensation alone.
+        Raises ValueError where they are missing, the vector is not as long as the parameters, or a step is due.
+        """
+        check_vector(total, self.numel)
+        if self.ready:
+            raise ValueError("a step is due: take its gradient first")
+        if samples > 0:
+            total.div_(samples * loss_scale)
+        outcome = self.admission.judge(total, samples=samples, staleness=staleness)
+        if not outcome.accepted:
+            return outcome
+        if self._compensation is not None:
+            if now is None or leased is None:
+                raise ValueError("delay compensation needs the present parameters and the lease's")
+            self._compensation.apply_(total, now, leased)
+            if not math.isfinite(float(torch.linalg.vector_norm(total))):
+                reason = "not finite after delay compensation"
+                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=outcome.norm)
+        self.average.add(total, samples=samples, weight=outcome.weight)
+        return outcome
+
+    @property
+    def ready(self) -> bool:
+        """Whether K results are in: the next version is due."""
+        return self.average.count >= self.config.results_per_step
+
+    def take(self) -> Tensor:
+        """The step's gradient, the caller's until the next ``offer``. Raises ValueError unless ``ready``."""
+        if not self.ready:
+            raise ValueError(f"{self.average.count} of {self.config.results_per_step} results are in")
+        return self.average.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buffer and the options' states: plain containers, numbers and tensors, which share memory with this."""
+        return {
+            "rule": self.name,
+            "average": self.average.state_dict(),
+            "admission": self.admission.state_dict(),
+            "compensation": None if self._compensation is None else self._compensation.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or other options."""
+        if state["rule"] != self.name:
+            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        if (state["compensation"] is None) != (self._compensation is None):
+            raise ValueError("the checkpoint and the rule do not agree on delay compensation")
+        self.average.load_state_dict(state["average"])
+        self.admission.load_state_dict(state["admission"])
+        if self._compensation is not None:
+            self._compensation.load_state_dict(state["compensation"])
+
+
+def delay_warning(param_groups: Iterable[Mapping[str, Any]]) -> str | None:
+    """What to tell the user where an optimizer's ``param_groups`` hold more momentum than delay allows, else None."""
+    most = max((float(group.get("momentum", 0.0)) for group in param_groups), default=0.0)
+    if most <= MAX_MOMENTUM:
+        return None
+    return f"momentum {most:g} with delayed gradients is likely to diverge; use {MAX_MOMENTUM:g} or less"

@@ -1,0 +1,152 @@
+"""Ways to make one vector of several results: the weighted mean, and the radial-directional average.
+
+An average is filled with ``add`` and emptied with ``take``; between the two it is the only place where accepted results
+lie, so its state_dict belongs into every checkpoint (G1 holds over a restart only then). Float sums depend on the order
+of arrival: the bits of a run are not reproducible (no G3), unless the caller adds in a fixed order. The rules have
+checked every vector for NaN and infinity before it comes here. ``robust`` has more implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from w5xde_async.updates.admission import restore_
+
+__all__ = ["Average", "RadialDirectionalAverage", "WeightedMean"]
+
+
+class Average(Protocol):
+    """What the rules need. ``name`` stands in checkpoints."""
+
+    name: str
+
+    @property
+    def count(self) -> int:
+        """Results since the last ``take``."""
+
+    @property
+    def needed(self) -> int:
+        """The fewest results that ``take`` works with."""
+
+    def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
+        """Count one result: a mean over ``samples``, with a staleness ``weight``. ``vector`` is read, not kept."""
+
+    def take(self) -> Tensor:
+        """The average, the caller's until the next ``add``, and begin anew. Needs ``count`` >= ``needed``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers, numbers and tensors (which share memory with this)."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another average."""
+
+
+class WeightedMean:
+    """sum(w_i n_i x_i) / sum(n_i): staleness weights w shrink the whole, they do not only shift it.
+
+    So FedBuff's (arXiv:2106.06639, algorithm 1), which divides by K, not by the sum of the weights. The mean of one
+    fresh result has that result's bits, and of results of equal n the bits of adding and dividing by their number:
+    weights are relative to the first result's n. Memory: one vector (4 n bytes for n parameters), whatever the count.
+    """
+
+    name = "mean"
+    needed = 1
+
+    def __init__(self, numel: int) -> None:
+        self._sum = torch.zeros(numel)
+        self._unit = self._samples = self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
+        if not self._count:
+            self._unit, self._samples = samples, 0
+            torch.mul(vector, weight, out=self._sum)
+        else:
+            self._sum.add_(vector, alpha=weight * samples / self._unit)
+        self._samples += samples
+        self._count += 1
+
+    def take(self) -> Tensor:
+        self._count = 0
+        return self._sum.div_(self._samples / self._unit)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "average": self.name, "sum": self._sum, "unit": self._unit, "samples": self._samples, "count": self._count,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["average"] != self.name:
+            raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
+        restore_(self._sum, state["sum"], "the sum")
+        self._unit, self._samples, self._count = int(state["unit"]), int(state["samples"]), int(state["count"])
+
+
+class RadialDirectionalAverage:
+    """Per tensor, the mean length times the mean direction: (sum w|x| / sum w) * phi(sum w phi(x) / sum w).
+
+    phi(x) = x / |x|. The plain mean of M near-orthogonal Deltas is about M^-1/2 as long as each of them; this keeps
+    their length. w = n times the staleness weight, which here only shifts weight between results. A tensor whose
+    directions cancel gives zero. ``tensors`` are [start, stop) element ranges of the flat vector, one per tensor; what
+    lies between them (padding) stays zero. Memory: one vector (4 n bytes) and two numbers per tensor.
+    """
+
+    name = "radial"
+    needed = 1
+
+    def __init__(self, numel: int, tensors: Sequence[tuple[int, int]]) -> None:
+        self._tensors = tuple(tensors)
+        if not all(0 <= start < stop <= numel for start, stop in self._tensors):
+            raise ValueError("a tensor's range lies outside the vector")
+        self._directions = torch.zeros(numel)
+        self._lengths = torch.zeros(len(self._tensors), dtype=torch.float64)
+        self._weight = 0.0
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
+        if not self._count:
+            self._directions.zero_()
+            self._lengths.zero_()
+            self._weight = 0.0
+        weight *= samples
+        self._weight += weight
+        self._count += 1
+        for index, (start, stop) in enumerate(self._tensors):
+            piece = vector[start:stop]
+            length = float(torch.linalg.vector_norm(piece))
+            if length > 0.0:
+                self._directions[start:stop].add_(piece, alpha=weight / length)
+                self._lengths[index] += weight * length
+
+    def take(self) -> Tensor:
+        self._count = 0
+        for index, (start, stop) in enumerate(self._tensors):
+            piece = self._directions[start:stop]
+            length = float(torch.linalg.vector_norm(piece))
+            if length > 0.0:
+                piece.mul_(float(self._lengths[index]) / self._weight / length)
+        return self._directions
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "average": self.name, "directions": self._directions, "lengths": self._lengths, "weight": self._weight,
+            "count": self._count,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["average"] != self.name:
+            raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
+        restore_(self._directions, state["directions"], "the sum of directions")
+        restore_(self._lengths, state["lengths"], "the sum of lengths")
+        self._weight, self._count = float(state["weight"]), int(state["count"])

@@ -1,0 +1,108 @@
+"""Asynchronous local steps: Deltas count as they arrive, momentum only at every N-th (delayed Nesterov).
+
+Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135
+(Delayed Nesterov Update, momentum activation c = 0). Per arrival
+
+    theta = theta - eta Delta / N;   B = B + Delta
+    every N-th:   m = beta m + B / N;   theta = theta - eta beta m;   B = 0
+
+and inner steps by speed (DyLU): H_w = floor(v_w / v_max * H), so that all Deltas come about as often and none is old.
+N is the number of workers. A Delta counts as one, not by its samples: there is no sum of n to divide by, and DyLU has
+made it as long as its share already. Where all N arrive against the same parameters, that is one round of ``local``.
+
+Holds: each sample is in one accepted Delta (G1); no slow worker is waited for (G16). Does not hold: the same bits (G3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.updates.admission import Admission, Outcome, check_vector, restore_
+from w5xde_async.updates.norm_gate import NormGate
+
+__all__ = ["DelayedNesterovConfig", "DelayedNesterovRule", "inner_steps"]
+
+
+def inner_steps(speed: float, fastest: float, most: int) -> int:
+    """H_w = floor(speed / fastest * most), at least 1. Speeds in any one unit of work per second, as measured."""
+    if not 0 < speed <= fastest or most < 1:
+        raise ValueError("speeds are above 0, none above the fastest, and most is at least 1")
+    return max(1, int(speed / fastest * most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedNesterovConfig:
+    """``period`` is N. ``max_staleness`` in versions (arrivals), None: no bound, and exponent 0: the paper's."""
+
+    period: int
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    max_staleness: int | None = None
+    staleness_exponent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ValueError("period is at least 1")
+        if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
+            raise ValueError("learning_rate is above 0 and momentum in [0, 1)")
+
+
+class DelayedNesterovRule:
+    """Every accepted Delta changes ``parameters`` in place and is one version. One thread at a time.
+
+    Memory for n parameters: 8 n bytes (momentum and B).
+    """
+
+    name = "delayed"
+
+    def __init__(self, parameters: Tensor, config: DelayedNesterovConfig, *, gate: NormGate | None = None) -> None:
+        check_vector(parameters)
+        self.parameters, self.config = parameters, config
+        self.admission = Admission(
+            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate
+        )  # fmt: skip
+        self._momentum = torch.zeros_like(parameters)
+        self._buffer = torch.zeros_like(parameters)
+        self._arrivals = 0
+
+    @torch.no_grad()
+    def offer(self, delta: Tensor, *, samples: int, staleness: int) -> Outcome:
+        """Apply one worker's Delta, which is used up."""
+        check_vector(delta, self.parameters.numel())
+        outcome = self.admission.judge(delta, samples=samples, staleness=staleness)
+        if not outcome.accepted:
+            return outcome
+        period, learning_rate, beta = self.config.period, self.config.learning_rate, self.config.momentum
+        self.parameters.add_(delta, alpha=-learning_rate * outcome.weight / period)
+        self._buffer.add_(delta, alpha=outcome.weight)
+        self._arrivals += 1
+        if self._arrivals == period:
+            self._momentum.mul_(beta).add_(self._buffer, alpha=1.0 / period)
+            self.parameters.add_(self._momentum, alpha=-learning_rate * beta)
+            self._buffer.zero_()
+            self._arrivals = 0
+        return outcome
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""
+        return {
+            "rule": self.name,
+            "momentum": self._momentum,
+            "buffer": self._buffer,
+            "arrivals": self._arrivals,
+            "admission": self.admission.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or layout."""
+        if state["rule"] != self.name:
+            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        restore_(self._momentum, state["momentum"], "the outer momentum")
+        restore_(self._buffer, state["buffer"], "the buffer")
+        self._arrivals = int(state["arrivals"])
+        self.admission.load_state_dict(state["admission"])

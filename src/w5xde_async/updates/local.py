@@ -1,0 +1,124 @@
+"""Local steps (DiLoCo): workers take H optimizer steps of their own; a round averages where they went.
+
+Douillard et al. 2023, arXiv:2311.08105, algorithm 1. A lease is "H inner steps from version v on these leaves"; its
+result is Delta = theta_v - theta_local. One round (one version) of the outer optimizer, SGD with Nesterov momentum:
+
+    D     = sum(n_i Delta_i) / sum(n_i)
+    m     = beta m + D
+    theta = theta - eta (D + beta m)
+
+The inner optimizer and its state are the worker's. Delta is to be made from the version the work began at, also after
+a reconnect: against newer parameters it would take back what others did. When a round closes is ``quorum``'s affair.
+
+Holds: each sample is in one accepted Delta (G1); a late Delta is refused and its leaves go back, or it joins the next
+round with weight (1 + tau)^-exponent where ``max_staleness`` allows. Does not hold: the same bits (G3), unless the same
+Deltas are offered in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.updates.admission import Admission, Outcome, check_vector, restore_
+from w5xde_async.updates.averages import Average, WeightedMean
+from w5xde_async.updates.norm_gate import NormGate
+
+__all__ = ["LocalStepsConfig", "LocalStepsRule", "effective_learning_rate", "nesterov_"]
+
+
+def nesterov_(parameters: Tensor, momentum: Tensor, direction: Tensor, learning_rate: float, beta: float) -> None:
+    """m <- beta m + D; theta <- theta - eta (D + beta m), in place. As torch.optim.SGD(nesterov=True) does."""
+    momentum.mul_(beta).add_(direction)
+    parameters.add_(direction, alpha=-learning_rate).add_(momentum, alpha=-learning_rate * beta)
+
+
+def effective_learning_rate(learning_rate: float, beta: float, correlation: float) -> float:
+    """eta (1 + beta / (1 - beta rho)): the outer step that momentum makes of eta.
+
+    ``correlation`` rho in [-1, 1] is that between successive Ds. Short H makes them alike (rho near 1), and of eta 0.7
+    with beta 0.9 a step of 7: take a smaller beta there.
+    """
+    return learning_rate * (1.0 + beta / (1.0 - beta * correlation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStepsConfig:
+    """Outer ``learning_rate`` (eta) and ``momentum`` (beta): the paper's. ``max_staleness`` in rounds, 0: none late."""
+
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    max_staleness: int = 0
+    staleness_exponent: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
+            raise ValueError("learning_rate is above 0 and momentum in [0, 1)")
+
+
+class LocalStepsRule:
+    """The outer optimizer over ``parameters``, which it changes in place at ``close``. One thread at a time.
+
+    Memory for n parameters: 8 n bytes (momentum and the round's sum), or 4 n and what another average states.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        parameters: Tensor,
+        config: LocalStepsConfig,
+        *,
+        average: Average | None = None,
+        gate: NormGate | None = None,
+    ) -> None:
+        check_vector(parameters)
+        self.parameters, self.config = parameters, config
+        self.average: Average = WeightedMean(parameters.numel()) if average is None else average
+        self.admission = Admission(
+            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate
+        )  # fmt: skip
+        self._momentum = torch.zeros_like(parameters)
+
+    def offer(self, delta: Tensor, *, samples: int, staleness: int = 0) -> Outcome:
+        """Count one worker's Delta, which is used up. ``staleness``: rounds closed since its lease."""
+        check_vector(delta, self.parameters.numel())
+        outcome = self.admission.judge(delta, samples=samples, staleness=staleness)
+        if outcome.accepted:
+            self.average.add(delta, samples=samples, weight=outcome.weight)
+        return outcome
+
+    @property
+    def pending(self) -> int:
+        """Deltas in the open round."""
+        return self.average.count
+
+    @torch.no_grad()
+    def close(self) -> float | None:
+        """End the round: step, and give D's norm. None, and nothing changed, where too few Deltas are in."""
+        if self.average.count < self.average.needed:
+            return None
+        direction = self.average.take()
+        nesterov_(self.parameters, self._momentum, direction, self.config.learning_rate, self.config.momentum)
+        return float(torch.linalg.vector_norm(direction))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""
+        return {
+            "rule": self.name,
+            "momentum": self._momentum,
+            "average": self.average.state_dict(),
+            "admission": self.admission.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or layout."""
+        if state["rule"] != self.name:
+            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        restore_(self._momentum, state["momentum"], "the outer momentum")
+        self.average.load_state_dict(state["average"])
+        self.admission.load_state_dict(state["admission"])

@@ -1,0 +1,95 @@
+"""A gate against results of an unusual size, learned from those that were accepted.
+
+A norm over median + k * MAD of the last accepted norms is refused; an accepted one over the median is scaled down to
+it. MAD is the median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a
+mean and a standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual
+size and wrong direction (a sign flip): for those, the averages of ``robust``, or re-execution of the block.
+
+Two limits, on purpose. The first ``warmup`` results pass with no check of size: nothing is known yet. And training
+may change its gradients' size for good, after which a gate that learns only from what it accepts would refuse for ever:
+after ``reopen_after`` refusals in a row it forgets and learns anew.
+State: ``window`` numbers and one counter.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["NormGate", "NormGateConfig", "median_and_mad"]
+
+
+def median_and_mad(values: Iterable[float]) -> tuple[float, float]:
+    """Median and median absolute deviation. Raises statistics.StatisticsError where there is no value."""
+    known = list(values)
+    median = statistics.median(known)
+    return median, statistics.median(abs(value - median) for value in known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormGateConfig:
+    """Knobs of the gate.
+
+    ``deviations`` is k. ``window``: accepted norms that are remembered. ``warmup``: results before the gate works.
+    ``least_spread``: the MAD is taken for at least this part of the median, so that norms which happen to be equal
+    leave room for the next. ``reopen_after``: refusals in a row after which the gate learns anew; where a part p of the
+    results is bad, at random, they alone make any given run of refusals so long with probability p^reopen_after.
+    """
+
+    deviations: float = 6.0
+    window: int = 64
+    warmup: int = 8
+    least_spread: float = 0.05
+    reopen_after: int = 16
+
+    def __post_init__(self) -> None:
+        if not (self.deviations > 0 and self.least_spread > 0):
+            raise ValueError("deviations and least_spread are above 0")
+        if not 1 <= self.warmup <= self.window or self.reopen_after < 1:
+            raise ValueError("warmup lies between 1 and window, reopen_after is at least 1")
+
+
+class NormGate:
+    """One gate for one kind of vector: gradients of one step size, or Deltas of one number of inner steps."""
+
+    def __init__(self, config: NormGateConfig | None = None) -> None:
+        self.config = config or NormGateConfig()
+        self._accepted: deque[float] = deque(maxlen=self.config.window)
+        self._refused_in_row = 0
+
+    @property
+    def bound(self) -> float:
+        """The largest norm that is accepted now; infinite while the gate warms up."""
+        return self._median_and_bound()[1]
+
+    def judge(self, norm: float) -> float:
+        """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused."""
+        median, bound = self._median_and_bound()
+        if norm > bound:
+            self._refused_in_row += 1
+            if self._refused_in_row == self.config.reopen_after:
+                self._accepted.clear()
+                self._refused_in_row = 0
+            return 0.0
+        self._refused_in_row = 0
+        # The norm as it came: clipped ones would pull the median down, and the median the next ones.
+        self._accepted.append(norm)
+        return median / norm if norm > median else 1.0
+
+    def _median_and_bound(self) -> tuple[float, float]:
+        if len(self._accepted) < self.config.warmup:
+            return float("inf"), float("inf")
+        median, mad = median_and_mad(self._accepted)
+        return median, median + self.config.deviations * max(mad, self.config.least_spread * median)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and numbers."""
+        return {"accepted": list(self._accepted), "refused_in_row": self._refused_in_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        self._accepted = deque(state["accepted"], maxlen=self.config.window)
+        self._refused_in_row = int(state["refused_in_row"])

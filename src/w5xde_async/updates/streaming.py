@@ -1,0 +1,183 @@
+"""Streaming local steps: one fragment at a time, sent while computing goes on.
+
+Douillard et al. 2025, arXiv:2501.18512, algorithm 2. For fragment p due after inner step t (``fragments``):
+
+    worker       Delta_p = base_p - theta_p,local                       base: the fragment as last received
+    coordinator  D_p, m_p, theta_p as in a round of ``local``           eta 0.4, beta 0.9
+    worker       tau inner steps later:  base_p = theta_p
+                 theta_p,local = alpha theta_p,local + (1 - alpha) theta_p
+
+tau 1 hides a round trip behind one inner step and is safe to about 5; alpha 0 forgets the tau steps taken meanwhile,
+alpha 0.5 keeps half of them. Versions and staleness are counted per fragment.
+
+Holds: each sample at most once in each fragment's Deltas (G1 by fragment). A worker that dies between turns has counted
+in some fragments and not in others: leasing its work again would count it twice in the former, so up to H of its inner
+steps are lost to the latter, to be counted by whoever leases. Does not hold: the same bits (G3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.updates.admission import Outcome, check_vector, restore_
+from w5xde_async.updates.averages import Average, WeightedMean
+from w5xde_async.updates.fragments import Fragment
+from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
+from w5xde_async.updates.norm_gate import NormGate
+
+__all__ = ["OverlapConfig", "StreamingReplica", "StreamingRule"]
+
+
+class StreamingRule:
+    """The coordinator's side: an outer optimizer per fragment over ``parameters``, changed in place at ``close``.
+
+    Memory for n parameters: 4 n bytes of momentum, 4 n of sums (or what another average states), and 4 n of the
+    fragments' own copy, since a fragment is not contiguous in ``parameters``.
+    """
+
+    name = "streaming"
+
+    def __init__(
+        self,
+        parameters: Tensor,
+        fragments: Sequence[Fragment],
+        config: LocalStepsConfig | None = None,
+        *,
+        average: Callable[[Fragment], Average] | None = None,
+        gate: Callable[[], NormGate] | None = None,
+    ) -> None:
+        """``average`` and ``gate`` make one of each fragment's own. Default config: eta 0.4, beta 0.9."""
+        check_vector(parameters)
+        covered = sorted(piece for fragment in fragments for piece in fragment.ranges)
+        edges = [0, *(edge for piece in covered for edge in piece), parameters.numel()]
+        if any(edges[at] != edges[at + 1] for at in range(0, len(edges), 2)):
+            raise ValueError("the fragments are not the whole vector, each element once")
+        config = config or LocalStepsConfig(learning_rate=0.4)
+        self.parameters, self.fragments = parameters, tuple(fragments)
+        self.versions = [0] * len(self.fragments)
+        self._rules = [
+            LocalStepsRule(
+                fragment.gather(parameters),
+                config,
+                average=WeightedMean(fragment.numel) if average is None else average(fragment),
+                gate=None if gate is None else gate(),
+            )
+            for fragment in self.fragments
+        ]
+
+    def offer(self, fragment: int, delta: Tensor, *, samples: int, version: int) -> Outcome:
+        """Count one worker's Delta of a fragment, made from that fragment's ``version``; it is used up."""
+        return self._rules[fragment].offer(delta, samples=samples, staleness=self.versions[fragment] - version)
+
+    def pending(self, fragment: int) -> int:
+        """Deltas in the fragment's open turn."""
+        return self._rules[fragment].pending
+
+    def close(self, fragment: int) -> float | None:
+        """End the fragment's turn: step, one version more, D's norm. None, and nothing changed, with too few Deltas."""
+        norm = self._rules[fragment].close()
+        if norm is not None:
+            self.fragments[fragment].scatter_(self.parameters, self._rules[fragment].parameters)
+            self.versions[fragment] += 1
+        return norm
+
+    def values(self, fragment: int) -> Tensor:
+        """The fragment's parameters one after the other, to be sent; they change at its next ``close``."""
+        return self._rules[fragment].parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""
+        return {
+            "rule": self.name,
+            "versions": list(self.versions),
+            "fragments": [rule.state_dict() for rule in self._rules],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``, with the parameters that ``parameters`` holds now (restore them first).
+
+        Raises ValueError where it belongs to another rule, layout or number of fragments.
+        """
+        if state["rule"] != self.name:
+            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        if len(state["fragments"]) != len(self._rules):
+            raise ValueError(f"the checkpoint has {len(state['fragments'])} fragments, not {len(self._rules)}")
+        self.versions = [int(version) for version in state["versions"]]
+        for fragment, rule, kept in zip(self.fragments, self._rules, state["fragments"], strict=True):
+            rule.parameters.copy_(fragment.gather(self.parameters))
+            rule.load_state_dict(kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """``delay`` is tau, inner steps between sending and mixing; ``mixing`` is alpha, the part kept of the local."""
+
+    delay: int = 1
+    mixing: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.delay < 0 or not 0 <= self.mixing < 1:
+            raise ValueError("delay is at least 0 and mixing in [0, 1)")
+
+
+class StreamingReplica:
+    """The worker's side over its flat ``local`` parameters, changed in place by ``mix``. One thread at a time.
+
+    After each inner step: ``send`` the fragments that are due, ``deliver`` what came, ``mix``. Where ``overdue`` names
+    a fragment, waiting for it keeps every worker at the same delay, going on lets this one's grow.
+    Memory for n parameters: 4 n bytes (base), and what was delivered and not yet mixed.
+    """
+
+    def __init__(self, local: Tensor, fragments: Sequence[Fragment], config: OverlapConfig) -> None:
+        check_vector(local)
+        self.local, self.fragments, self.config = local, tuple(fragments), config
+        self._base = local.clone()
+        self._sent: dict[int, int] = {}  # fragment -> inner step after which it was sent
+        self._delivered: dict[int, Tensor] = {}
+
+    def send(self, fragment: int, step: int) -> Tensor:
+        """The fragment's Delta after ``step`` inner steps, the caller's. Raises ValueError while it is under way."""
+        if fragment in self._sent:
+            raise ValueError(f"fragment {fragment} was sent at step {self._sent[fragment]} and is not back")
+        self._sent[fragment] = step
+        piece = self.fragments[fragment]
+        return piece.gather(self._base).sub_(piece.gather(self.local))
+
+    def deliver(self, fragment: int, values: Tensor) -> None:
+        """The fragment's new values have come; they are kept until it is their time."""
+        check_vector(values, self.fragments[fragment].numel)
+        if fragment not in self._sent:
+            raise ValueError(f"fragment {fragment} was not sent")
+        self._delivered[fragment] = values
+
+    def overdue(self, step: int) -> tuple[int, ...]:
+        """Fragments that ``mix`` should take after ``step`` and that have not come."""
+        late = (index for index, sent in self._sent.items() if sent + self.config.delay <= step)
+        return tuple(index for index in late if index not in self._delivered)
+
+    @torch.no_grad()
+    def mix(self, step: int) -> tuple[int, ...]:
+        """Mix in what was delivered and is at least ``delay`` inner steps old after ``step``; names the fragments."""
+        ready = tuple(index for index in self._delivered if self._sent[index] + self.config.delay <= step)
+        for index in ready:
+            piece, values = self.fragments[index], self._delivered.pop(index)
+            del self._sent[index]
+            piece.scatter_(self._base, values)
+            mixed = piece.gather(self.local).mul_(self.config.mixing).add_(values, alpha=1.0 - self.config.mixing)
+            piece.scatter_(self.local, mixed)
+        return ready
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the local parameters: for a worker that drains. Tensors share memory with this."""
+        return {"base": self._base, "sent": dict(self._sent), "delivered": dict(self._delivered)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another layout."""
+        restore_(self._base, state["base"], "the base")
+        self._sent = {int(index): int(step) for index, step in state["sent"].items()}
+        self._delivered = {int(index): values.clone() for index, values in state["delivered"].items()}

@@ -1,0 +1,272 @@
+"""Robust averages and the norm gate: their formulas, and what planted outliers can do to them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
+from w5xde_async.updates.averages import Average, WeightedMean
+from w5xde_async.updates.norm_gate import NormGate, NormGateConfig, median_and_mad
+from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, Krum, TrimmedMean
+
+NUMEL = 6
+MAKERS: dict[str, Callable[[int], Average]] = {
+    "median": lambda rows: CoordinateMedian(NUMEL, rows),
+    "trimmed_mean": lambda rows: TrimmedMean(NUMEL, rows, trim=0.25),
+    "centered_clipping": lambda rows: CenteredClipping(NUMEL, rows),
+    "krum": lambda rows: Krum(NUMEL, rows, bad=(rows - 3) // 2),
+}
+
+
+def vectors(count: int, *, seed: int = 0, numel: int = NUMEL) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+def average(made: Average, results: list[Tensor]) -> Tensor:
+    for index, result in enumerate(results):
+        made.add(result, samples=1 + index, weight=1.0 / (1 + index))  # ignored, on purpose
+    assert made.count == len(results)
+    taken = made.take()
+    assert made.count == 0
+    return taken
+
+
+def stored(state: dict[str, Any]) -> Any:
+    skeleton, tensors = pack_state(state)
+    return unpack_state(skeleton, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+# -- formulas
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_the_median_is_the_median(count: int) -> None:
+    results = vectors(count)
+    expected = [statistics.median(float(x[i]) for x in results) for i in range(NUMEL)]
+    torch.testing.assert_close(average(CoordinateMedian(NUMEL, 9), results), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("count", "trim"), [(1, 0.2), (4, 0.0), (5, 0.2), (10, 0.2), (7, 0.45)])
+def test_the_trimmed_mean_is_the_formula(count: int, trim: float) -> None:
+    results, cut = vectors(count, seed=2), math.floor(trim * count)
+    expected = []
+    for i in range(NUMEL):
+        kept = sorted(float(x[i]) for x in results)[cut : count - cut]
+        expected.append(sum(kept) / len(kept))
+    torch.testing.assert_close(average(TrimmedMean(NUMEL, 10, trim=trim), results), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("radius", [0.7, None])
+def test_centered_clipping_is_the_formula(radius: float | None) -> None:
+    """v <- v + 1/K sum (x_i - v) min(1, radius / |x_i - v|), from the last average."""
+    made = CenteredClipping(NUMEL, 5, radius=radius, iterations=2)
+    v = [0.0] * NUMEL
+    for turn in range(3):
+        results = vectors(5, seed=turn)
+        for _ in range(2):
+            lengths = [math.sqrt(sum((float(x[i]) - v[i]) ** 2 for i in range(NUMEL))) for x in results]
+            tau = statistics.median(lengths) if radius is None else radius
+            v = [
+                v[i] + sum((float(x[i]) - v[i]) * min(1, tau / n) for x, n in zip(results, lengths, strict=True)) / 5
+                for i in range(NUMEL)
+            ]
+        taken = average(made, results)
+        torch.testing.assert_close(taken, torch.tensor(v), rtol=1e-5, atol=1e-6)
+        taken.zero_()  # the caller's: the center is not
+
+
+def test_krum_is_the_formula() -> None:
+    for seed in range(10):
+        results, bad = vectors(7, seed=seed), 2
+        scores = []
+        for i, x in enumerate(results):
+            squares = sorted(sum((float(a) - float(b)) ** 2 for a, b in zip(x, y, strict=True))
+                             for j, y in enumerate(results) if j != i)  # fmt: skip
+            scores.append(sum(squares[: 7 - bad - 2]))
+        expected = results[scores.index(min(scores))]
+        assert torch.equal(average(Krum(NUMEL, 7, bad=bad), results), expected)
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_long_vectors_are_done_in_pieces_alike(name: str) -> None:
+    """Over a chunk's border the value of each coordinate is what it is in a short vector."""
+    numel = (1 << 14) + NUMEL
+    results = vectors(5, numel=numel)
+    made = CoordinateMedian(numel, 5) if name == "median" else TrimmedMean(numel, 5, trim=0.25)
+    whole = average(made, results)
+    assert torch.equal(whole[-NUMEL:], average(MAKERS[name](5), [x[-NUMEL:] for x in results]))
+
+
+def test_krum_over_chunks_sees_all_of_the_vector() -> None:
+    numel = (1 << 14) + 2
+    honest = torch.zeros(numel)
+    results = [honest.clone() for _ in range(5)]
+    for index, result in enumerate(results):
+        result[-1] = float(index == 0) * 9 + index / 100
+    assert float(average(Krum(numel, 5, bad=1), results)[-1]) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_order_of_arrival_does_not_matter_to_the_bit(name: str) -> None:
+    results = vectors(8, seed=4)
+    first = average(MAKERS[name](8), results).clone()
+    assert torch.equal(average(MAKERS[name](8), results[::-1]), first)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TrimmedMean(1, 3, trim=0.5),
+        lambda: Krum(1, 4, bad=1),
+        lambda: Krum(1, 4, bad=-1),
+        lambda: CoordinateMedian(1, 0),
+        lambda: CenteredClipping(1, 3, iterations=0),
+        lambda: CenteredClipping(1, 3, radius=0.0),
+        lambda: AsynchronousRule(1, AsynchronousConfig(results_per_step=4), average=Krum(1, 9, bad=1)),
+        lambda: NormGateConfig(warmup=9, window=8),
+        lambda: NormGateConfig(deviations=0.0),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        make()
+
+
+def test_a_full_buffer_says_so() -> None:
+    made = CoordinateMedian(NUMEL, 1)
+    made.add(torch.zeros(NUMEL), samples=1, weight=1.0)
+    with pytest.raises(ValueError, match="more than 1"):
+        made.add(torch.zeros(NUMEL), samples=1, weight=1.0)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_restored_in_the_middle_of_a_buffer(name: str) -> None:
+    whole, first, second = (MAKERS[name](5) for _ in range(3))
+    average(whole, vectors(5, seed=7))
+    average(first, vectors(5, seed=7))
+    results = vectors(5, seed=8)
+    for result in results[:3]:
+        first.add(result, samples=1, weight=1.0)
+    second.load_state_dict(stored(first.state_dict()))
+    for result in results[3:]:
+        second.add(result, samples=1, weight=1.0)
+    assert torch.equal(second.take(), average(whole, results))
+    with pytest.raises(ValueError, match="the checkpoint has"):
+        WeightedMean(NUMEL).load_state_dict(stored(second.state_dict()))
+
+
+# -- planted outliers: 20 % of the results are bad
+
+
+def attacked(kind: str) -> list[Tensor]:
+    """Eight honest results near 1 in every coordinate, two bad ones, the first and the last."""
+    results = [1.0 + 0.1 * noise for noise in vectors(10, seed=5)]
+    for index in (0, 9):
+        if kind == "sign":
+            results[index].neg_()
+        else:
+            results[index][0] = {"nan": math.nan, "inf": math.inf, "large": 1e6}[kind]
+    return results
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "large", "sign"])
+@pytest.mark.parametrize("name", [*MAKERS, "mean"])
+def test_a_fifth_of_bad_results(name: str, kind: str) -> None:
+    """Robust averages come out near the honest mean. The plain mean does so only where the finite check is enough."""
+    made: Average = WeightedMean(NUMEL) if name == "mean" else MAKERS[name](10)
+    rule = AsynchronousRule(NUMEL, AsynchronousConfig(results_per_step=10), average=made)
+    verdicts = [rule.offer(result, samples=1, staleness=0).accepted for result in attacked(kind)]
+    refused = kind in ("nan", "inf")
+    assert verdicts.count(False) == 2 * refused
+    for extra in vectors(2, seed=6)[: 2 * refused]:  # their leaves, computed by somebody else
+        assert rule.offer(1.0 + 0.1 * extra, samples=1, staleness=0).accepted
+    error = float((rule.take() - 1.0).abs().max())
+    assert (error < 0.2) == (name != "mean" or refused), error
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "mean"])
+def test_without_the_finite_check_none_is_robust(name: str) -> None:
+    """Why the check stands before everything: a rule without it would give NaN or be led by it."""
+    made: Average = WeightedMean(NUMEL) if name == "mean" else MAKERS[name](10)
+    results = [x if i else torch.full((NUMEL,), math.nan) for i, x in enumerate(vectors(10))]
+    assert not bool(torch.isfinite(average(made, results)).all()) or name == "krum"
+
+
+# -- norm gate
+
+
+def test_median_and_mad() -> None:
+    assert median_and_mad([1.0, 2.0, 4.0, 9.0, 100.0]) == (4.0, 3.0)
+
+
+def test_the_gates_bound_and_clip_are_the_formula() -> None:
+    config = NormGateConfig(deviations=3.0, warmup=5, window=5, least_spread=1e-9)
+    gate = NormGate(config)
+    assert [gate.judge(norm) for norm in (1.0, 2.0, 4.0, 9.0, 100.0)] == [1.0] * 5
+    assert gate.bound == 4.0 + 3.0 * 3.0
+    assert gate.judge(13.1) == 0.0
+    assert gate.judge(8.0) == 4.0 / 8.0  # accepted, clipped to the median; 1.0 falls out of the window
+    assert gate.bound == 8.0 + 3.0 * 4.0  # of 2 4 9 100 8: the norms as they came
+    assert gate.judge(0.0) == 1.0
+
+
+def test_equal_norms_leave_room_for_the_next() -> None:
+    gate = NormGate(NormGateConfig(deviations=4.0, least_spread=0.05))
+    for _ in range(20):
+        assert gate.judge(2.0) == 1.0
+    assert gate.bound == pytest.approx(2.4)
+    assert gate.judge(2.2) == pytest.approx(2.0 / 2.2)
+    assert gate.judge(1e6) == 0.0
+
+
+def test_the_gate_bounds_what_one_result_moves() -> None:
+    rule = AsynchronousRule(NUMEL, AsynchronousConfig(), gate=NormGate())
+    refused = 0
+    for turn, noise in enumerate(vectors(200, seed=11)):
+        result = 1.0 + 0.1 * noise
+        if turn >= 8 and turn % 5 == 0:
+            result *= 1e6 if turn % 10 else -2.5
+        outcome = rule.offer(result, samples=1, staleness=0)
+        if outcome.accepted:
+            assert float(rule.take().norm()) < 3.3
+        else:
+            refused += 1
+            assert "over the bound" in outcome.reason
+            assert turn >= 8
+            assert turn % 5 == 0  # no false alarm
+    assert refused == 39 - 1  # every planted one (turns 10, 15 ... 195)
+
+
+def test_norms_that_grow_for_good_are_learned() -> None:
+    """A gate that learns only from what it accepts would refuse for ever; without ``reopen_after`` this never ends."""
+    gate = NormGate(NormGateConfig(reopen_after=16))
+    for _ in range(64):
+        gate.judge(1.0)
+    answers = [gate.judge(50.0) for _ in range(100)]
+    assert answers == [0.0] * 16 + [1.0] * 84
+    assert gate.judge(1e6) == 0.0
+
+
+def test_single_refusals_do_not_reopen_the_gate() -> None:
+    gate = NormGate(NormGateConfig(reopen_after=3))
+    for turn in range(300):
+        assert (gate.judge(1e9 if turn > 20 and turn % 3 else 1.0) == 0.0) == (turn > 20 and turn % 3 != 0)
+
+
+def test_a_restored_gate_judges_alike() -> None:
+    norms = [1.0 + 0.3 * math.sin(turn) + 40.0 * (turn % 7 == 6) for turn in range(60)]
+    whole, first, second = (NormGate(NormGateConfig(window=16)) for _ in range(3))
+    expected = [whole.judge(norm) for norm in norms]
+    seen = [first.judge(norm) for norm in norms[:25]]
+    second.load_state_dict(stored(first.state_dict()))
+    assert seen + [second.judge(norm) for norm in norms[25:]] == expected
+    assert 0.0 in expected
