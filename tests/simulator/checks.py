@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulator.disk import Disk
 from tests.simulator.loop import HOST, Host, VirtualLoop
 from tests.simulator.model import Expected, Shape, explain_difference
 from tests.simulator.network import Network
@@ -85,6 +86,7 @@ class Checks:
     """The part of a world that sees. Its owner calls ``note``, ``hit`` and ``on_event``."""
 
     loop: VirtualLoop
+    disk: Disk
     network: Network
     shape: Shape
     expected: Expected
@@ -106,6 +108,8 @@ class Checks:
 
     def note(self, kind: str, text: str) -> None:
         line = f"{self.loop.now:9.4f} {kind} {text}"
+        if kind != "bytes":
+            line = line.replace(str(self.disk.root), "")  # a temporary directory has another name every time
         self.hash.update(line.encode())
         if self.verbose and kind != "bytes":
             self.trace.append(line)
@@ -130,6 +134,8 @@ class Checks:
         # A drained or replaced worker's leases go with it; two steps are open.
         if training.ledger.num_open > 2 * ahead * max(sessions, 1) + ahead:
             self.violate("memory", f"{training.ledger.num_open} leases open for {sessions} workers")
+        if training.ledger.num_open != sum(training.ledger.num_held(worker) for worker in training.sessions):
+            self.violate("ledger", f"after {what}: a lease is open whose worker is not here")
         leaves = self.shape.sampler.plan(0).num_leaves
         blocks = min(self.config.max_workers * ahead, leaves)
         bound = min(leaves, (blocks + 1) * max(1, leaves.bit_length())) + 4

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -89,7 +88,7 @@ class Pipe:
             if data is None:
                 self.ended = self.ended or CLOSED_BY_PEER
                 continue
-            self.network.note("bytes", f"{self.number} {len(data)} {zlib.crc32(data):08x}")
+            self.network.note("bytes", f"{self.number} {len(data)}")
             if self.cut_after is not None:
                 if len(data) > self.cut_after:
                     self.buffer += data[: self.cut_after]

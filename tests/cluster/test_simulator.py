@@ -1,0 +1,76 @@
+"""The simulator's short form: seeds of both modes, every planted bug, and that a seed is the same run every time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.simulator.bugs import BUGS
+from tests.simulator.campaign import TABLE, mode_of, one
+from tests.simulator.faults import FAULTS
+from tests.simulator.world import Outcome
+
+pytestmark = pytest.mark.timeout(60)
+
+CHUNKS, CHUNK_SEEDS = 10, 12
+#: Seeds that once found something.
+FOUND = {
+    "a superseded coordinator rewrote its successor's journal": 37,
+    "a superseded coordinator ended the run for its workers": 43,
+    "a checkpoint outlived the journal that it named": 21,
+    "workers were told of an end that was not on the disk": 131,
+}
+_ROW = re.compile(r"^\| ([\w-]+) \| .* \| (liveness|safety) (\d+) \| \d+ \|$", re.MULTILINE)
+PUBLISHED = {name: (mode, int(seed)) for name, mode, seed in _ROW.findall(TABLE.read_text(encoding="utf-8"))}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def fine(outcome: Outcome) -> None:
+    replay = f"python -m tests.simulator --mode {outcome.mode} --seed {outcome.seed} -v"
+    assert not outcome.violations, f"{outcome.violations}\n{replay}"
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_nothing_is_lost_or_counted_twice_or_stuck(chunk: int) -> None:
+    fired: Counter[str] = Counter()
+    for seed in range(chunk * CHUNK_SEEDS, (chunk + 1) * CHUNK_SEEDS):
+        outcome = one(seed, mode_of(seed, "both"))
+        fine(outcome)
+        assert outcome.finished or outcome.mode == "safety"
+        fired += outcome.faults
+    assert len(fired) > len(FAULTS) // 3, fired
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found_stays_mended(found: str) -> None:
+    fine(one(FOUND[found], mode_of(FOUND[found], "both")))
+
+
+def test_a_seed_is_the_same_run_every_time() -> None:
+    for seed in (3, 8):
+        first, second = (one(seed, mode_of(seed, "both")) for _ in range(2))
+        assert first.trace_hash == second.trace_hash
+        assert first.virtual_s == second.virtual_s
+        assert first.faults == second.faults
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(bug: str) -> None:
+    tries = [PUBLISHED[bug]] if bug in PUBLISHED else []
+    tries += [(mode_of(seed, "both"), seed) for seed in range(100)]  # timings change with the code
+    assert any(one(seed, mode, bug).violations for mode, seed in tries)
+
+
+def test_every_planted_bug_is_published() -> None:
+    assert set(PUBLISHED) == set(BUGS)
+    assert len(BUGS) >= 20
