@@ -75,12 +75,14 @@ class RefusalCode(IntEnum):
     PROTOCOL_ERROR = 5
     TERM = 6
     SHUTTING_DOWN = 7
+    NO_PROGRAM = 8
 
 
 _REFUSAL_EXIT = {
     RefusalCode.PROTOCOL_VERSION: ExitCode.MISMATCH,
     RefusalCode.AUTHENTICATION: ExitCode.AUTHENTICATION,
     RefusalCode.MODEL_MISMATCH: ExitCode.MISMATCH,
+    RefusalCode.NO_PROGRAM: ExitCode.MISMATCH,
 }
 
 

@@ -24,6 +24,14 @@ from w5xde_async.params.layout import Layout
 CPU = torch.device("cpu")
 
 
+pytestmark = pytest.mark.timeout(90)  # tracing takes seconds where other processes compute
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
 @cache
 def traced(name: str) -> tuple[Job, Layout, Document]:
     job = programs.TRACEABLE[name]()
@@ -49,10 +57,15 @@ def engines(name: str) -> tuple[Engine, Engine]:
     return local, free
 
 
+def batch_of(job: Job, indices: range) -> Any:
+    if type(job.dataset) is TensorDataset:
+        return tuple(tensor[list(indices)] for tensor in job.dataset.tensors)
+    return (job.collate or default_collate)([job.dataset[index] for index in indices])
+
+
 def computed(engine: Engine, job: Job, samples: tuple[int, ...]) -> tuple[Outcome, dict[int, bytes]]:
     torch.manual_seed(0)  # some datasets draw
-    batches = [(job.collate or default_collate)([job.dataset[i] for i in range(at, at + n)]) for at, n in
-               zip((0, 5, 11), samples, strict=False)]  # fmt: skip
+    batches = [batch_of(job, range(at, at + n)) for at, n in zip((0, 5, 11), samples, strict=False)]
     flat = [flatten(batch) for batch in batches]
     task = Task(
         step=3, start=2, samples=samples, loss_scale=1.0, structure=flat[0][0], packed=False,

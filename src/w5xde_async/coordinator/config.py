@@ -45,6 +45,7 @@ class CoordinatorConfig:
     max_leaf_failures       attempts on one leaf before the run stops
     max_nonfinite_steps     steps in a row with a non-finite gradient before the run stops
     evaluate                False switches the job's evaluation off
+    code_free               make a program of the step, for workers that start without the job's code
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +78,7 @@ class CoordinatorConfig:
     max_leaf_failures: int = 3
     max_nonfinite_steps: int = 50
     evaluate: bool = True
+    code_free: bool = False
     pacing: PacingConfig = field(default_factory=PacingConfig)
 
     def __post_init__(self) -> None:

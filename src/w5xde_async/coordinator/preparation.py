@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.compute.program.form import Document
+from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.journaling import apply_entry
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, JobError, MalformedFrame, UsageError
@@ -56,13 +58,24 @@ class Prepared:
     samples: int
     notes: list[str]
     saved_step: int = -1  # of the newest checkpoint that counts; -1: none
+    program: Document | None = None  # of a job that no other process can load
+    untraceable: str = ""  # why there is none
     journal: Journal | None = None  # has begun, where the run keeps one
     replayed: list[Mapping[str, object]] = field(default_factory=list)  # records for metrics.jsonl
     loss: float | None = None  # of the last step that was replayed
 
 
-def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_id: Callable[[], str]) -> Prepared:
-    """Build the run. Raises JobError, StoreError, CheckpointMismatch, UsageError; then nothing is held."""
+def prepare(
+    job: Job,
+    config: CoordinatorConfig,
+    run_path: Path | None,
+    new_run_id: Callable[[], str],
+    alone: bool = False,
+) -> Prepared:
+    """Build the run. No other process can load a job that is ``alone``: its step is made a program here.
+
+    Raises JobError, StoreError, CheckpointMismatch, UsageError; then nothing is held.
+    """
     sampler = Sampler(
         num_samples=len(job.dataset),
         batch_size=job.batch_size,
@@ -80,6 +93,7 @@ def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_
     except ValueError as error:
         raise JobError("model", str(error)) from error
     evaluator = copy.deepcopy(model) if job.evaluate is not None and config.evaluate else None
+    program, untraceable = _trace(job, model, layout) if alone and config.code_free else (None, "")
     state = FlatState(layout)
     state.copy_from(model)
     state.adopt(model)
@@ -88,6 +102,7 @@ def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_
     prepared = Prepared(
         job=job, sampler=sampler, model=model, evaluator=evaluator, layout=layout, state=state, rule=rule, run_dir=None,
         store=None, run_id="", term=1, first_step=0, total_steps=total_steps, samples=0, notes=[],
+        program=program, untraceable=untraceable,
     )  # fmt: skip
     if run_path is None:
         if config.resume not in ("auto", "never"):
@@ -103,6 +118,13 @@ def prepare(job: Job, config: CoordinatorConfig, run_path: Path | None, new_run_
         run_dir.close()
         raise
     return prepared
+
+
+def _trace(job: Job, model: nn.Module, layout: Layout) -> tuple[Document | None, str]:
+    try:
+        return trace_job(job, model, layout), ""
+    except NotTraceable as error:
+        return None, str(error)
 
 
 def _total_steps(job: Job, config: CoordinatorConfig, sampler: Sampler) -> int:

@@ -33,12 +33,7 @@ from w5xde_async.net.endpoint import Listener, format_address, listen
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.store.rundir import export_model
-from w5xde_async.telemetry.events import (
-    Bus,
-    RunFinished,
-    RunStarted,
-    Warned,
-)
+from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Warned
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode, VerdictCode, Welcome
@@ -126,7 +121,7 @@ class Coordinator:
             raise LocalError("a coordinator starts once")
         loop = asyncio.get_running_loop()
         preparing = loop.run_in_executor(
-            None, prepare, self.job, self.config, self._run_path, lambda: os.urandom(8).hex()
+            None, prepare, self.job, self.config, self._run_path, lambda: os.urandom(8).hex(), not self._reference
         )
         try:
             self._prepared = prepared = await asyncio.shield(preparing)
@@ -318,9 +313,9 @@ class Coordinator:
 
     def _started(self, prepared: Prepared) -> RunStarted:
         job, config = self.job, self.config
-        reference = self._reference or "train.py:job"
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
+        given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
         assert self._security is not None
         plan = prepared.sampler.plan(0)
         return RunStarted(
@@ -340,7 +335,7 @@ class Coordinator:
             codec="raw",
             precision=job.precision,
             address=format_address(self.host, self.port),
-            worker_command=f"python -m w5xde_async.worker {where} --job {shlex.quote(reference)}",
+            worker_command=f"python -m w5xde_async.worker {where}{given}",
             security=self._security.words,
             resumed_step=prepared.first_step,
             durability=config.durability,
@@ -361,11 +356,13 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 training.on_commit = lambda commit: following.on_commit(commit, tasks)
                 ticking = tasks.create_task(self._tick(training), name="tick")
+                tracing = tasks.create_task(training.programs.run(self._reference, prepared), name="trace")
                 try:
                     await training.run()
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ticking.cancel()
+                tracing.cancel()
             result = await self._finish(training, prepared, following, failure)
         finally:
             await self._close()

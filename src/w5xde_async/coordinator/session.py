@@ -34,6 +34,7 @@ from w5xde_async.wire.messages import (
     Hello,
     Lease,
     Message,
+    ProgramRequest,
     Proof,
     Ready,
     Refusal,
@@ -57,6 +58,9 @@ class Host(Protocol):
 
     async def make_room(self, session: Session) -> None:
         """Return when no other connection of the same worker is left."""
+
+    def program(self, session: Session, request: ProgramRequest) -> None:
+        """The worker asks for the program; it is answered now or later."""
 
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
@@ -98,6 +102,7 @@ class Session:
         self.taken = (0, 0.0)  # bytes sent, and since when no more of them
         self.ended = asyncio.Event()
         self.last_message = ""
+        self.given_up = False  # we ended the link, not the worker
         self.identity = ""  # the name that the worker has proved
         self._host, self._handshake_s = host, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
@@ -216,6 +221,8 @@ class Session:
             elif type(message) is Bye:
                 self._end_reason = _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH
+            elif type(message) is ProgramRequest:
+                self._host.program(self, message)
             elif type(message) is Ready:
                 await self._host.make_room(self)
                 refusal = self._host.joined(self, message)
@@ -256,9 +263,15 @@ class Session:
         self._end_reason = reason
         self.post(Bye(code, reason))
 
+    def refuse(self, refusal: Refusal) -> None:
+        """Say no to one that was let in; the worker then closes."""
+        self._end_reason = refusal.reason
+        self.post(refusal)
+
     def abort(self, reason: str) -> None:
         """End at once; ``run`` returns with that reason."""
         self._end_reason = self._end_reason or reason
+        self.given_up = True
         self.link.abort()
 
     async def _write(self) -> None:

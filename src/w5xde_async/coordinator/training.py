@@ -24,6 +24,7 @@ from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.liveness import Liveness
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.programs import Programs
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Place, Results
 from w5xde_async.coordinator.session import Session
@@ -43,6 +44,7 @@ from w5xde_async.wire.messages import (
     Done,
     Drain,
     Failed,
+    ProgramRequest,
     Ready,
     Refusal,
     Result,
@@ -112,6 +114,7 @@ class Training:
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
         self.journaling: Journaling | None = None
+        self.programs = Programs(layout, config, bus)
         self.accounts = Accounts()
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
@@ -348,6 +351,9 @@ class Training:
             older.abort("the same worker has connected anew")
             await older.ended.wait()
 
+    def program(self, session: Session, request: ProgramRequest) -> None:
+        self.programs.ask(session, request)
+
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         if ready.fingerprint != self.layout.fingerprint:
             return Refusal(
@@ -459,7 +465,7 @@ class Training:
             self._schedule()
 
     def _return_leases(self, session: Session) -> int:
-        grants, culprit = self.ledger.lose(session.worker_id)
+        grants, culprit = self.ledger.lose(session.worker_id, died=not session.given_up)
         self.dispatch.forget(session.worker_id)
         if culprit is not None and self._failure is None:
             self.results.blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")

@@ -29,6 +29,8 @@ __all__ = [
     "Lease",
     "Message",
     "Params",
+    "Program",
+    "ProgramRequest",
     "Proof",
     "Ready",
     "Refusal",
@@ -317,3 +319,21 @@ class Bye(Message):
 
     code: int
     reason: str
+
+
+@_message(17)
+class ProgramRequest(Message):
+    """From a worker without the job's code: the training step as a program. ``form`` is the one that it knows.
+
+    ``digest`` is that of the program it holds already; empty for none.
+    """
+
+    form: int
+    digest: bytes
+
+
+@_message(18)
+class Program(Message):
+    """The training step. Buffers: the text, then its constants; none where the worker holds this ``digest`` already."""
+
+    digest: bytes

@@ -8,14 +8,28 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import w5xde_async
-from w5xde_async.errors import MalformedFrame, RefusalCode, Refused
+from w5xde_async.compute.program.carriage import Unloading, digest_of
+from w5xde_async.compute.program.form import FORM, Document
+from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, Refused, UnexpectedMessage
 from w5xde_async.net.link import Link
+from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
-from w5xde_async.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Message, Proof, Refusal, Welcome
+from w5xde_async.wire.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    Challenge,
+    Hello,
+    Message,
+    Program,
+    ProgramRequest,
+    Proof,
+    Refusal,
+    Welcome,
+)
 
-__all__ = ["Joined", "join", "refused"]
+__all__ = ["Joined", "fetch_program", "join", "refused"]
 
 _MAX_LAYOUT_BYTES = 64 << 20
 
@@ -100,6 +114,39 @@ async def join(
             "a newer coordinator took its place; stop the older one",
         )
     return Joined(link, welcome, Layout.parse(bytes(text)))
+
+
+async def fetch_program(link: Link, outbox: Outbox, digest: bytes) -> tuple[bytes, Document | None]:
+    """(digest, program) of the run; None where ``digest`` names it already. Heartbeats go on meanwhile.
+
+    Raises Refused where there is none, ProgramRefused over a limit, LinkLost, RemoteError.
+    """
+    unloading = Unloading()
+
+    def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        if type(message) is not Program:
+            raise MalformedFrame(f"{type(message).__name__} came with buffers in place of PROGRAM")
+        return unloading.place(specs)
+
+    outbox.post(encode(ProgramRequest(FORM, digest)))
+    while True:
+        received = await link.recv(accept)
+        message = received.message
+        if advance(WORKER, State.JOINING, message) is not State.JOINING and not isinstance(message, Refusal | Bye):
+            raise UnexpectedMessage(type(message).__name__, "waiting for the program")
+        if isinstance(message, Refusal):
+            raise refused(message)
+        if isinstance(message, Bye):
+            raise LinkLost(link.peer, message.reason[:300])
+        if isinstance(message, Program):
+            if not received.specs:
+                if message.digest != digest:
+                    raise MalformedFrame("PROGRAM came without the program")
+                return digest, None
+            document = unloading.document
+            if digest_of(document) != message.digest:
+                raise MalformedFrame("PROGRAM is not what its digest says")
+            return message.digest, document
 
 
 async def _expect(link: Link, state: State) -> Message:

@@ -22,10 +22,14 @@ import stamina
 import torch
 
 from w5xde_async.compute.engine import Engine, choose_device
+from w5xde_async.compute.program.form import Program, parse
+from w5xde_async.compute.program.replica import Replica, device_memory_bytes
 from w5xde_async.errors import (
     FrameTooLarge,
     LinkLost,
     LocalError,
+    MalformedFrame,
+    ProgramRefused,
     RefusalCode,
     Refused,
     RemoteError,
@@ -41,7 +45,7 @@ from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.joining import Joined, join
+from w5xde_async.worker.joining import Joined, fetch_program, join
 from w5xde_async.worker.serving import Departure, RunFailed, Serving
 
 __all__ = ["Departure", "RunFailed", "Worker"]
@@ -63,10 +67,11 @@ class Worker:
     >>> await Worker("host:5555", job=job).run()
     """
 
-    def __init__(self, server: str, *, job: Job, config: WorkerConfig | None = None) -> None:
+    def __init__(self, server: str, *, job: Job | None = None, config: WorkerConfig | None = None) -> None:
         """``server`` is ``host:port`` or a join string, whose secret and certificate then count.
 
-        Raises UsageError for a bad address, TLS files that cannot be used, or a device that is not there.
+        Without ``job`` it computes with the coordinator's program. Raises UsageError for a bad address, TLS files that
+        cannot be used, or a device that is not there.
         """
         config = config or WorkerConfig()
         if server.startswith("w5xde://"):
@@ -93,6 +98,8 @@ class Worker:
             raise UsageError(str(error)) from error
         self._engine: Engine | None = None
         self._engine_key: tuple[object, ...] = ()
+        self._program: Program | None = None
+        self._program_digest = b""
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="w5xde-compute", initializer=self._set_threads)
         self._serving: Serving | None = None
         self._drain = ""
@@ -162,7 +169,9 @@ class Worker:
             inline_s=self.config.inline_block_s, parted=self.parted,
         )  # fmt: skip
         try:
-            return await serving.run(lambda: self._prepare(welcome, layout))
+            return await serving.run(lambda: self._prepare(welcome, layout, serving))
+        except ProgramRefused:
+            raise  # the next attempt would get the same one
         except LinkLost as error:
             if self._leaving():
                 return Departure.DRAINED
@@ -245,16 +254,24 @@ class Worker:
 
     # -- the model -----------------------------------------------------------------------------------------
 
-    async def _prepare(self, welcome: Welcome, theirs: Layout) -> tuple[Engine, Ready]:
-        """Build the model (or keep it) and compare it with the coordinator's. Raises Refused (MODEL_MISMATCH)."""
+    async def _prepare(self, welcome: Welcome, theirs: Layout, serving: Serving) -> tuple[Engine, Ready]:
+        """Build the model (or keep it) and compare it with the coordinator's.
+
+        Raises Refused (MODEL_MISMATCH, NO_PROGRAM), ProgramRefused.
+        """
+        if theirs.fingerprint != welcome.fingerprint:
+            raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
+        if self._job is None:
+            await self._fetch(serving, theirs)
         key = (
             welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate, welcome.bucket_bytes,
+            self._program_digest,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         if self._engine is None or self._engine_key != key:
             if self._engine is not None:
                 await loop.run_in_executor(self._compute, self._engine.close)
-            self._engine = await loop.run_in_executor(self._compute, self._build, welcome)
+            self._engine = await loop.run_in_executor(self._compute, self._build, welcome, theirs)
             self._engine_key = key
         engine = self._engine
         if engine.layout.fingerprint != welcome.fingerprint:
@@ -273,10 +290,26 @@ class Worker:
             engine.layout.fingerprint, str(self._device), _device_name(self._device), threads, torch.__version__
         )
 
-    def _build(self, welcome: Welcome) -> Engine:
+    async def _fetch(self, serving: Serving, layout: Layout) -> None:
+        """Have the coordinator's program, checked."""
+        digest, document = await fetch_program(serving.link, serving.outbox, self._program_digest)
+        if document is not None:
+            loop = asyncio.get_running_loop()
+            self._program = await loop.run_in_executor(self._compute, parse, document, layout)
+            self._program_digest = digest
+            logger.info("program received bytes=%d constants=%d", len(document.text), len(document.constants))
+
+    def _build(self, welcome: Welcome, layout: Layout) -> Engine:
         try:
+            source: Job | Replica | None = self._job
+            if source is None:
+                assert self._program is not None
+                source = Replica.of(
+                    self._program, layout, self._device, precision=welcome.precision,
+                    memory_bytes=device_memory_bytes(self._device),
+                )  # fmt: skip
             return Engine(
-                self._job,
+                source,
                 device=self._device,
                 seed=welcome.seed,
                 precision=welcome.precision,

@@ -49,7 +49,8 @@ class ProgramStep:
         self._entries = [(entry.dtype, entry.shape) for entry in layout.entries]
         self._constants = [constant.to(device) for constant in program.constants]
         self._known: dict[tuple[Any, ...], Bound] = {}  # sizes and dtypes that were measured
-        self._plain = len(program.graphs[0].inputs) if _is_plain(program) else -1
+        self._plain: Any = _plain_type(program)
+        self._num_tensors = len(program.graphs[0].inputs)
         self._state: list[Tensor] = []
         self._model: nn.Module | None = None
         for graph in program.graphs:
@@ -66,8 +67,10 @@ class ProgramStep:
         return loss, dict(zip(self._program.metrics, metrics, strict=True))
 
     def _tensors(self, batch: Any) -> Sequence[Tensor]:
-        if type(batch) is tuple and len(batch) == self._plain and all(type(item) is Tensor for item in batch):
-            return batch
+        if type(batch) is self._plain:
+            plain: Sequence[Tensor] = batch
+            if len(plain) == self._num_tensors and all(type(item) is Tensor for item in plain):
+                return plain
         structure, tensors = flatten(batch)
         if structure != self._program.structure:
             raise ProgramRefused("the batch has another structure, or other numbers and strings, than was traced")
@@ -86,10 +89,10 @@ class ProgramStep:
         measure(self._program, graph, self._entries, batch, memory_bytes=self._memory_bytes, autocast=self._autocast)
 
 
-def _is_plain(program: Program) -> bool:
-    """Whether a batch is just a tuple of its tensors, as most are."""
-    count = len(program.graphs[0].inputs)
-    return program.structure == flatten(tuple([torch.empty(0)] * count))[0]
+def _plain_type(program: Program) -> type | None:
+    """tuple or list where a batch is just that of its tensors, as most are."""
+    tensors = [torch.empty(0)] * len(program.graphs[0].inputs)
+    return next((kind for kind in (tuple, list) if program.structure == flatten(kind(tensors))[0]), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,72 @@
+"""Workers without the job's code: the same bits as with it, alone and mixed; and what they are told where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from tests.support import jobs, programs, reference
+from tests.support.cluster import QUICK_WORKER, settings
+
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.params.flat import named_digest
+from w5xde_async.telemetry.events import Bus, Event, Warned
+from w5xde_async.worker.service import Departure, Worker
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def train(name: str, *, free: int, local: int) -> RunResult:
+    """Run with so many workers without the job's code and with it."""
+    make_job = programs.TRACEABLE[name]
+    config = settings(code_free=True, min_workers=free + local, max_time_s=60.0)
+    async with Coordinator(make_job(), config=config) as coordinator:
+        workers = [Worker(coordinator.address, job=None, config=QUICK_WORKER) for _ in range(free)]
+        workers += [Worker(coordinator.address, job=make_job(), config=QUICK_WORKER) for _ in range(local)]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        result = await coordinator.wait()
+        departures = await asyncio.gather(*running)
+    assert departures == [Departure.FINISHED] * len(workers)
+    assert all(worker.leases_done for worker in workers)
+    return result
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("free", "local"), [(1, 0), (1, 1)])
+@pytest.mark.parametrize("name", programs.TRACEABLE)
+async def test_digest_equals_the_plain_loop(name: str, free: int, local: int) -> None:
+    result = await train(name, free=free, local=local)
+    job = programs.TRACEABLE[name]()
+    steps = job.max_steps or (job.epochs or 0) * -(-len(job.dataset) // job.batch_size)
+    assert result.outcome == "finished"
+    assert result.digest == named_digest(reference.train(job, steps)[0])
+
+
+@pytest.mark.timeout(60)
+async def test_a_step_that_cannot_be_traced_is_said_and_workers_with_the_code_go_on() -> None:
+    events: list[Event] = []
+    bus = Bus()
+    bus.subscribe(events.append)
+    async with Coordinator(jobs.odd(), config=settings(code_free=True), bus=bus) as coordinator:
+        with pytest.raises(Refused) as caught:
+            await Worker(coordinator.address, config=QUICK_WORKER).run()
+        running = asyncio.create_task(Worker(coordinator.address, job=jobs.odd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await running
+    assert result.outcome == "finished"
+    assert caught.value.code is RefusalCode.NO_PROGRAM
+    assert "jobs.py:" in caught.value.reason
+    assert "--job" in caught.value.hint
+    assert any("--job" in event.text and "jobs.py:" in event.text for event in events if isinstance(event, Warned))
+
+
+async def test_a_coordinator_that_makes_no_program_says_so() -> None:
+    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
+        with pytest.raises(Refused, match="this coordinator makes none") as caught:
+            await Worker(coordinator.address, config=QUICK_WORKER).run()
+    assert caught.value.exit_code == 5
