@@ -156,7 +156,7 @@ class Checks:
             for grant in training.ledger.held(worker):
                 late_s = now - training.ledger.began_at(grant) - grant.deadline_s
                 others = any(other != worker for other in ready)
-                if grant.step == training.version and late_s > 0.1 and others and session.link.bytes_sent >= 0:
+                if grant.step == training.version and late_s > 0.1 and others:
                     if session.receiving != grant.lease and not session.ended.is_set():
                         self.violate("deadline", f"lease {grant.lease} of {session.name} is {late_s:.1f} s overdue")
 
@@ -169,7 +169,7 @@ class Checks:
             self._on_start(host, event)
         elif isinstance(event, CheckpointSaved):
             self.note("saved", f"{host.name} step {event.step}")
-            if not host.superseded:
+            if host.term >= self.highest_term:  # else it counts no longer
                 self.durable_step = max(self.durable_step, event.step)
         elif isinstance(event, CheckpointFailed | JournalFailed | JournalRestored):
             self.note("disk", f"{host.name} {type(event).__name__} step {event.step}")

@@ -109,7 +109,6 @@ class HostFilesystem(Filesystem):
         self.disk, self.alive = disk, alive
         self.dies_in: int | None = None  # calls until ``die``
         self.die: Callable[[], None] = lambda: None
-        self.num_calls = 0
         self._files: list[_File] = []
 
     def discard(self) -> None:
@@ -120,7 +119,6 @@ class HostFilesystem(Filesystem):
     def _call(self, *, grows: bool = True) -> None:
         if not self.alive():
             raise OSError(errno.EIO, "the process is dead")
-        self.num_calls += 1
         if self.dies_in is not None:
             self.dies_in -= 1
             if self.dies_in <= 0:

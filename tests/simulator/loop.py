@@ -70,7 +70,6 @@ class Host:
         self.random = random.Random(f"{seed}/{name}")
         self.ended: asyncio.Future[Any] = loop.create_future()
         self.filesystem: HostFilesystem | None = None
-        self.began = loop.now
         self.leaf_s = 0.1  # a leaf's virtual seconds
         self.slow_until = 0.0
         self.deaf_until = 0.0  # its programs read nothing until then
