@@ -6,7 +6,6 @@ tests/process/test_reports.py.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import math
 import os
@@ -25,7 +24,7 @@ import trustme
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.proxy import FaultProxy
-from tests.support.scripted import LEAVES, scripted, settle
+from tests.support.scripted import Run, Scripted, scripted, settle
 from torch import nn
 
 import w5xde_async
@@ -66,17 +65,26 @@ def worker(coordinator: Coordinator, job: Callable[[], Job], port: int | None = 
 # -- joining and leaving
 
 
+async def compute_step(run: Run, able: Scripted) -> None:
+    """One worker does all of the step under way; leases of the next one it lets lie."""
+    step, number = run.training.version, 0
+    while not run.training.version > step and not run.training.ledger.complete(step):
+        lease = await able.lease(number)
+        number += 1
+        if lease.step == step:
+            await able.compute(lease)
+    await run.commits(step + 1)
+
+
 async def test_join_stalls_nobody_horovod_2652() -> None:
-    """One joins and never becomes ready, one becomes ready and never works: steps are committed all the same."""
+    """One joins and never becomes ready: steps are committed all the same, and no time has to pass for that."""
     async with scripted() as run:
         able = await run.worker("able")
         await run.worker("building", ready=False)
-        for step in range(3):
-            for number in range(LEAVES):
-                await able.compute(await able.lease(step * LEAVES + number))
-            await run.commits(step + 1)
+        for _ in range(3):
+            await compute_step(run, able)
         assert run.applied() == {3.0}
-        assert run.now == 1000.0, "no time had to pass"
+        assert run.now == 1000.0
 
 
 async def test_leaving_does_not_deadlock_horovod_3494() -> None:
@@ -107,9 +115,7 @@ async def test_peer_dies_in_the_middle_of_a_state_transfer_prime_diloco_156() ->
             await settle()
             assert newcomer.ended()
             assert len(newcomer.all(Params)) < len(run.prepared.layout.buckets)
-        for number in range(LEAVES):
-            await able.compute(await able.lease(number))
-        await run.commits(1)
+        await compute_step(run, able)
         last = await run.worker("last")
         await last.version(1)
         assert run.applied() == {1.0}
@@ -140,13 +146,12 @@ async def test_no_endless_recovery_torchft_217_166() -> None:
         able = await run.worker("able")
         versions = []
         for number in range(12):
-            await able.compute(await able.lease(number))
             doomed = await run.worker(f"doomed-{number}")
             doomed.link.abort()
             await settle()
             assert doomed.ended()
-            if (number + 1) % LEAVES == 0:
-                await run.commits((number + 1) // LEAVES)
+            if number % 4 == 3:
+                await compute_step(run, able)
             versions.append(run.training.version)
         assert versions == sorted(versions)
         assert run.applied() == {3.0}
@@ -235,11 +240,9 @@ async def test_silent_tls_clients_free_their_descriptors_cpython_74156(monkeypat
 
 async def test_a_peer_that_does_not_read_grows_no_buffer_cve_2024_12254() -> None:
     """A send to it waits, on plain and TLS links; and nothing in the package calls a transport's writelines()."""
-    package = Path(w5xde_async.__file__).parent
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr == "writelines":
-                assert "telemetry" in path.parts, f"{path.name}:{node.lineno}: a file's is fine, a transport's is not"
+    for path in Path(w5xde_async.__file__).parent.rglob("*.py"):
+        calls = ".writelines(" in path.read_text(encoding="utf-8")
+        assert not calls or "telemetry" in path.parts, f"{path.name}: a file's is fine, a transport's is not"
     authority = trustme.CA()
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("localhost").configure_cert(server)
