@@ -228,6 +228,14 @@ def test_equal_norms_leave_room_for_the_next() -> None:
     assert gate.judge(1e6) == 0.0
 
 
+def test_what_is_over_the_median_is_scaled_to_it_with_its_direction_kept() -> None:
+    rule = AsynchronousRule(NUMEL, AsynchronousConfig(), gate=NormGate(NormGateConfig(warmup=3, window=3)))
+    for length in (2.0, 2.0, 2.0, 2.1):
+        outcome = rule.offer(torch.eye(NUMEL)[1] * length, samples=1, staleness=0)
+        assert outcome.norm == pytest.approx(length)  # as it came
+        torch.testing.assert_close(rule.take(), torch.eye(NUMEL)[1] * 2.0)
+
+
 def test_the_gate_bounds_what_one_result_moves() -> None:
     rule = AsynchronousRule(NUMEL, AsynchronousConfig(), gate=NormGate())
     refused = 0
