@@ -30,7 +30,7 @@ _NO_JOIN_SECRET = (
 )
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
-       w5xde worker --server HOST:PORT --job JOB [options]
+       w5xde worker --server HOST:PORT [options]
 
 Each has its own --help. The same as python -m w5xde_async.coordinator and
 python -m w5xde_async.worker.

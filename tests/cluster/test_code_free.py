@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support import jobs, programs, reference
 from tests.support.cluster import QUICK_WORKER, settings
+from tests.support.processes import programs as processes
 
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import RefusalCode, Refused
@@ -70,3 +71,29 @@ async def test_a_coordinator_that_makes_no_program_says_so() -> None:
         with pytest.raises(Refused, match="this coordinator makes none") as caught:
             await Worker(coordinator.address, config=QUICK_WORKER).run()
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_worker_process_needs_the_address_alone() -> None:
+    """Real processes: the coordinator's child traces, a worker without --job and one with it train."""
+    ended = {}
+    with processes() as start:
+        common = ("--threads", "1", "--log-format", "json")
+        coordinator = start(
+            "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--port", "0", "--min-workers", "2", *common
+        )
+        server = coordinator.wait_for("run_started")["address"]
+        workers = {
+            "free": start("w5xde_async.worker", "--server", server, *common),
+            "local": start("w5xde_async.worker", "--server", server, "--job", "tests/support/jobs.py:mlp_sgd", *common),
+        }
+        for name, worker in workers.items():
+            assert worker.finish() == 0, (name, worker.text)
+            ended[name] = "".join(worker.text)
+        assert coordinator.finish() == 0
+        finished = coordinator.last("run_finished")
+    job = jobs.mlp_sgd()
+    assert finished["digest"] == named_digest(reference.train(job)[0])
+    assert "program received" in ended["free"]
+    assert "program received" not in ended["local"]

@@ -9,7 +9,7 @@ from w5xde_async.settings.flags import Program
 
 ALWAYS = "--print-config --version --help"
 COORDINATOR = """
---max-steps --epochs --max-time --evaluate --no-evaluate --max-leaf-failures
+--max-steps --epochs --max-time --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
 --heartbeat --silence --bucket-size --bulk-threads
 --workers --worker-threads --min-workers --max-workers --grace
@@ -20,7 +20,7 @@ COORDINATOR = """
 WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
---device --threads --inline-block --memory-limit
+--device --threads --compile --inline-block --memory-limit
 --loop --log --log-format --config --exit-with-stdin
 """
 

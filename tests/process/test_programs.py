@@ -326,9 +326,9 @@ def test_a_worker_alone(jobs: str) -> None:
     assert code == ExitCode.UNREACHABLE
     assert "no coordinator reachable at 127.0.0.1:1 within 1 s" in said
     assert said.count("\n") == 1
-    code, said = run("w5xde_async.worker", *here)
+    code, said = run("w5xde_async.worker")
     assert code == ExitCode.USAGE
-    assert "--job is missing" in said
+    assert "--join-file or --server is missing" in said
     code, said = run("w5xde_async.worker", *here, "--job", f"{jobs}:raises")
     assert code == ExitCode.USAGE
     assert "no data here" in said

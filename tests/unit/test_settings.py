@@ -204,9 +204,8 @@ def test_mistakes_in_the_toml_file(tmp_path: Path, text: str, parts: tuple[str, 
     assert "hush" not in complained
 
 
-def test_a_worker_needs_server_and_job() -> None:
+def test_a_worker_needs_a_server() -> None:
     assert "--server is missing" in complaint(program=WorkerSettings)
-    assert "--job is missing" in complaint("--server", "here:1", program=WorkerSettings)
 
 
 # -- help

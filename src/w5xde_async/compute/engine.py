@@ -24,6 +24,7 @@ from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
 from w5xde_async.compute.buffers import BufferMerge
+from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.program.replica import Replica
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.errors import W5xdeError
@@ -174,6 +175,10 @@ class Engine:
         """``incoming`` holds a new version, of which ``buckets`` came: make the model compute with it."""
         self._transfer.load()
         self._buffers.refresh(entry for number in buckets for entry in self.layout.buckets[number].entries)
+
+    def compile_step(self) -> None:
+        """Let ``torch.compile`` try to make the step faster, from the next block on."""
+        self._step = CompiledStep(self._step, self.device)
 
     def release(self, vector: ResultVector) -> None:
         """A block's host vector has been sent; it may be written again. Any thread."""

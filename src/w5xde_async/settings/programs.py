@@ -78,6 +78,9 @@ class CoordinatorSettings(Program):
     max_time: Time | None = setting(
         None, "stop in good order after that long", group="the run", metavar="TIME", accepts=_SECONDS
     )
+    code_free: bool = setting(
+        True, "make a program of the job's step, for workers without --job", group="the run", accepts="true or false"
+    )
     evaluate: bool = setting(
         True, "run the job's evaluate, on the coordinator", group="the run", accepts="true or false"
     )
@@ -268,6 +271,7 @@ class CoordinatorSettings(Program):
             grace_s=self.grace,
             max_leaf_failures=self.max_leaf_failures,
             evaluate=self.evaluate,
+            code_free=self.code_free,
         )
 
     def progress_config(self, *, color: bool) -> ProgressConfig:
@@ -282,10 +286,11 @@ class WorkerSettings(Program):
     """Settings of ``w5xde_async.worker``."""
 
     table: ClassVar[str] = "worker"
-    usage: ClassVar[str] = "--join-file FILE --job JOB [options]"
+    usage: ClassVar[str] = "--join-file FILE [--job JOB] [options]"
     about: ClassVar[str] = (
-        "Compute for the coordinator at --server. Start it where JOB can be found: the\n"
-        f"same file, read from the current directory.\n\n{_PRECEDENCE}"
+        "Compute for the coordinator at --server. It sends what is to be computed; a\n"
+        "step that cannot be sent needs --job, read from the current directory.\n\n"
+        f"{_PRECEDENCE}"
     )
     ending: ClassVar[str] = (
         f"{_SECRETS}\n\nCtrl-C or SIGTERM leaves in good order after the lease under way.\n\n{_EXIT_CODES}"
@@ -295,8 +300,9 @@ class WorkerSettings(Program):
         None, "the coordinator's address", group="the run", metavar="HOST:PORT", accepts="HOST:PORT"
     )
     job: Text | None = setting(
-        None, "the job that the coordinator trains, as this machine finds it", group="the run", metavar="JOB",
-        accepts="FILE.py:NAME or MODULE:NAME",
+        None, "the job that the coordinator trains, as this machine finds it: its own code in place of the "
+        "coordinator's program", group="the run", metavar="JOB", accepts="FILE.py:NAME or MODULE:NAME",
+        shown="the coordinator's program",
     )  # fmt: skip
     name: Name | None = setting(
         None,
@@ -356,6 +362,9 @@ class WorkerSettings(Program):
     threads: AtLeast1 | None = setting(
         None, "torch's threads", group="machine", accepts=_FROM_1, shown="torch's choice"
     )
+    compile: bool = setting(
+        False, "torch.compile the step where that pays; gives other bits", group="machine", accepts="true or false"
+    )
     inline_block: Annotated[Duration, Field(ge=0, le=0.1)] = setting(
         0.0005, "blocks expected to take no longer are computed on the event loop; 0: none", group="machine",
         metavar="TIME", accepts="a time from 0 to 100ms", shown="0.5ms",
@@ -389,10 +398,6 @@ class WorkerSettings(Program):
             raise UsageError("--join-file or --server is missing: the coordinator prints the whole command")
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} both say where the coordinator is; leave out one of them")
-        if self.job is None:
-            raise UsageError(
-                "--job is missing: this version's workers need the job's code; the coordinator prints the whole command"
-            )
 
     def where(self) -> str:
         """The coordinator: ``host:port`` or a join string. Raises UsageError."""
@@ -419,6 +424,7 @@ class WorkerSettings(Program):
             lifetime_s=self.lifetime,
             grace_s=self.grace,
             inline_block_s=self.inline_block,
+            compile=self.compile,
             memory_limit_bytes=_WORKER.memory_limit_bytes if self.memory_limit is None else self.memory_limit,
         )
 

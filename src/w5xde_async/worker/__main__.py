@@ -35,7 +35,6 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     if settings.exit_with_stdin:
         threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     config = settings.worker_config(token)
-    assert settings.job is not None
     server = settings.where()
 
     from w5xde_async.job import load_job
@@ -48,7 +47,7 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     handler.setLevel(_LEVELS[settings.log])
     attach(handler, _LEVELS[settings.log])
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
-    job = load_job(settings.job)
+    job = None if settings.job is None else load_job(settings.job)
 
     async def work() -> int:
         worker = Worker(server, job=job, config=config)

@@ -26,6 +26,7 @@ class WorkerConfig:
     connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
     inline_block_s    blocks expected to take no longer are computed on the event loop itself, since the way to a thread
                       and back takes longer than they do; 0: never, as befits a guest in somebody's loop
+    compile           ``torch.compile`` the step where that pays; other bits then than without
     lifetime_s        leave in good order after that long (a spot instance's hour)
     grace_s           asked to leave, it finishes the lease under way within that long or gives it back
     memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
@@ -41,6 +42,7 @@ class WorkerConfig:
     threads: int | None = None
     connect_timeout_s: float = 300.0
     inline_block_s: float = 0.0
+    compile: bool = False
     lifetime_s: float | None = None
     grace_s: float = 25.0
     memory_limit_bytes: int = field(default_factory=lambda: _quarter_of_memory())

@@ -308,7 +308,7 @@ class Worker:
                     self._program, layout, self._device, precision=welcome.precision,
                     memory_bytes=device_memory_bytes(self._device),
                 )  # fmt: skip
-            return Engine(
+            engine = Engine(
                 source,
                 device=self._device,
                 seed=welcome.seed,
@@ -317,6 +317,9 @@ class Worker:
                 accumulate=welcome.accumulate,
                 bucket_bytes=welcome.bucket_bytes,
             )
+            if self.config.compile:
+                engine.compile_step()
+            return engine
         except W5xdeError:
             raise
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class ProgramStep:
         self._known: dict[tuple[Any, ...], Bound] = {}  # sizes and dtypes that were measured
         self._plain: Any = _plain_type(program)
         self._num_tensors = len(program.graphs[0].inputs)
+        self._run: Callable[..., tuple[Tensor, tuple[Any, ...]]] = run
         self._state: list[Tensor] = []
         self._model: nn.Module | None = None
         for graph in program.graphs:
@@ -63,8 +65,14 @@ class ProgramStep:
         bound = self._known.get(tuple([(tensor.shape, tensor.dtype) for tensor in tensors]))
         if bound is None:
             bound = self._find(tensors)
-        loss, metrics = run(bound, (*self._state, *tensors, *self._constants))
+        loss, metrics = self._run(bound, (*self._state, *tensors, *self._constants))
         return loss, dict(zip(self._program.metrics, metrics, strict=True))
+
+    def compiled(self, options: dict[str, Any]) -> ProgramStep:
+        """The same step, whose calls ``torch.compile`` makes one of. The checks stay as they are."""
+        other = copy.copy(self)
+        other._run = torch.compile(run, options=options)
+        return other
 
     def _tensors(self, batch: Any) -> Sequence[Tensor]:
         if type(batch) is self._plain:
