@@ -7,6 +7,7 @@ its process id in the folder. ``Elastic`` is the parent's side: it starts torchr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -26,8 +27,17 @@ from torch.nn.parallel import DistributedDataParallel
 import throttled
 
 
+def torchrun() -> None:
+    """torchrun, which ends with whoever started it."""
+    from torch.distributed.run import main as run
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    run(sys.argv[2:])
+
+
 def main() -> None:
-    """One rank. It ends when torchrun ends it."""
+    """One rank. It ends when torchrun ends it, and with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     torch.set_num_threads(1)
     folder, every = Path(os.environ["BENCH_FOLDER"]), int(os.environ["BENCH_SAVE_EVERY"])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -87,7 +97,7 @@ class Elastic:
             "BENCH_LEAF_S_OF": ",".join(map(str, leaf_s)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(leaf_s)),
+            sys.executable, __file__, "--torchrun", "--standalone", "--nproc-per-node", str(len(leaf_s)),
             "--max-restarts", "1000", __file__,
         ]  # fmt: skip
         self._log = (folder / "log").open("w")
@@ -143,4 +153,4 @@ class Elastic:
 
 
 if __name__ == "__main__":
-    main()
+    torchrun() if sys.argv[1:2] == ["--torchrun"] else main()

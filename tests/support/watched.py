@@ -8,8 +8,10 @@ time.monotonic's, which all processes of a machine share on Linux.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 
@@ -32,5 +34,7 @@ class WatchedBus(events.Bus):
 
 
 if __name__ == "__main__":
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives its test
     events.Bus = WatchedBus  # type: ignore[misc]
     sys.exit(main())
