@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -40,8 +41,15 @@ def one(seed: int, mode: str, bug: str = "", *, verbose: bool = False) -> Outcom
         return simulate(seed, mode, schedule, focus=BUGS[bug].faults, verbose=verbose)
 
 
-def _chunk(task: tuple[list[int], str, str]) -> list[Outcome]:
+def _prepare() -> None:
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # loop and compute threads take turns: on one core the turn passes sooner
+        cores = sorted(os.sched_getaffinity(0))
+        number = multiprocessing.current_process()._identity
+        os.sched_setaffinity(0, {cores[(number[0] if number else 0) % len(cores)]})
+
+
+def _chunk(task: tuple[list[int], str, str]) -> list[Outcome]:
     seeds, mode, bug = task
     outcomes = []
     gc.disable()
@@ -64,7 +72,7 @@ def _all(seeds: list[int], mode: str, bug: str, jobs: int) -> Iterator[Outcome]:
         for task in tasks:
             yield from _chunk(task)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=20) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, _prepare) as pool:
         for outcomes in pool.imap(_chunk, tasks):
             yield from outcomes
 
@@ -119,13 +127,12 @@ def catch(bug: str, most: int) -> tuple[int, Outcome | None]:
 
 
 def _catch(task: tuple[str, int]) -> tuple[str, int, Outcome | None]:
-    torch.set_num_threads(1)
     return (task[0], *catch(*task))
 
 
 def run_planted(most: int, jobs: int, write: bool) -> int:
     rows, missed = [], 0
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, _prepare) as pool:
         for name, needed, outcome in pool.imap(_catch, [(name, most) for name in BUGS]):
             if outcome is None:
                 missed += 1

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -63,11 +64,19 @@ def _modules() -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names)]
 
 
-def _clock_defaults(function: Any, real: Callable[[], float], fake: Callable[[], float]) -> Iterator[tuple[Any, Any]]:
-    """Functions whose ``clock=time.monotonic`` was bound when they were defined."""
-    defaults = getattr(function, "__kwdefaults__", None)
-    if defaults and any(value is real for value in defaults.values()):
-        yield function, {name: fake if value is real else value for name, value in defaults.items()}
+@lru_cache(maxsize=1)
+def _clocks(num_modules: int) -> tuple[list[ModuleType], list[Any]]:
+    """Modules that call ``time.something``, and functions whose ``clock=time.monotonic`` was bound at definition."""
+    modules, functions = [], []
+    for module in _modules():
+        if getattr(module, "time", None) is time:
+            modules.append(module)
+        for thing in list(vars(module).values()):
+            for function in [thing, *vars(thing).values()] if isinstance(thing, type) else [thing]:
+                defaults = getattr(function, "__kwdefaults__", None)
+                if defaults and any(value is time.monotonic for value in defaults.values()):
+                    functions.append(function)
+    return modules, list(dict.fromkeys(functions))
 
 
 @contextmanager
@@ -122,14 +131,13 @@ def in_virtual_world(loop: VirtualLoop, network: Network, seed: str, knobs: rand
         return real_serving(link, welcome, *args, **kwargs)
 
     try:
-        for module in _modules():
-            if getattr(module, "time", None) is time:
-                put(module, "time", clocks)
-            for thing in list(vars(module).values()):
-                functions = [thing, *vars(thing).values()] if isinstance(thing, type) else [thing]
-                for function in functions:
-                    for owner, defaults in _clock_defaults(function, time.monotonic, monotonic):
-                        put(owner, "__kwdefaults__", defaults)
+        modules, functions = _clocks(len(sys.modules))
+        for module in modules:
+            put(module, "time", clocks)
+        for function in functions:
+            defaults = function.__kwdefaults__
+            bound = {name: monotonic if value is time.monotonic else value for name, value in defaults.items()}
+            put(function, "__kwdefaults__", bound)
         put(os, "urandom", entropy.randbytes)
         put(coordinator, "listen", network.listen)
         put(coordinator, "Loader", make_loader)
