@@ -155,3 +155,10 @@ def test_nobody_holds_back_among_equals_or_when_the_fast_ones_hang() -> None:
     assert unequal.in_time("slow", {"slow": 0, "fast": 1}, 1, 11, 1.0) == 0
     assert unequal.in_time("slow", {"slow": 0, "fast": 1}, 1, 11, 2.1) == 1  # the step takes twice what it should
     assert unequal.in_time("new", {"new": 0, "fast": 1}, 1, 11, 0.0) == 1
+
+
+def test_a_late_lease_lengthens_the_deadline_to_twice_what_it_was() -> None:
+    pacing = paced(a=0.1)
+    for expected in (10.0, 20.0, 40.0):
+        pacing.observe_late("a", 1, 86_400.0, 86_400.0)
+        assert pacing.deadline_s("a", 1) == pytest.approx(expected)

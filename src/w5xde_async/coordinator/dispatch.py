@@ -51,8 +51,8 @@ class Dispatch:
         self._free_since[grant.worker] = now
 
     def observe_late(self, grant: Grant, compute_s: float, now: float) -> None:
-        """A lease that had ended was done after all: deadlines learn from it too."""
-        self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - grant.granted_at)
+        """A lease that had ended was done after all: deadlines learn from it too, so that one too short gets longer."""
+        self._pacing.observe_late(grant.worker, grant.block.num_leaves, compute_s, now - grant.granted_at)
         self._free_since[grant.worker] = now
 
     def leases(

@@ -81,13 +81,22 @@ class Liveness:
             # Its bytes are on their way into the block's memory: only the end of the link frees that.
             holder.abort("its lease's deadline passed in the middle of a result")
             return
-        late = self._membership.members.get(grant.worker)
-        if late is not None and late.standing is Standing.READY:
-            late.standing = Standing.LATE
         name = holder.name if holder is not None else grant.worker
         self._warn(f"lease {grant.lease} of {name} was overdue and is given to another")
-        for held in self._ledger.held(grant.worker):
-            # What it has not begun is better given to others as well: a worker that hangs costs one lease.
-            if holder is None or holder.receiving != held.lease:
+        self._ledger.give_back(grant.lease)
+        self._revoke(grant, "its deadline passed")
+        self.await_answer(grant.worker)
+
+    def await_answer(self, worker: str) -> None:
+        """A lease of this worker was taken from it: it gets no other until it has said what became of that one.
+
+        What it has not begun is better given to others as well, so that a worker that hangs costs one lease.
+        """
+        member, holder = self._membership.members.get(worker), self._sessions.get(worker)
+        if member is None or holder is None or member.standing is not Standing.READY:
+            return
+        member.standing = Standing.LATE
+        for held in self._ledger.held(worker):
+            if holder.receiving != held.lease:
                 self._ledger.give_back(held.lease)
-                self._revoke(held, "its deadline passed" if held is grant else "an earlier lease is overdue")
+                self._revoke(held, "an earlier lease is late")

@@ -402,6 +402,7 @@ class Training:
         if finished is not None:
             if finished.other is not None:
                 self._revoke(finished.other, "another worker was faster")
+                self._liveness.await_answer(finished.other.worker)
             step, block = self.aggregator.step, finished.grant.block
             if member is not None and step is not None:
                 member.leaves += block.num_leaves

@@ -97,6 +97,15 @@ class Pacing:
         a = self.config.smoothing
         self._leaf_s[worker] = leaf_s if known is None else (1 - a) * known + a * leaf_s
 
+    def observe_late(self, worker: str, leaves: int, seconds: float, taken_s: float) -> None:
+        """A lease whose time was over was done after all, ``taken_s`` after it was given.
+
+        It may have been stopped for a day: one such lease lengthens the deadline to twice what it was, no further.
+        """
+        config = self.config
+        most_s = 2 * self.deadline_s(worker, leaves) / (config.deadline_factor * config.leases_ahead)
+        self.observe(worker, leaves, min(seconds, most_s), taken_s=min(taken_s, most_s))
+
     def forget(self, worker: str) -> None:
         self._leaf_s.pop(worker, None)
         self._taken.pop(worker, None)

@@ -191,7 +191,7 @@ class Worker:
         began, limit = time.monotonic(), self.config.connect_timeout_s
         try:
             async for attempt in stamina.retry_context(
-                on=(LinkLost, _NotNow, RemoteError), attempts=None, timeout=limit, wait_initial=0.1, wait_max=5.0,
+                on=(LinkLost, _NotNow, RemoteError), attempts=None, timeout=limit, wait_initial=0.1, wait_max=2.0,
                 wait_jitter=0.5,
             ):  # fmt: skip
                 with attempt:

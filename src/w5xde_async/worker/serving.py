@@ -355,16 +355,19 @@ class Serving:
 
     async def _beat(self) -> None:
         """Say that we live, and notice when the coordinator does not."""
+        beat_s, silence_s = self.welcome.heartbeat_s, self.welcome.silence_s
         seen, since = -1, self._clock()
+        said = since
         while True:
-            await asyncio.sleep(self.welcome.heartbeat_s)
-            if self.outbox.idle:
-                self.outbox.post(encode(Heartbeat(self._activity)))
+            await asyncio.sleep(min(beat_s, 1.0))
             now = self._clock()
+            if self.outbox.idle and now - said >= beat_s * 0.99:
+                self.outbox.post(encode(Heartbeat(self._activity)))
+                said = now
             if self._state is State.JOINING or self.link.bytes_received != seen:
                 # While the model is being built nobody reads: silence then says nothing of the coordinator.
                 seen, since = self.link.bytes_received, now
-            elif now - since > self.welcome.silence_s:
+            elif now - since > silence_s:
                 raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")
 
     async def _stop(self) -> None:
