@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import torch
 from tests.support import jobs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.program.form import FORM, Document, parse
+from w5xde_async.compute.program.replica import ProgramStep
 from w5xde_async.job import Job
+from w5xde_async.params.layout import Layout
 
 
 class GPT(jobs.GPT):
@@ -107,3 +112,69 @@ TRACEABLE: dict[str, Callable[[], Job]] = {
     "bf16": bf16,
     "fp16": jobs.fp16,
 }
+
+
+# -- programs made by hand
+
+#: Values of the tiny program: the entries W, B, FROZEN and SEEN, the batch x (n, 4) and y (n), a constant (3); nodes.
+FIRST_NODE = 7
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(3))
+        self.still = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+def tiny_layout() -> Layout:
+    return Layout.of(Tiny())
+
+
+def entry(name: str) -> int:
+    """The number of an entry in the layout."""
+    return next(index for index, found in enumerate(tiny_layout().entries) if found.name == name)
+
+
+W, B, FROZEN, SEEN = (entry(name) for name in ("head.weight", "head.bias", "still", "seen"))
+X, Y, CONSTANT = 4, 5, 6
+
+
+def v(index: int) -> list[Any]:
+    """A reference."""
+    return [0, index]
+
+
+def listed(*items: Any) -> list[Any]:
+    return [5, list(items)]
+
+
+Call = tuple[str, list[Any]] | tuple[str, list[Any], list[Any]]
+
+
+def tree(*calls: Call, loss: int | None = None, **parts: Any) -> list[Any]:
+    """A program's parts: ``calls`` (operator, arguments, named) come first, then linear and cross entropy."""
+    at = FIRST_NODE + len(calls)
+    every: list[Call] = [
+        *calls, ("linear.default", [v(X), v(W), v(B)]), ("cross_entropy_loss.default", [v(at), v(Y)]),
+    ]  # fmt: skip
+    names = list(dict.fromkeys(call[0] for call in every))
+    nodes = [[names.index(call[0]), call[1], call[2] if len(call) == 3 else []] for call in every]
+    inputs = [["float32", [[0, 2, 1 << 30, 8], 4]], ["int64", [[0, 2, 1 << 30, 8]]]]
+    made = {
+        "form": FORM, "fingerprint": tiny_layout().fingerprint, "structure": flatten((torch.zeros(1),) * 2)[0],
+        "metrics": [], "statistics": [], "operators": names, "constants": [["float32", [3]]],
+        "graphs": [[inputs, nodes, [at + 1 if loss is None else loss, []]]],
+    } | parts  # fmt: skip
+    return list(made.values())
+
+
+def document(*calls: Call, **parts: Any) -> Document:
+    return Document(msgpack.packb(tree(*calls, **parts)), (torch.ones(3),))
+
+
+def load(found: Document, *, memory_bytes: int = 1 << 30) -> ProgramStep:
+    """What a worker does with a program before it computes with it. Raises ProgramRefused."""
+    layout = tiny_layout()
+    return ProgramStep(parse(found, layout), layout, torch.device("cpu"), memory_bytes=memory_bytes)

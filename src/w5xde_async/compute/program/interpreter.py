@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
-from w5xde_async.compute.program.operators import SET_GRAD
+from w5xde_async.compute.program.operators import SET_GRAD, Operator
 from w5xde_async.errors import ProgramRefused
 
 __all__ = ["Bound", "bind", "example", "fits", "measure", "run"]
@@ -53,9 +53,7 @@ def bind(program: Program, graph: Graph, device: torch.device) -> Bound:
     for number, node in enumerate(graph.nodes):
         if base + number not in last and base + number not in keep:
             dead[number].append(base + number)
-        steps.append(
-            (_call(node.operator.call, node.arguments, node.named, device), base + number, tuple(dead[number]))
-        )
+        steps.append((_call(node.operator, node.arguments, node.named, device), base + number, tuple(dead[number])))
     sets_grad = any(node.operator.name == SET_GRAD for node in graph.nodes)
     return Bound(graph, tuple(steps), base + len(graph.nodes), sets_grad)
 
@@ -67,9 +65,11 @@ def _uses(arguments: Sequence[Any], named: dict[str, Any]) -> list[int]:
     return found
 
 
-def _call(
-    operator: Callable[..., Any], arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...], device: torch.device
-) -> Call:
+def _call(of: Operator, arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...], device: torch.device) -> Call:
+    operator = of.call
+    if of.makes_tensors:  # without a device torch would take its own default
+        named = (*[pair for pair in named if pair[0] != "device"], ("device", DEVICE))
+
     def fixed(value: Any) -> Any:
         return device if value is DEVICE else list(value) if type(value) is tuple else value
 

@@ -137,6 +137,12 @@ class Operator:
     parameters: tuple[Parameter, ...]
     results: tuple[str, ...]
 
+    @property
+    def makes_tensors(self) -> bool:
+        """Whether it makes tensors out of none, on a device that it is told."""
+        kinds = {parameter.kind for parameter in self.parameters}
+        return "Device" in kinds and "Tensor" not in kinds
+
 
 def _number(value: Any) -> Any:
     if type(value) is bool or type(value) is float:

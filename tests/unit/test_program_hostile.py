@@ -1,0 +1,375 @@
+"""What a hostile coordinator may send: every program here is refused, and nothing of it is computed with memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.programs import (
+    CONSTANT,
+    FIRST_NODE,
+    FROZEN,
+    SEEN,
+    B,
+    W,
+    X,
+    Y,
+    document,
+    listed,
+    load,
+    tiny_layout,
+    tree,
+    v,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from w5xde_async.compute.program.form import LIMITS, Document
+from w5xde_async.compute.program.operators import NAMES, SCALARS, find
+from w5xde_async.errors import ProgramRefused
+
+N = FIRST_NODE
+HUGE = 1 << 62
+
+Make = Callable[[], Document]
+
+
+def one(operator: str, *arguments: Any, **named: Any) -> Make:
+    """A good program with this call before it."""
+    return lambda: document((operator, list(arguments), [[name, value] for name, value in named.items()]))
+
+
+def whole(**parts: Any) -> Make:
+    return lambda: document(**parts)
+
+
+def changed(change: Callable[[list[Any]], object]) -> Make:
+    """A good program of which ``change`` changed something in place."""
+
+    def make() -> Document:
+        made = tree()
+        change(made)
+        return Document(msgpack.packb(made), (torch.ones(3),))
+
+    return make
+
+
+def nodes_of(made: list[Any]) -> list[Any]:
+    found: list[Any] = made[7][0][1]
+    return found
+
+
+def deep(depth: int) -> Document:
+    inside: Any = 1
+    for _ in range(depth):
+        inside = [5, [inside]]
+    return document(("view.default", [v(X), inside]))
+
+
+#: name -> (program, what the refusal says)
+HOSTILE: dict[str, tuple[Make, str]] = {
+    # names
+    "torch.load": (one("torch.load", "x"), "not on the list"),
+    "load": (one("load", "x"), "not on the list"),
+    "os.system": (one("os.system", "touch owned"), "not on the list"),
+    "os through torch": (one("torch.os.system", "touch owned"), "not on the list"),
+    "os through aten": (one("_os.system", "touch owned"), "not on the list"),
+    "attribute chain": (one("__class__.__base__.__subclasses__", v(X)), "not on the list"),
+    "dunder": (one("__class__.default", v(X)), "not on the list"),
+    "dunder overload": (one("add.__class__", v(X)), "not on the list"),
+    "globals": (one("add.Tensor.__globals__", v(X)), "not on the list"),
+    "_operator.attrgetter": (one("_operator.attrgetter", "system"), "not on the list"),
+    "operator.methodcaller": (one("methodcaller", "system"), "not on the list"),
+    "builtins.eval": (one("eval", "1"), "not on the list"),
+    "prim": (one("prim.device", v(X)), "not on the list"),
+    "qualified": (one("aten::add.Tensor", v(X), v(X)), "not on the list"),
+    "other namespace": (one("mylib.add.Tensor", v(X), v(X)), "not on the list"),
+    "quantized": (one("quantize_per_tensor.default", v(X), 1.0, 0, [1, "float32"]), "not on the list"),
+    "callback": (one("map.default", v(X)), "not on the list"),
+    "empty name": (one("", v(X)), "not on the list"),
+    # operators that touch what they must not
+    "from_file": (one("from_file.default", "/etc/passwd", False, 100), "not on the list"),
+    "set_": (one("set_.source_Tensor", v(SEEN), v(X)), "not on the list"),
+    "set_ storage": (one("set_.source_Storage_storage_offset", v(SEEN), 0, 0, listed(99)), "not on the list"),
+    "resize_": (one("resize_.default", v(SEEN), listed(1 << 40)), "not on the list"),
+    "as_strided": (one("as_strided.default", v(X), listed(1000), listed(1), 1 << 30), "not on the list"),
+    "memory that was not written": (one("empty.memory_format", listed(1 << 20)), "not on the list"),
+    "new_empty": (one("new_empty.default", v(X), listed(1 << 20)), "not on the list"),
+    "out variant": (one("add.out", v(X), v(X), out=v(SEEN)), "not on the list"),
+    "out argument": (one("add.Tensor", v(X), v(X), out=v(SEEN)), "no argument 'out'"),
+    "data pointer": (one("data_ptr.default", v(X)), "not on the list"),
+    "record_stream": (one("record_stream.default", v(X), 0), "not on the list"),
+    "nonzero": (one("nonzero.default", v(X)), "not on the list"),
+    "item": (one("item.default", v(X)), "not on the list"),
+    "generator": (one("normal_.default", v(SEEN), 0.0, 1.0, generator=1), "generator"),
+    "pinned memory": (one("zeros.default", listed(3), pin_memory=True), "pin_memory"),
+    # writing where nothing may be written
+    "writes a parameter": (one("zero_.default", v(W)), "writes into 'head.weight'"),
+    "writes a frozen parameter": (one("copy_.default", v(FROZEN), v(B)), "writes into 'still'"),
+    "writes the batch": (one("mul_.Scalar", v(X), 2.0), "writes into the batch"),
+    "writes a constant": (one("add_.Scalar", v(CONSTANT), 1.0), "writes into the batch or a constant"),
+    "writes a view of a parameter": (
+        lambda: document(("view.default", [v(W), listed(12)]), ("zero_.default", [v(N)])),
+        "writes into 'head.weight'",
+    ),
+    "writes a part of a split parameter": (
+        lambda: document(
+            ("split.Tensor", [v(W), 1]), ("item", [v(N), 0]), ("transpose.int", [v(N + 1), 0, 1]),
+            ("zero_.default", [v(N + 2)]),
+        ),
+        "writes into 'head.weight'",
+    ),
+    "batch norm's statistics are a parameter": (
+        one("batch_norm.default", v(X), None, None, v(B), v(FROZEN), True, 0.1, 1e-5, False), "writes into 'head.bias'",
+    ),
+    "writes a number": (one("add_.Tensor", 1.0, v(X)), "self"),
+    # values
+    "forward reference": (one("relu.default", v(N + 1)), "not there yet"),
+    "itself": (one("relu.default", v(N)), "not there yet"),
+    "cycle": (
+        lambda: document(("relu.default", [v(N + 1)]), ("relu.default", [v(N)])), "not there yet",
+    ),
+    "negative value": (one("relu.default", v(-1)), "not there yet"),
+    "value by a float": (one("relu.default", [0, 1.0]), "not there yet"),
+    "value by a bool": (one("relu.default", [0, True]), "not there yet"),
+    "value far away": (one("relu.default", v(HUGE)), "not there yet"),
+    "result out of range": (
+        lambda: document(("var_mean.default", [v(X)]), ("item", [v(N), 2])), "result 2 of 2",
+    ),
+    "negative result": (lambda: document(("chunk.default", [v(X), 2]), ("item", [v(N), -1])), "index"),
+    "part that is not there": (lambda: document(("chunk.default", [v(X), 2]), ("item", [v(N), 7])), "result 7"),
+    "part of a tensor": (one("item", v(X), 0), "operand0"),
+    "loss is a number": (lambda: document(("size", [v(X), 0]), loss=N), "the loss"),
+    "loss is a matrix": (whole(loss=N), "the loss"),
+    "loss is nothing": (lambda: document(("set_grad", [True]), loss=N), "the loss"),
+    # arguments
+    "too many arguments": (one("relu.default", v(X), v(X)), "2 arguments in place of 1"),
+    "too few arguments": (one("linear.default", v(X)), "weight is missing"),
+    "argument twice": (one("relu.default", v(X), self=v(X)), "comes twice"),
+    "unknown argument": (one("relu.default", v(X), __class__=1), "no argument '__class__'"),
+    "string for a number": (one("add.Tensor", v(X), "1"), "other"),
+    "unknown string": (one("gelu.default", v(X), approximate="os.system"), "approximate"),
+    "equation with code": (one("einsum.default", "__import__('os')", listed(v(X))), "equation"),
+    "huge literal": (one("full.default", listed(3), 1 << 63), "not msgpack|fill_value"),
+    "bytes": (one("add.Tensor", v(X), b"x"), "other"),
+    "complex dtype": (one("to.dtype", v(X), [1, "complex64"]), "dtype"),
+    "unknown dtype": (one("to.dtype", v(X), [1, "os"]), "dtype"),
+    "dtype as a number": (one("to.dtype", v(X), 6), "dtype"),
+    "dtype of a device": (one("to.dtype", v(X), [4, 0]), "dtype"),
+    "sparse layout": (one("zeros.default", listed(3), layout=[2, "sparse_coo"]), "layout"),
+    "unknown memory format": (one("contiguous.default", v(X), memory_format=[3, "x"]), "memory_format"),
+    "device by name": (one("zeros.default", listed(3), device="cuda:7"), "device"),
+    "unknown tag": (one("relu.default", [9, 1]), "self"),
+    "list without a tag": (one("view.default", v(X), [1, 2, 3]), "without a tag"),
+    "list in a list": (lambda: deep(2), "size"),
+    "deep nesting": (lambda: deep(400), "size|msgpack"),
+    "a map": (one("add.Tensor", v(X), {}), "msgpack|other"),
+    "an extension type": (
+        changed(lambda made: made.__setitem__(3, [msgpack.ExtType(5, b"x")])), "msgpack",
+    ),
+    # sizes
+    "terabytes": (one("zeros.default", listed(1 << 40)), "more than"),
+    "sizes that overflow": (one("zeros.default", listed(1 << 32, 1 << 32)), "."),
+    "repeated": (one("repeat.default", v(X), listed(1 << 20, 1 << 20)), "."),
+    "expanded without end": (one("expand.default", v(SEEN), listed(HUGE, 3)), "."),
+    "many that are small": (
+        lambda: document(*[("zeros.default", [listed(1 << 16)]) for _ in range(8000)]), "more than",
+    ),
+    "one hot of a billion": (one("one_hot.default", v(Y), 1 << 40), "."),
+    "padded": (one("constant_pad_nd.default", v(X), listed(0, 1 << 40)), "."),
+    "computed size": (
+        lambda: document(("size", [v(X), 0]), ("mul", [v(N), 1 << 40]), ("zeros.default", [listed(v(N + 1))])), ".",
+    ),
+    "numbers without end": (
+        lambda: document(
+            ("size", [v(X), 0]), *[("mul", [v(N + i), v(N + i)]) for i in range(40)],
+        ),
+        "a size of",
+    ),
+    "division by zero": (lambda: document(("size", [v(X), 0]), ("floordiv", [v(N), 0])), "."),
+    "condition that does not hold": (
+        lambda: document(("size", [v(X), 0]), ("lt", [v(N), 0]), ("require", [v(N + 1)])), "does not hold",
+    ),
+    "shapes that do not fit": (one("mm.default", v(X), v(X)), "."),
+    # the whole
+    "a million nodes": (
+        lambda: document(*[("relu.default", [v(X)])] * 1_000_000), "bytes, more than",
+    ),
+    "more nodes than allowed": (
+        changed(lambda made: nodes_of(made).extend([[0, [], []]] * 40_000)), "nodes|msgpack",
+    ),
+    "a million empty nodes": (changed(lambda made: nodes_of(made).extend([[]] * 1_000_000)), "nodes|msgpack"),
+    "a long text": (lambda: Document(bytes(LIMITS.text_bytes + 1), ()), "bytes, more than"),
+    "no text": (lambda: Document(b"", ()), "msgpack"),
+    "half a text": (lambda: Document(document().text[:-9], (torch.ones(3),)), "msgpack"),
+    "more after it": (lambda: Document(document().text + b"\x00", (torch.ones(3),)), "msgpack"),
+    "a number": (lambda: Document(b"\x07", ()), "eight parts"),
+    "a pickle": (lambda: Document(b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x02os.", ()), "."),
+    "another form": (whole(form=2), "form 2"),
+    "another model": (whole(fingerprint=bytes(32)), "another model"),
+    "no graph": (whole(graphs=[]), "no graph"),
+    "a constant that did not come": (whole(constants=[["float32", [3]], ["float32", [3]]]), "constants"),
+    "a constant of another shape": (whole(constants=[["float32", [1 << 40]]]), "constants"),
+    "statistics that are parameters": (whole(statistics=[W]), "statistics"),
+    "statistics out of range": (whole(statistics=[99]), "statistics"),
+    "operators that are no names": (whole(operators=[1, 2]), "operators"),
+    "operator out of range": (changed(lambda made: nodes_of(made)[0].__setitem__(0, 99)), "program's list"),
+    "input of an unknown dtype": (
+        changed(lambda made: made[7][0][0][0].__setitem__(0, "complex128")), "unknown dtype",
+    ),
+    "input of a huge size": (changed(lambda made: made[7][0][0][0].__setitem__(1, [HUGE])), "odd size"),
+    "input of a negative size": (changed(lambda made: made[7][0][0][0].__setitem__(1, [-1])), "odd size"),
+    "input with too many axes": (changed(lambda made: made[7][0][0][0].__setitem__(1, [1] * 99)), "tensor 0"),
+}  # fmt: skip
+
+
+class NoMemory(TorchDispatchMode):
+    """Fails on anything that is computed with memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                assert tensor.device.type == "meta", f"{func} was computed"
+        return result
+
+
+def refused(found: Document) -> ProgramRefused:
+    tiny_layout()
+    with pytest.raises(ProgramRefused) as caught:
+        load(found)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_it_is_refused_without_being_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, words = HOSTILE[name]
+    found, layout = make(), tiny_layout()
+    monkeypatch.setattr("tests.support.programs.tiny_layout", lambda: layout)
+    with NoMemory(), pytest.raises(ProgramRefused, match=words) as caught:
+        load(found)
+    assert len(str(caught.value)) < 700
+
+
+def test_there_are_enough() -> None:
+    assert len(HOSTILE) >= 40
+
+
+def test_memory_stays_flat() -> None:
+    found = [make() for make, _ in HOSTILE.values()]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for program in found:
+        refused(program)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 64 << 10, f"{grown} KiB more"
+
+
+def test_a_refusal_names_the_node_and_the_operator() -> None:
+    found = refused(document(("relu.default", [v(X)]), ("from_file.default", ["/etc/passwd"])))
+    assert (found.node, found.operator) == (1, "from_file.default")
+    assert "not on the list" in found.reason
+
+
+def test_what_is_good_is_taken() -> None:
+    step = load(document(("add_.Tensor", [v(SEEN), 1.0])))
+    assert step is not None
+
+
+def test_only_listed_operators_of_aten_are_reached() -> None:
+    for name in NAMES:
+        operator = find(name)
+        assert operator is not None, f"{name}: this torch does not have it"
+        assert isinstance(operator.call, torch._ops.OpOverload)
+        assert operator.call.namespace == "aten"
+        assert not any(parameter.name == "out" for parameter in operator.parameters), name
+        for argument in operator.call._schema.arguments:
+            assert str(argument.real_type) not in ("Storage", "Stream", "Any", "QScheme"), name
+    assert not set(SCALARS) & NAMES
+
+
+RICH = tree(
+    ("size", [v(X), 0]),
+    ("mul", [v(N), 4]),
+    ("view.default", [v(X), listed(v(N + 1))]),
+    ("zeros.default", [listed(v(N), 4)], [["dtype", [1, "float32"]], ["device", [4, 0]]]),
+    ("cat.default", [listed(v(X), v(N + 3)), 1]),
+    ("slice.Tensor", [v(N + 4), 1, 0, 4]),
+    ("dropout.default", [v(N + 5), 0.1, True]),
+    ("contiguous.default", [v(N + 6)], [["memory_format", [3, "contiguous"]]]),
+    ("set_grad", [False]),
+    ("mean.dim", [v(N + 7), listed(0)]),
+    ("to.dtype", [v(N + 9), [1, "float32"]]),
+    ("slice.Tensor", [v(N + 10), 0, 0, 3]),
+    ("lerp_.Scalar", [v(SEEN), v(N + 11), 0.1]),
+    ("set_grad", [True]),
+    ("split.Tensor", [v(N + 7), 2, 1]),
+    ("item", [v(N + 14), 0]),
+    ("gelu.default", [v(N + 15)], [["approximate", "tanh"]]),
+    ("einsum.default", ["ij,ij->i", listed(v(N + 16), v(N + 16))]),
+)
+
+
+def test_the_rich_program_is_good() -> None:
+    assert load(Document(msgpack.packb(RICH), (torch.ones(3),)))
+
+
+_leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-2, 40), st.floats(),
+    st.text(max_size=8), st.binary(max_size=8), st.sampled_from(sorted(NAMES)), st.sampled_from(sorted(SCALARS)),
+    st.sampled_from(["float32", "int64", "contiguous", "strided", "tanh", "sum"]),
+)  # fmt: skip
+_values = st.recursive(_leaves, lambda inner: st.lists(inner, max_size=5), max_leaves=8)
+
+
+def places(made: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    found = [path] if path else []
+    if isinstance(made, list):
+        for index, item in enumerate(made):
+            found.extend(places(item, (*path, index)))
+    return found
+
+
+PLACES = places(RICH)
+
+
+def mutated(made: Any, path: tuple[int, ...], value: Any) -> Any:
+    if not path:
+        return value
+    copy = list(made)
+    copy[path[0]] = mutated(made[path[0]], path[1:], value)
+    return copy
+
+
+def load_or_refuse(found: Document) -> None:
+    try:
+        load(found)
+    except ProgramRefused:
+        pass
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.sampled_from(PLACES), _values), min_size=1, max_size=3))
+def test_a_program_with_changed_parts_is_taken_or_refused(changes: list[tuple[tuple[int, ...], Any]]) -> None:
+    made: Any = RICH
+    for path, value in changes:
+        try:
+            made = mutated(made, path, value)
+        except (TypeError, IndexError):  # an earlier change took that place away
+            continue
+    load_or_refuse(Document(msgpack.packb(made), (torch.ones(3),)))
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_program_with_changed_bytes_is_taken_or_refused(data: st.DataObject) -> None:
+    text = bytearray(msgpack.packb(RICH))
+    for _ in range(data.draw(st.integers(1, 4))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    load_or_refuse(Document(bytes(text[: data.draw(st.integers(0, len(text)))]) or bytes(text), (torch.ones(3),)))
