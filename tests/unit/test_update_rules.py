@@ -371,24 +371,25 @@ def test_inner_steps_follow_speed() -> None:
 
 
 def test_the_radial_directional_average_is_the_formula() -> None:
-    """Per tensor (sum w|x| / sum w) phi(sum w phi(x) / sum w), phi(x) = x / |x|; padding stays zero."""
+    """Per tensor (sum w|x| / sum w) phi(sum w phi(x) / sum w), phi(x) = x / |x|; padding stays zero; twice over."""
     tensors, samples, weights = [(0, 3), (4, 7)], [3, 1, 6], [1.0, 0.5, 0.25]
-    results = vectors(3)
     average = RadialDirectionalAverage(NUMEL, tensors)
-    for result, n, weight in zip(results, samples, weights, strict=True):
-        average.add(result, samples=n, weight=weight)
-    expected = [0.0] * NUMEL
     w = [n * weight for n, weight in zip(samples, weights, strict=True)]
-    for start, stop in tensors:
-        lengths = [math.sqrt(sum(float(x[i]) ** 2 for i in range(start, stop))) for x in results]
-        mean_length = sum(a * b for a, b in zip(w, lengths, strict=True)) / sum(w)
-        direction = [
-            sum(a * float(x[i]) / length for a, x, length in zip(w, results, lengths, strict=True)) / sum(w)
-            for i in range(start, stop)
-        ]
-        norm = math.sqrt(sum(value * value for value in direction))
-        expected[start:stop] = [mean_length * value / norm for value in direction]
-    near(average.take(), expected)
+    for seed in range(2):
+        results = vectors(3, seed=seed)
+        for result, n, weight in zip(results, samples, weights, strict=True):
+            average.add(result, samples=n, weight=weight)
+        expected = [0.0] * NUMEL
+        for start, stop in tensors:
+            lengths = [math.sqrt(sum(float(x[i]) ** 2 for i in range(start, stop))) for x in results]
+            mean_length = sum(a * b for a, b in zip(w, lengths, strict=True)) / sum(w)
+            direction = [
+                sum(a * float(x[i]) / length for a, x, length in zip(w, results, lengths, strict=True)) / sum(w)
+                for i in range(start, stop)
+            ]
+            norm = math.sqrt(sum(value * value for value in direction))
+            expected[start:stop] = [mean_length * value / norm for value in direction]
+        near(average.take(), expected)
 
 
 def test_many_orthogonal_deltas_keep_their_length() -> None:
