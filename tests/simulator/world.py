@@ -218,8 +218,9 @@ class World(Checks):
         self.note("exit", f"{host.name} {outcome!r}"[:200])
         if isinstance(outcome, Killed):
             return
-        if isinstance(outcome, LeafFailed | RunFailed) and self.num_losses >= 8:
-            return  # a leaf on which so many workers vanished is given up, and says so
+        failures = self.faults["leaf failed"] >= self.config.max_leaf_failures
+        if isinstance(outcome, LeafFailed | RunFailed) and (failures or self.num_losses >= 8):
+            return  # a leaf that failed so often, or on which so many workers vanished, ends the run, as it should
         if isinstance(outcome, Superseded) and host.superseded:
             return
         if isinstance(outcome, Refused) and self.hostile:
