@@ -211,8 +211,10 @@ def test_both_sides_restored_in_the_middle_go_on_with_the_same_bits() -> None:
                 version = rule.versions[fragment]
                 rule.offer(fragment, replica.send(fragment, step), samples=2, version=version)
                 if restore and step == 12:  # a Delta in the sums, not yet closed; nothing delivered
-                    parameters, other = parameters.clone(), rule
+                    kept_parameters, other = parameters.clone(), rule
+                    parameters = torch.zeros(NUMEL)
                     rule = StreamingRule(parameters, FRAGMENTS)
+                    parameters.copy_(kept_parameters)
                     rule.load_state_dict(stored(other.state_dict()))
                 rule.close(fragment)
                 replica.deliver(fragment, rule.values(fragment).clone())
