@@ -3,8 +3,8 @@
     lz4            raw float32, compressed                  lz4:int8          int8's bytes, compressed
     lz4-shuffle    first all lowest bytes, then the next ...  lz4-shuffle:bf16  likewise, in words of two bytes
 
-Before a bucket is compressed, a few pieces of it are: if they shrink by less than 5 % the inner codec's bytes are sent
-as they are, under its own name; likewise when the whole has not shrunk by 5 %. So never more bytes than the inner one.
+Before a bucket is compressed, two pieces of it are: if they shrink by less than 3 % the inner codec's bytes are sent as
+they are, under its own name; likewise when the whole has not shrunk by 3 %. So never more bytes than the inner codec.
 
 Encoding: the inner length (8 bytes), the length of each compressed piece of 256 KiB (4 bytes each; a piece of its
 full length is not compressed), the pieces. Decoding is bounded by the inner codec's length for the form, which the
@@ -27,13 +27,12 @@ from w5xde_async.errors import MalformedFrame
 __all__ = ["Lz4"]
 
 _PIECE = 256 << 10
-_PROBE = 16 << 10
-_PROBES = 4
-_WORTH = 0.95  # of the inner length
+_PROBE = 128 << 10  # shuffled planes shrink less in shorter pieces
+_WORTH = 0.97  # of the inner length
 
 
 class Lz4(Codec):
-    """At most 0.95 of the inner codec's bytes, or those."""
+    """At most 0.97 of the inner codec's bytes, or those."""
 
     variable = True
 
@@ -114,12 +113,12 @@ class Lz4(Codec):
 
     def _pays(self, data: Tensor) -> bool:
         """Whether pieces from all over shrink enough."""
-        if data.numel() <= _PROBE * _PROBES:
+        quarter = data.numel() // 4 // 64 * 64
+        if quarter < _PROBE:
             return True
-        step = (data.numel() - _PROBE) // (_PROBES - 1) // 64 * 64
-        probes = [data[index * step : index * step + _PROBE] for index in range(_PROBES)]
+        probes = [data[start : start + _PROBE] for start in (quarter, 3 * quarter - _PROBE)]
         packed = sum(len(lz4.block.compress(self._arranged(probe), store_size=False)) for probe in probes)
-        return packed <= _WORTH * _PROBE * _PROBES
+        return packed <= _WORTH * _PROBE * len(probes)
 
     def compress(self, data: Tensor, out: Tensor) -> int:
         """Compress into ``out`` (CPU, as long as ``data``); the bytes used, 0 where it does not pay."""

@@ -1,0 +1,198 @@
+"""What codecs cost and save on real gradients: GB/s of float32 encoded and decoded-and-added, ratio, relative error.
+
+    python bench/codecs.py [--quick] [--json FILE] [--codecs int8,topk:0.01] [--device cuda] [--threads 1]
+
+The gradients are computed here: of the GPT with 10.9M parameters of ``models.py`` (after a few steps of AdamW, on its
+synthetic text) and of the digits CNN of ``examples/digits.py``. They are cut into buckets as a run does, each with the
+matrices that the layout says; a sweep encodes every bucket into pooled memory, decodes it, adds it. One thread unless
+``--threads`` says otherwise. The figures without a prefix are the GPT's; those of the CNN begin with ``cnn_``.
+
+- ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep, medians
+- ``{codec}_ratio``: bytes of float32 over bytes of the encoding, everything included
+- ``{codec}_error``: |decoded - gradient| / |gradient|, of the first encoding (powersgd: of the fourth, its Q warm)
+- ``feedback_{codec}_gb_s``: gradient to encoding with a residual, verdicts included
+- ``lz4..._gain``: what compression gains over the codec inside, 1 where it gives way
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models import make_job
+from report import Report, parser
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Encoder, Form
+from w5xde_async.codecs.feedback import Feedback, Outcome
+from w5xde_async.codecs.registry import codec
+from w5xde_async.job import Job
+from w5xde_async.params.layout import Layout
+
+CODECS = (
+    "raw,bf16,fp16,int8,int4,sign,topk:0.01,topk:0.1,sparseloco,powersgd:4,"
+    "lz4,lz4-shuffle,lz4-shuffle:bf16,lz4:int8,lz4:int4,lz4:topk:0.01"
+)
+FEEDBACK = ("int8", "topk:0.01", "sparseloco")
+
+
+def gradients(job: Job, steps: int) -> tuple[list[Tensor], list[Form]]:
+    """The buckets of one gradient after ``steps`` optimizer steps, and their forms."""
+    torch.manual_seed(0)
+    model: nn.Module = job.model()
+    optimizer = job.optimizer(model)
+    layout = Layout.of(model)
+    samples = job.microbatch_size or job.batch_size
+    for step in range(steps + 1):
+        rows = [job.dataset[(step * samples + index) % len(job.dataset)] for index in range(samples)]
+        inputs, targets = (torch.stack(column) for column in zip(*rows, strict=True))
+        optimizer.zero_grad()
+        job.loss(model(inputs), targets).backward()
+        if step < steps:
+            optimizer.step()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    groups = {group.index: torch.zeros(group.numel) for group in layout.groups if group.role == "grad"}
+    for entry in layout.entries:
+        gradient = named[entry.name].grad if entry.role == "grad" else None
+        if gradient is not None:
+            groups[entry.group][entry.offset : entry.offset + entry.numel] = gradient.flatten()
+    buckets, forms = [], []
+    for bucket in layout.buckets:
+        if bucket.group in groups:
+            buckets.append(groups[bucket.group][bucket.offset : bucket.offset + bucket.numel].clone())
+            inside = [layout.entries[index] for index in bucket.entries]
+            forms.append(Form.of(bucket.numel, [(entry.offset - bucket.offset, entry.shape) for entry in inside]))
+    return buckets, forms
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+class Sweep:
+    """One gradient under one codec."""
+
+    def __init__(self, chosen: Codec, buckets: list[Tensor], forms: list[Form], pool: BytePool) -> None:
+        self.buckets, self.forms, self.pool = buckets, forms, pool
+        self.encoders: list[Encoder] = [chosen.encoder(form) for form in forms]
+        self.encoded: list[Encoded] = []
+        self.out = [torch.empty_like(bucket) for bucket in buckets]
+
+    def encode(self) -> None:
+        for old in self.encoded:
+            self.pool.give(old.data)
+        self.encoded = [e.encode(bucket, self.pool) for e, bucket in zip(self.encoders, self.buckets, strict=True)]
+
+    def decode(self) -> None:
+        for what, out in zip(self.encoded, self.out, strict=True):
+            what.codec.decode(what.data, what.form, out)
+
+    def add(self) -> None:
+        for what, out in zip(self.encoded, self.out, strict=True):
+            what.codec.add_to(what.data, what.form, out)
+
+    def error(self) -> float:
+        self.decode()
+        wrong = sum(float((out - b).double().square().sum()) for out, b in zip(self.out, self.buckets, strict=True))
+        return (wrong / sum(float(bucket.double().square().sum()) for bucket in self.buckets)) ** 0.5
+
+    def nbytes(self) -> int:
+        return sum(what.data.numel() for what in self.encoded)
+
+
+def rows(
+    report: Report, names: list[str], buckets: list[Tensor], forms: list[Form], repeats: int, prefix: str
+) -> Iterator[str]:
+    """Measure and tell, codec by codec."""
+    device = buckets[0].device
+    whole = 4 * sum(bucket.numel() for bucket in buckets)
+    sizes: dict[str, int] = {}
+    for name in names:
+        sweep = Sweep(codec(name), buckets, forms, BytePool(device=device))
+        for _ in range(4 if name.startswith("powersgd") else 1):
+            sweep.encode()
+        error = sweep.error()
+        sizes[name] = sweep.nbytes()
+        speeds = []
+        for act, what in ((sweep.encode, "encode"), (sweep.decode, "decode"), (sweep.add, "add")):
+            act()
+            samples = [whole / timed(act, device) / 1e9 for _ in range(repeats)]
+            speeds.append(report.add(f"{prefix}{name}_{what}_gb_s", samples))
+        ratio = report.add(f"{prefix}{name}_ratio", [whole / sizes[name]])
+        report.add(f"{prefix}{name}_error", [error])
+        yield (f"| {name} | {ratio:.2f} | {speeds[0]:.2f} | {speeds[1]:.1f} | {speeds[2]:.1f} | {error:.2g} |")
+    for name in names:
+        family, _, inner = name.partition(":")
+        if family.startswith("lz4") and (inner or "raw") in sizes:
+            report.add(f"{prefix}{name}_gain", [sizes[inner or "raw"] / sizes[name]])
+
+
+def with_feedback(report: Report, name: str, buckets: list[Tensor], forms: list[Form], repeats: int) -> float:
+    """Gradient to encoding, its residual made, its verdict told."""
+    device = buckets[0].device
+    worker = Feedback(codec(name), forms, pool=BytePool(device=device))
+
+    def submit() -> None:
+        for index, bucket in enumerate(buckets):
+            worker.encode(0, index, bucket)
+        worker.settle(0, Outcome.APPLIED)
+
+    submit()
+    submit()
+    whole = 4 * sum(bucket.numel() for bucket in buckets)
+    samples = [whole / timed(submit, device) / 1e9 for _ in range(repeats)]
+    return report.add(f"feedback_{name}_gb_s", samples)
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--codecs", default=CODECS, help="names, separated by commas")
+    arguments.add_argument("--device", default="cpu")
+    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--steps", type=int, default=8, help="optimizer steps before the gradient is taken")
+    given = arguments.parse_args()
+    names = given.codecs.split(",")
+    repeats = 5 if given.quick else 21
+    report = Report({"codecs": names, "device": given.device, "threads": given.threads, "steps": given.steps})
+    device = torch.device(given.device)
+    jobs: dict[str, Callable[[], Job]] = {"": lambda: make_job("gpt")}
+    examples = Path(__file__).resolve().parents[1] / "examples"
+    sys.path.insert(0, str(examples))
+    try:
+        import digits
+
+        jobs["cnn_"] = digits.cnn
+    except ImportError as error:
+        print(f"without the CNN: {error}", file=sys.stderr)
+    for prefix, make in jobs.items():
+        buckets, forms = gradients(make(), given.steps)
+        torch.set_num_threads(given.threads)
+        buckets = [bucket.to(device) for bucket in buckets]
+        print(
+            f"\n{'digits CNN' if prefix else 'GPT'}: {sum(b.numel() for b in buckets)} values, {len(buckets)} buckets"
+        )
+        print("| codec | ratio | encode GB/s | decode GB/s | decode and add GB/s | relative error |")
+        print("|---|---|---|---|---|---|")
+        for row in rows(report, names, buckets, forms, repeats, prefix):
+            print(row, flush=True)
+        if not prefix:
+            for name in FEEDBACK:
+                print(f"with feedback, {name}: {with_feedback(report, name, buckets, forms, repeats):.2f} GB/s")
+    for name, value in report.figures.items():
+        if name.endswith("_gain"):
+            print(f"{name}: {value:.3f}")
+    print(f"medians of {repeats} sweeps")
+    report.write(given.json)
+
+
+if __name__ == "__main__":
+    main()
