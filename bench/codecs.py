@@ -7,11 +7,11 @@ synthetic text) and of the digits CNN of ``examples/digits.py``. They are cut in
 matrices that the layout says; a sweep encodes every bucket into pooled memory, decodes it, adds it. One thread unless
 ``--threads`` says otherwise. The figures without a prefix are the GPT's; those of the CNN begin with ``cnn_``.
 
-- ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep, medians
+- ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep
 - ``{codec}_ratio``: bytes of float32 over bytes of the encoding, everything included
 - ``{codec}_error``: |decoded - gradient| / |gradient|, of the first encoding (powersgd: of the fourth, its Q warm)
 - ``feedback_{codec}_gb_s``: gradient to encoding with a residual, verdicts included
-- ``lz4..._gain``: what compression gains over the codec inside, 1 where it gives way
+- ``lz4..._gain``: the codec inside's bytes over lz4's, each bucket compressed whether that pays or not
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from models import make_job
 from report import Report, parser
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Encoder, Form
 from w5xde_async.codecs.feedback import Feedback, Outcome
+from w5xde_async.codecs.lossless import Lz4
 from w5xde_async.codecs.registry import codec
 from w5xde_async.job import Job
 from w5xde_async.params.layout import Layout
@@ -82,7 +83,7 @@ class Sweep:
     """One gradient under one codec."""
 
     def __init__(self, chosen: Codec, buckets: list[Tensor], forms: list[Form], pool: BytePool) -> None:
-        self.buckets, self.forms, self.pool = buckets, forms, pool
+        self.codec, self.buckets, self.forms, self.pool = chosen, buckets, forms, pool
         self.encoders: list[Encoder] = [chosen.encoder(form) for form in forms]
         self.encoded: list[Encoded] = []
         self.out = [torch.empty_like(bucket) for bucket in buckets]
@@ -108,6 +109,16 @@ class Sweep:
     def nbytes(self) -> int:
         return sum(what.data.numel() for what in self.encoded)
 
+    def gain(self, chosen: Lz4) -> float:
+        """Bytes without compression over bytes with it, whether it pays or not."""
+        plain = packed = 0
+        for form, bucket in zip(self.forms, self.buckets, strict=True):
+            data = chosen.inner.encoder(form).encode(bucket, self.pool).data
+            plain += data.numel()
+            packed += chosen.compressed_nbytes(data.cpu())
+            self.pool.give(data)
+        return plain / packed
+
 
 def rows(
     report: Report, names: list[str], buckets: list[Tensor], forms: list[Form], repeats: int, prefix: str
@@ -115,25 +126,21 @@ def rows(
     """Measure and tell, codec by codec."""
     device = buckets[0].device
     whole = 4 * sum(bucket.numel() for bucket in buckets)
-    sizes: dict[str, int] = {}
     for name in names:
         sweep = Sweep(codec(name), buckets, forms, BytePool(device=device))
         for _ in range(4 if name.startswith("powersgd") else 1):
             sweep.encode()
         error = sweep.error()
-        sizes[name] = sweep.nbytes()
         speeds = []
         for act, what in ((sweep.encode, "encode"), (sweep.decode, "decode"), (sweep.add, "add")):
             act()
             samples = [whole / timed(act, device) / 1e9 for _ in range(repeats)]
             speeds.append(report.add(f"{prefix}{name}_{what}_gb_s", samples))
-        ratio = report.add(f"{prefix}{name}_ratio", [whole / sizes[name]])
+        ratio = report.add(f"{prefix}{name}_ratio", [whole / sweep.nbytes()])
         report.add(f"{prefix}{name}_error", [error])
+        if isinstance(sweep.codec, Lz4):
+            report.add(f"{prefix}{name}_gain", [sweep.gain(sweep.codec)])
         yield (f"| {name} | {ratio:.2f} | {speeds[0]:.2f} | {speeds[1]:.1f} | {speeds[2]:.1f} | {error:.2g} |")
-    for name in names:
-        family, _, inner = name.partition(":")
-        if family.startswith("lz4") and (inner or "raw") in sizes:
-            report.add(f"{prefix}{name}_gain", [sizes[inner or "raw"] / sizes[name]])
 
 
 def with_feedback(report: Report, name: str, buckets: list[Tensor], forms: list[Form], repeats: int) -> float:
