@@ -85,12 +85,6 @@ def job():
 """
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a worker whose leases were finished by backups is leased more at every step before it has said a word; and "
-    "its late results, once they come, count for its pace, so that its next lease waits for the deadline",
-)
 def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(tmp_path: Path, digest: str) -> None:
     """It stops in the middle of a leaf. What the coordinator says to it is held back until its result is there."""
     job, order = tmp_path / "stopping.py", tmp_path / "stop"
@@ -208,16 +202,7 @@ class Silent:
                 await self.link.send([byte])
 
 
-BLAMED = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="workers that never began count as deaths on a leaf when they are given up: eight of them end the run",
-)
-
-
-@pytest.mark.parametrize(
-    "ready", [pytest.param(False, id="after the handshake"), pytest.param(True, id="after ready", marks=BLAMED)]
-)
+@pytest.mark.parametrize("ready", [pytest.param(False, id="after the handshake"), pytest.param(True, id="after ready")])
 async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tmp_path: Path) -> None:
     job = tmp_path / "bulky.py"
     job.write_text(BULKY)

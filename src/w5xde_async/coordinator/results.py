@@ -144,9 +144,10 @@ class Results:
         return Finished(grant, other)
 
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
-        if done.losses:  # a lease that was revoked before it was begun has cost nothing
-            self.refused[code] += 1
-            self.leaves_in_vain += len(done.losses)
+        if not done.losses:
+            return  # a lease that was revoked before it was begun: nothing was computed, nothing is to be said of it
+        self.refused[code] += 1
+        self.leaves_in_vain += len(done.losses)
         session.post(Verdict((done.lease,), code, reason))
 
     def _check(self, grant: Grant, done: Done, step: int) -> None:

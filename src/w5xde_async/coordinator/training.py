@@ -315,6 +315,9 @@ class Training:
         session = self.sessions.get(grant.worker)
         if session is not None and not session.outbox.withdraw(grant.lease):
             session.post(Revoke(grant.lease, reason))
+            member = self.membership.members.get(grant.worker)
+            if member is not None:
+                member.owes.add(grant.lease)
 
     def tick(self, now: float) -> None:
         """Revoke what is overdue, drop who is silent, tell the others that we live. Called every second or so."""
@@ -398,7 +401,7 @@ class Training:
 
     def done(self, session: Session, done: Done) -> None:
         finished = self.results.done(session, done)
-        member = self._answered(session)
+        member = self._answered(session, done.lease)
         if finished is not None:
             if finished.other is not None:
                 self._revoke(finished.other, "another worker was faster")
@@ -414,15 +417,17 @@ class Training:
         self._schedule(session.worker_id)
 
     def failed(self, session: Session, failed: Failed) -> None:
-        self._answered(session)
+        self._answered(session, failed.lease)
         self.results.failed(session, failed)
         self._schedule()
 
-    def _answered(self, session: Session) -> Member | None:
-        """A worker has said what became of a lease: if it was late, it is there again."""
+    def _answered(self, session: Session, lease: int) -> Member | None:
+        """A worker has said what became of a lease: if that was the last that it owed, it is there again."""
         member = self.membership.members.get(session.worker_id)
-        if member is not None and member.standing is Standing.LATE:
-            member.standing = Standing.READY
+        if member is not None:
+            member.owes.discard(lease)
+            if member.standing is Standing.LATE and not member.owes:
+                member.standing = Standing.READY
         return member
 
     def draining(self, session: Session, drain: Drain) -> None:

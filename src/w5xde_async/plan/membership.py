@@ -16,7 +16,7 @@ class Standing(Enum):
     """What a member is to the scheduler."""
 
     READY = "ready"
-    LATE = "late"  # a lease of its passed its deadline, and it has said nothing of it yet
+    LATE = "late"  # leases were taken from it, and it has not said of all of them what became of them
     DRAINING = "draining"
 
 
@@ -37,6 +37,7 @@ class Member:
     samples: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
+    owes: set[int] = field(default_factory=set)  # leases taken from it of which it has said nothing yet
 
 
 @dataclass(slots=True)
