@@ -111,14 +111,24 @@ class Lz4(Codec):
             data = data.view(-1, self.inner.word_bytes).T.contiguous().view(-1)
         return as_view(data)
 
+    def _packed(self, data: Tensor) -> Any:
+        """One piece, compressed, or as it was where that is no shorter."""
+        arranged = self._arranged(data)
+        packed = lz4.block.compress(arranged, store_size=False)
+        return packed if len(packed) < len(arranged) else arranged
+
     def _pays(self, data: Tensor) -> bool:
-        """Whether pieces from all over shrink enough."""
+        """Whether two pieces of it shrink enough."""
         quarter = data.numel() // 4 // 64 * 64
         if quarter < _PROBE:
             return True
         probes = [data[start : start + _PROBE] for start in (quarter, 3 * quarter - _PROBE)]
-        packed = sum(len(lz4.block.compress(self._arranged(probe), store_size=False)) for probe in probes)
-        return packed <= _WORTH * _PROBE * len(probes)
+        return sum(len(self._packed(probe)) for probe in probes) <= _WORTH * _PROBE * len(probes)
+
+    def compressed_nbytes(self, data: Tensor) -> int:
+        """Bytes of ``data`` (CPU) when compressed, whether that pays or not."""
+        starts = range(0, data.numel(), _PIECE)
+        return 8 + 4 * len(starts) + sum(len(self._packed(data[start : start + _PIECE])) for start in starts)
 
     def compress(self, data: Tensor, out: Tensor) -> int:
         """Compress into ``out`` (CPU, as long as ``data``); the bytes used, 0 where it does not pay."""
@@ -129,10 +139,7 @@ class Lz4(Codec):
         target = as_view(out)
         lengths, at = [], head
         for start in range(0, data.numel(), _PIECE):
-            arranged = self._arranged(data[start : start + _PIECE])
-            packed = lz4.block.compress(arranged, store_size=False)
-            if len(packed) >= len(arranged):
-                packed = arranged
+            packed = self._packed(data[start : start + _PIECE])
             if at + len(packed) > most:
                 return 0
             target[at : at + len(packed)] = packed
