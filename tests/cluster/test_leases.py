@@ -8,6 +8,7 @@ import asyncio
 import pytest
 from tests.support.scripted import LEAVES, Run, Scripted, ready, scripted, settle
 
+from w5xde_async.errors import LinkLost
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import WorkerLeft
 from w5xde_async.wire.frame import encode
@@ -231,6 +232,21 @@ async def test_a_slow_reader_is_not_a_dead_one():
             slow.link._stream.inbound.changed()
             await settle()
         assert not slow.ended()
+
+
+async def test_a_worker_that_floods_and_reads_nothing_is_dropped():
+    """Every DONE of a lease that it never had is answered; the answers do not pile up."""
+    async with scripted() as run:
+        deaf = await run.worker("deaf", ready=False, limit_bytes=4096)
+        deaf.link._stream.inbound.frozen = True
+        await deaf.link.send(ready(run))
+        with pytest.raises(LinkLost):
+            for number in range(600):
+                await deaf.link.send(encode(Done(number, (1.0,), (), (), (), (), 0, 0.0, 0.0)))
+                await settle(2)
+                assert deaf.session.outbox.num_messages <= 257
+        await settle()
+        assert deaf.ended()
 
 
 async def test_a_late_connection_does_not_push_out_a_newer_one():

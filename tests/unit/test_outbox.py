@@ -21,12 +21,13 @@ async def test_an_unsent_lease_can_be_taken_back():
     outbox.post(frame("lease 7"), lease=7)
     outbox.post(frame("lease 8"), lease=8)
     assert outbox.lease_bytes == 2 * len(frame("lease 7")[0])
+    assert outbox.num_messages == 1
     assert outbox.withdraw(7)
     assert not outbox.withdraw(7)
     sending = asyncio.create_task(outbox.run())
     texts = [(await far.recv()).message.activity for _ in range(2)]  # type: ignore[attr-defined]
     assert texts == ["before", "lease 8"]
-    assert (outbox.lease_bytes, outbox.withdraw(8), outbox.idle) == (0, False, True)
+    assert (outbox.lease_bytes, outbox.num_messages, outbox.withdraw(8), outbox.idle) == (0, 0, False, True)
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
     near.abort()

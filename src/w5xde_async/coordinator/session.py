@@ -44,6 +44,7 @@ from w5xde_async.wire.messages import (
 
 __all__ = ["Host", "Session"]
 
+_MOST_MESSAGES = 256  # small ones that may wait for one worker
 _GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
 
 
@@ -250,8 +251,10 @@ class Session:
     # -- out -----------------------------------------------------------------------------------------------
 
     def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
-        """Queue a message."""
+        """Queue a message. A worker that makes us say more and more and takes none of it is dropped."""
         self.outbox.post(encode(message, buffers))
+        if self.outbox.num_messages > _MOST_MESSAGES:
+            self.abort(f"it takes none of what it is told ({_MOST_MESSAGES} messages)")
 
     def post_lease(self, lease: Lease, buffers: Sequence[tuple[BufferSpec, Buffer]]) -> None:
         """Queue a lease; ``outbox.withdraw`` takes it back as long as it is not on its way."""

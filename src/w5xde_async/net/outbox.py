@@ -35,6 +35,7 @@ class Outbox:
         self._wake = asyncio.Event()
         self._sending = False
         self.lease_bytes = 0  #: bytes of leases that wait to be sent
+        self.num_messages = 0  #: other messages that wait, parameters not counted
 
     @property
     def idle(self) -> bool:
@@ -48,6 +49,8 @@ class Outbox:
         self._items.append(_Item(version, lease, chunks, sent))
         if lease:
             self.lease_bytes += sum(map(len, chunks))
+        elif version < 0:
+            self.num_messages += 1
         self._wake.set()
 
     def withdraw(self, lease: int) -> bool:
@@ -74,12 +77,14 @@ class Outbox:
             notes: list[Callable[[], None]] = []
             nbytes = 0
             while self._items and nbytes < _SEND_BYTES:
-                _, lease, chunks, sent = self._items.popleft()
+                version, lease, chunks, sent = self._items.popleft()
                 batch.extend(chunks)
                 size = sum(map(len, chunks))
                 nbytes += size
                 if lease:
                     self.lease_bytes -= size
+                elif version < 0:
+                    self.num_messages -= 1
                 if sent is not None:
                     notes.append(sent)
             if batch:
