@@ -118,6 +118,9 @@ class Engine:
         bucket_bytes: int = 4 << 20,
     ) -> None:
         self.device = torch.device(device)
+        # glibc gives blocks back to the system one by one until it has seen a large one freed, and every result is
+        # then mapped and zeroed anew. A job's dataset does that by the way; nothing else of a program would.
+        torch.empty(31 << 20, dtype=torch.uint8)
         if isinstance(source, Job):
             seed = source.seed if seed is None else seed
             precision = precision or source.precision

@@ -1,0 +1,179 @@
+"""A worker without the job's code beside one with it: samples/s, the program's size, the time to the first gradient.
+
+One coordinator and one worker process of one torch thread. Both kinds of worker take turns (A B A B) in processes that
+stay; a figure is the median of the rounds' ratios. Both kinds must end with the same digest.
+
+Models: mlp (784-512-512-10, 64 samples a leaf), cnn (two convolutions, batch norm, dropout, 64), lstm (two layers of
+128, 16 x 64 tokens), gpt (10.9M parameters, 4 x 128 tokens).
+
+Figures: ``over_local_code_<model>``, ``over_local_code_min`` (aim 0.98): samples/s without the code over with it;
+``program_bytes_<model>``: the program on the wire, constants included; ``trace_s_<model>``: what the coordinator
+takes to trace and to compare; ``first_gradient_ms_<model>`` and ``first_gradient_local_ms_<model>``: from connecting
+to the first block computed, with Python started and the job loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import models
+from models import Reply, Rig, coordinate, make_job, serve
+from report import Report, median, parser
+from w5xde_async.compute.program.carriage import buffers_of
+from w5xde_async.compute.program.tracing import trace_job
+from w5xde_async.job import Job, build_model
+from w5xde_async.params.layout import Layout
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Worker
+
+#: Steps of a round: (full, quick); as many again, at most 20, warm up.
+STEPS = {"mlp": (600, 150), "cnn": (200, 50), "lstm": (120, 30), "gpt": (16, 6)}
+WARM = 20
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.norm, self.after = nn.BatchNorm2d(16), nn.BatchNorm2d(32)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(32 * 49, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.norm(self.first(x.view(-1, 1, 28, 28)))), 2)
+        x = functional.max_pool2d(functional.relu(self.after(self.second(x))), 2)
+        out: Tensor = self.head(self.drop(x.flatten(1)))
+        return out
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 64)
+        self.lstm, self.head = nn.LSTM(64, 128, num_layers=2, batch_first=True, dropout=0.1), nn.Linear(128, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(self.embed(tokens))[0])
+        return out
+
+
+def _cnn(*, workers: int = 1, steps: int = 10) -> Job:
+    return Job(
+        model=CNN, dataset=models.classes(1 << 12, 784), loss=functional.cross_entropy, optimizer=models.sgd,
+        batch_size=64 * workers, microbatch_size=64, max_steps=steps,
+    )  # fmt: skip
+
+
+def _lstm(*, workers: int = 1, steps: int = 10) -> Job:
+    return Job(
+        model=LSTM, dataset=models.text(1024, 64, 256), loss=models.next_token_loss, optimizer=models.adamw,
+        batch_size=16 * workers, microbatch_size=16, max_steps=steps,
+    )  # fmt: skip
+
+
+models.JOBS = {**models.JOBS, "cnn": _cnn, "lstm": _lstm}
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--rounds", type=int, default=0, help="rounds of each model (7; 3 with --quick)")
+    flags.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS), help="only these")
+    flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.child:
+        serve({"coordinate": coordinate, "work": work, "trace": trace})
+        return
+    rounds = args.rounds or (3 if args.quick else 7)
+    steps = {name: STEPS[name][int(args.quick)] for name in args.models}
+    report = Report({"rounds": rounds, "steps": steps, "workers": 1, "threads": 1})
+    with Rig(__file__, ["coordinator", "local", "free"]) as rig:
+        lowest = [compare(report, rig, name, steps[name], rounds) for name in args.models]
+    report.add("over_local_code_min", [min(lowest)])
+    print()
+    report.show()
+    report.write(args.json)
+
+
+def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> float:
+    rig["coordinator"].tell("trace", job=name)
+    traced = rig["coordinator"].answer()
+    report.add(f"program_bytes_{name}", [traced["bytes"]])
+    report.add(f"trace_s_{name}", [traced["seconds"]])
+    rates: dict[str, list[float]] = {"local": [], "free": []}
+    firsts: dict[str, list[float]] = {"local": [], "free": []}
+    digests = set()
+    for number in range(rounds):
+        for kind in ("local", "free") if number % 2 == 0 else ("free", "local"):
+            ended = one_run(rig, kind, name, steps)
+            rates[kind].append(ended["rate"])
+            firsts[kind].append(ended["first_ms"])
+            digests.add(ended["digest"])
+    if len(digests) != 1:
+        raise SystemExit(f"{name}: the digests differ")
+    report.add(f"first_gradient_ms_{name}", firsts["free"])
+    report.add(f"first_gradient_local_ms_{name}", firsts["local"])
+    print(f"{name}: samples/s {median(rates['free']):,.0f} (free), {median(rates['local']):,.0f} (local)")
+    return report.add(f"over_local_code_{name}", [a / b for a, b in zip(rates["free"], rates["local"], strict=True)])
+
+
+def one_run(rig: Rig, kind: str, name: str, steps: int) -> dict[str, Any]:
+    options = {"workers": 1, "steps": steps + min(WARM, steps)}
+    rig["coordinator"].tell(
+        "coordinate", job=name, options=options, workers=1, warm_steps=min(WARM, steps),
+        config={"code_free": kind == "free"},
+    )  # fmt: skip
+    port = rig["coordinator"].answer()["port"]
+    rig[kind].tell("work", port=port, job=name if kind == "local" else "", options=options)
+    rig["coordinator"].answer()  # it is warm
+    passed = rig["coordinator"].answer()
+    ended = rig["coordinator"].answer()
+    batch = make_job(name, **options).batch_size
+    return {
+        "rate": passed["steps"] / passed["seconds"] * batch,
+        "digest": ended["digest"],
+        "first_ms": rig[kind].answer()["first_ms"],
+    }
+
+
+def trace(reply: Reply, *, job: str) -> None:
+    """Trace once to import what it takes, then measure."""
+    made = make_job(job, workers=1)
+    began = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        model = build_model(made)
+        document = trace_job(made, model, Layout.of(model))
+    reply(seconds=time.perf_counter() - began, bytes=sum(len(data) for _, data in buffers_of(document)))
+
+
+def work(reply: Reply, *, port: int, job: str, options: dict[str, Any]) -> None:
+    """One worker, with the code of ``job`` or, where it is empty, without."""
+    torch.set_num_threads(1)
+    made = make_job(job, **options) if job else None
+    worker = Worker(f"127.0.0.1:{port}", job=made, config=WorkerConfig(device="cpu", threads=1, inline_block_s=0.0005))
+
+    async def run() -> float:
+        began = time.perf_counter()
+        running = asyncio.ensure_future(worker.run())
+        while not _leases_done(worker) and not running.done():  # noqa: ASYNC110 (a worker tells nobody)
+            await asyncio.sleep(0.0005)
+        first = time.perf_counter() - began
+        await running
+        return first
+
+    reply(first_ms=asyncio.run(run()) * 1e3)
+
+
+def _leases_done(worker: Worker) -> int:
+    serving = worker._serving
+    return worker.leases_done + (0 if serving is None else serving.leases_done)
+
+
+if __name__ == "__main__":
+    main()
