@@ -5,7 +5,8 @@
 The gradients are computed here: of the GPT with 10.9M parameters of ``models.py`` (after a few steps of AdamW, on its
 synthetic text) and of the digits CNN of ``examples/digits.py``. They are cut into buckets as a run does, each with the
 matrices that the layout says; a sweep encodes every bucket into pooled memory, decodes it, adds it. One thread unless
-``--threads`` says otherwise. The figures without a prefix are the GPT's; those of the CNN begin with ``cnn_``.
+``--threads`` says otherwise. The figures without a prefix are the GPT's (more than a cache holds); ``hot_``: its largest
+bucket alone, again and again; ``cnn_``: the CNN's.
 
 - ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep
 - ``{codec}_ratio``: bytes of float32 over bytes of the encoding, everything included
@@ -192,6 +193,10 @@ def main() -> None:
         for row in rows(report, names, buckets, forms, repeats, prefix):
             print(row, flush=True)
         if not prefix:
+            largest = max(range(len(forms)), key=lambda index: forms[index].numel)
+            print(f"\nOne bucket of {4 * forms[largest].numel / 2**20:.1f} MiB again and again: it stays in cache")
+            for row in rows(report, names, [buckets[largest]], [forms[largest]], 3 * repeats, "hot_"):
+                print(row, flush=True)
             for name in FEEDBACK:
                 print(f"with feedback, {name}: {with_feedback(report, name, buckets, forms, repeats):.2f} GB/s")
     for name, value in report.figures.items():
