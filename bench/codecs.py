@@ -5,7 +5,7 @@
 The gradients are computed here: of the GPT with 10.9M parameters of ``models.py`` (after a few steps of AdamW, on its
 synthetic text) and of the digits CNN of ``examples/digits.py``. They are cut into buckets as a run does, each with the
 matrices that the layout says; a sweep encodes every bucket into pooled memory, decodes it, adds it. One thread unless
-``--threads`` says otherwise. The figures without a prefix are the GPT's (more than a cache holds); ``hot_``: its largest
+``--threads`` says otherwise. Figures without a prefix are the GPT's (more than a cache holds); ``hot_``: its largest
 bucket alone, again and again; ``cnn_``: the CNN's.
 
 - ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep
