@@ -7,6 +7,7 @@ Models: mlp (784-512-512-10, 64 samples a leaf), cnn (two convolutions, batch no
 128, 16 x 64 tokens), gpt (10.9M parameters, 4 x 128 tokens).
 
 Figures: ``over_local_code_<model>``, ``over_local_code_min`` (aim 0.98): samples/s without the code over with it;
+``cpu_over_local_code_<model>``: the same by CPU time of the compute thread alone, where nothing else counts;
 ``program_bytes_<model>``: the program on the wire, constants included; ``trace_s_<model>``: what the coordinator
 takes to trace and to compare; ``first_gradient_ms_<model>`` and ``first_gradient_local_ms_<model>``: from connecting
 to the first block computed, with Python started and the job loaded.
@@ -26,8 +27,12 @@ from torch.nn import functional
 import models
 from models import Reply, Rig, coordinate, make_job, serve
 from report import Report, median, parser
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.engine import Engine, Task
 from w5xde_async.compute.program.carriage import buffers_of
-from w5xde_async.compute.program.tracing import trace_job
+from w5xde_async.compute.program.form import parse
+from w5xde_async.compute.program.replica import Replica
+from w5xde_async.compute.program.tracing import probe_batches, trace_job
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
 from w5xde_async.worker.config import WorkerConfig
@@ -105,6 +110,7 @@ def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> flo
     traced = rig["coordinator"].answer()
     report.add(f"program_bytes_{name}", [traced["bytes"]])
     report.add(f"trace_s_{name}", [traced["seconds"]])
+    report.add(f"cpu_over_local_code_{name}", traced["cpu_ratios"])
     rates: dict[str, list[float]] = {"local": [], "free": []}
     firsts: dict[str, list[float]] = {"local": [], "free": []}
     digests = set()
@@ -142,14 +148,42 @@ def one_run(rig: Rig, kind: str, name: str, steps: int) -> dict[str, Any]:
 
 
 def trace(reply: Reply, *, job: str) -> None:
-    """Trace once to import what it takes, then measure."""
+    """Trace once to import what it takes, then measure; and compute blocks with and without the code in turns."""
+    torch.set_num_threads(1)
     made = make_job(job, workers=1)
     began = 0.0
     for _ in range(2):
         began = time.perf_counter()
         model = build_model(made)
         document = trace_job(made, model, Layout.of(model))
-    reply(seconds=time.perf_counter() - began, bytes=sum(len(data) for _, data in buffers_of(document)))
+    seconds = time.perf_counter() - began
+    layout = Layout.of(model)
+    replica = Replica.of(parse(document, layout), layout, torch.device("cpu"), precision="fp32", memory_bytes=1 << 40)
+    local = Engine(made)
+    free = Engine(replica, seed=made.seed, precision="fp32", microbatch_samples=made.microbatch_samples)
+    for mine, theirs in zip(free.incoming.groups, local.incoming.groups, strict=True):
+        mine.copy_(theirs)
+    for engine in (local, free):
+        engine.load(range(len(layout.buckets)))
+    structure, tensors = flatten(probe_batches(made, [made.microbatch_samples])[0])
+    task = Task(
+        step=0, start=0, samples=(made.microbatch_samples,), loss_scale=1.0, structure=structure, packed=False,
+        tensors=tensors,
+    )  # fmt: skip
+    ratios = []
+    for _ in range(16):
+        spent = [_cpu_s(engine, task) for engine in (local, free, free, local)]
+        ratios.append((spent[0] + spent[3]) / (spent[1] + spent[2]))
+    reply(seconds=seconds, bytes=sum(len(data) for _, data in buffers_of(document)), cpu_ratios=ratios[1:])
+
+
+def _cpu_s(engine: Engine, task: Task) -> float:
+    """The CPU time of a few blocks in this thread: what others do on this machine does not count in it."""
+    began = time.thread_time()
+    for _ in range(4):
+        for vector in engine.compute(task, lambda bucket, vector: None).vectors:
+            engine.release(vector)
+    return time.thread_time() - began
 
 
 def work(reply: Reply, *, port: int, job: str, options: dict[str, Any]) -> None:
