@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import lz4.block
 import numpy as np
 import pytest
 import torch
@@ -317,8 +318,9 @@ def test_lz4_gives_its_buffers_back() -> None:
 def test_lz4_refuses() -> None:
     what, form = Lz4(), Form(1000)
     whole = bytes(through("lz4", repetitive(1000))[0].view)
+    short = lz4.block.compress(bytes(3996), store_size=False)
     for data in (
-        b"", whole[:7], whole[:11], whole[:-1], struct.pack("<Q", 1 << 60), struct.pack("<QI", 4000, 4) + bytes(4),
+        b"", whole[:7], whole[:11], whole[:-1], whole + b"x", struct.pack("<QI", 4000, len(short)) + short, struct.pack("<Q", 1 << 60), struct.pack("<QI", 4000, 4) + bytes(4),
         struct.pack("<QI", 4000, 2**32 - 1) + bytes(4), struct.pack("<QI", 3996, len(whole) - 12) + whole[12:],
     ):  # fmt: skip
         with pytest.raises((MalformedFrame, FrameTooLarge)):
