@@ -320,8 +320,9 @@ def test_lz4_refuses() -> None:
     whole = bytes(through("lz4", repetitive(1000))[0].view)
     short = lz4.block.compress(bytes(3996), store_size=False)
     for data in (
-        b"", whole[:7], whole[:11], whole[:-1], whole + b"x", struct.pack("<QI", 4000, len(short)) + short, struct.pack("<Q", 1 << 60), struct.pack("<QI", 4000, 4) + bytes(4),
-        struct.pack("<QI", 4000, 2**32 - 1) + bytes(4), struct.pack("<QI", 3996, len(whole) - 12) + whole[12:],
+        b"", whole[:7], whole[:11], whole[:-1], whole + b"x", struct.pack("<Q", 1 << 60),
+        struct.pack("<QI", 4000, 4) + bytes(4), struct.pack("<QI", 4000, 2**32 - 1) + bytes(4),
+        struct.pack("<QI", 4000, len(short)) + short, struct.pack("<QI", 3996, len(whole) - 12) + whole[12:],
     ):  # fmt: skip
         with pytest.raises((MalformedFrame, FrameTooLarge)):
             what.decode(as_tensor(bytearray(data)), form, torch.zeros(1000))
