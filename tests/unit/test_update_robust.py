@@ -99,7 +99,7 @@ def test_krum_is_the_formula() -> None:
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
 def test_long_vectors_are_done_in_pieces_alike(name: str) -> None:
     """Over a chunk's border the value of each coordinate is what it is in a short vector."""
-    numel = (1 << 16) + NUMEL
+    numel = (1 << 12) + NUMEL
     results = vectors(5, numel=numel)
     made = CoordinateMedian(numel, 5) if name == "median" else TrimmedMean(numel, 5, trim=0.25)
     whole = average(made, results)
@@ -108,7 +108,7 @@ def test_long_vectors_are_done_in_pieces_alike(name: str) -> None:
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_krum_over_chunks_sees_all_of_the_vector(place: int) -> None:
-    numel = (1 << 16) + 2
+    numel = (1 << 12) + 2
     honest = torch.zeros(numel)
     results = [honest.clone() for _ in range(5)]
     for index, result in enumerate(results):

@@ -24,7 +24,8 @@ from w5xde_async.updates.admission import restore_
 
 __all__ = ["CenteredClipping", "CoordinateMedian", "Krum", "TrimmedMean"]
 
-_CHUNK = 1 << 16  # elements of each row: long enough for two threads, short enough for the cache
+# Elements of each row: in cache, and too few for torch to call other threads, whose barriers cost most on a busy machine.
+_CHUNK = 1 << 12
 
 
 class _Buffered:
