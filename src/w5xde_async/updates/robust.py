@@ -24,7 +24,7 @@ from w5xde_async.updates.admission import restore_
 
 __all__ = ["CenteredClipping", "CoordinateMedian", "Krum", "TrimmedMean"]
 
-# Elements of each row: in cache, and too few for torch to call other threads, whose barriers cost most on a busy machine.
+# Elements of each row: in cache, and too few for torch to use other threads, whose barriers stall on a busy machine.
 _CHUNK = 1 << 12
 
 
