@@ -39,7 +39,7 @@ async def train(name: str, *, free: int, local: int) -> RunResult:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("free", "local"), [(1, 0), (1, 1)])
-@pytest.mark.parametrize("name", programs.TRACEABLE)
+@pytest.mark.parametrize("name", programs.QUICK_AND_SLOW)
 async def test_digest_equals_the_plain_loop(name: str, free: int, local: int) -> None:
     result = await train(name, free=free, local=local)
     job = programs.TRACEABLE[name]()

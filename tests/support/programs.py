@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import pytest
 import torch
 from tests.support import jobs
 from torch import Tensor, nn
@@ -112,6 +113,12 @@ TRACEABLE: dict[str, Callable[[], Job]] = {
     "bf16": bf16,
     "fp16": jobs.fp16,
 }
+
+#: The same names for ``parametrize``: what takes seconds to trace is for the slow tests.
+QUICK_AND_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("gpt", "lstm", "attention", "accumulated", "cnn") else name
+    for name in TRACEABLE
+]
 
 
 # -- programs made by hand

@@ -142,10 +142,12 @@ def test_more_bad_values_than_are_sent(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [3e38, 1e30, 1e-30, 1e-38, 1e-44])
 def test_finite_values_stay_finite(name: str, scale: float) -> None:
-    if name.startswith("powersgd") and scale > 1e18:
-        pytest.skip("its products overflow, which its docstring says")
     values = gradient(5000).clamp_(-1, 1).mul_(scale)
-    assert bool(decoded(encoded(name, values)).isfinite().all())
+    # powersgd's products overflow, which its docstring says: then it shows, and the step is skipped.
+    if not (name.startswith("powersgd") and scale > 1e18):
+        assert bool(decoded(encoded(name, values)).isfinite().all())
+    elif scale > 1e38:
+        assert not bool(decoded(encoded(name, values)).isfinite().all())
 
 
 def test_what_a_target_must_be(name: str) -> None:

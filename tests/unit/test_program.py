@@ -81,7 +81,7 @@ def computed(engine: Engine, job: Job, samples: tuple[int, ...]) -> tuple[Outcom
     return outcome, {bucket: bytes(host.bucket_bytes[bucket]) for bucket in sums}
 
 
-@pytest.mark.parametrize("name", programs.TRACEABLE)
+@pytest.mark.parametrize("name", programs.QUICK_AND_SLOW)
 def test_an_engine_without_code_gives_the_same_bits(name: str) -> None:
     job = traced(name)[0]
     local, free = engines(name)
@@ -98,7 +98,7 @@ def test_an_engine_without_code_gives_the_same_bits(name: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("name", programs.TRACEABLE)
+@pytest.mark.parametrize("name", programs.QUICK_AND_SLOW)
 def test_what_is_parsed_is_encoded_the_same(name: str) -> None:
     _, layout, document = traced(name)
     assert encode(parse(document, layout)) == document

@@ -246,7 +246,11 @@ def refused(found: Document) -> ProgramRefused:
     return caught.value
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+#: Programs that take a second to make.
+BIG = ("a million nodes", "many that are small")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in BIG else n for n in HOSTILE])
 def test_it_is_refused_without_being_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, words = HOSTILE[name]
     found, layout = make(), tiny_layout()
@@ -260,6 +264,7 @@ def test_there_are_enough() -> None:
     assert len(HOSTILE) >= 40
 
 
+@pytest.mark.slow
 def test_memory_stays_flat() -> None:
     found = [make() for make, _ in HOSTILE.values()]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
