@@ -70,6 +70,12 @@ class MortalFilesystem(Filesystem):
         status = os.fstat(file.fileno())
         self._durable[status.st_ino] = status.st_size
 
+    def sync_file(self, path: Path) -> None:
+        self._tick()
+        super().sync_file(path)
+        status = path.stat()
+        self._durable[status.st_ino] = status.st_size
+
     def rename(self, source: Path, target: Path) -> None:
         self._tick()
         super().rename(source, target)
@@ -290,6 +296,21 @@ def test_a_whole_batch_that_was_never_durable_is_a_torn_end(tmp_path: Path) -> N
     path.write_bytes(spoiled)
     with pytest.raises(CheckpointCorrupt, match="the record after step 0"):
         steps(tmp_path)
+
+
+def test_what_a_killed_process_left_is_durable_before_it_is_built_upon(tmp_path: Path) -> None:
+    """A record that was written and not synced is read after a kill; a power cut later must not take it away."""
+    filesystem = MortalFilesystem()
+    killed = journal(tmp_path, filesystem)
+    killed.begin(0, 1)
+    killed.append(entry(1))
+    following, replay = journal(tmp_path, filesystem), Replay(0)
+    assert [found.step for found in following.read(0, None, replay)] == [1]
+    following.begin(1, 2, replay)
+    filesystem.power_cut(tmp_path, nothing)
+    assert steps(tmp_path)[0] == [1]
+    killed.close()
+    following.close()
 
 
 @pytest.mark.parametrize("sequence", [1, 2, 3, 4])

@@ -45,6 +45,10 @@ class Disk:
         for _, _, settle in self.names[:survive]:
             settle()
         self.names.clear()
+        # What is left is on the disk; a name that is gone may be taken by another file.
+        self.files = [file for file in self.files if file.path.exists()]
+        for file in self.files:
+            file.synced = file.path.stat().st_size
 
     def moved(self, source: Path, target: Path) -> None:
         for file in self.files:
@@ -150,6 +154,12 @@ class HostFilesystem(Filesystem):
         file.flush()
         opened = cast(_File, file)
         opened.synced = opened.size
+
+    def sync_file(self, path: Path) -> None:
+        self._call(grows=False)
+        for file in self.disk.files:
+            if file.path == path:
+                file.synced = path.stat().st_size
 
     def rename(self, source: Path, target: Path) -> None:
         self._call(grows=False)

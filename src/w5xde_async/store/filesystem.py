@@ -68,6 +68,11 @@ class Filesystem:
         file.flush()
         os.fsync(file.fileno())
 
+    def sync_file(self, path: Path) -> None:
+        """Return when the bytes of a file that another process may have left are on the disk."""
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+
     def rename(self, source: Path, target: Path) -> None:
         """Move atomically within one file system; replaces a file."""
         os.replace(source, target)
@@ -104,7 +109,7 @@ class FencedFilesystem(Filesystem):
         self._inner, self._check = inner, check
         self.make_directory, self.create = inner.make_directory, inner.create  # type: ignore[method-assign]
         self.write, self.sync = inner.write, inner.sync  # type: ignore[method-assign]
-        self.sync_directory = inner.sync_directory  # type: ignore[method-assign]
+        self.sync_directory, self.sync_file = inner.sync_directory, inner.sync_file  # type: ignore[method-assign]
 
     def fence(self) -> None:
         self._check()

@@ -148,6 +148,11 @@ class Journal:
         """
         replay.step = after
         with disk_errors(self._directory, "read the journal"):
+            if paths := self._paths():
+                # A process that was killed may have written what no disk has yet. What is read now is built upon: a
+                # power cut must not take it away again.
+                self._filesystem.sync_file(paths[-1])
+                self._filesystem.sync_directory(self._directory)
             segments = self._from(after, position)
             last = segments[-1] if segments else None
             self._sequence = last.sequence if last else 0
