@@ -137,7 +137,15 @@ def texts(events: list[Event]) -> str:
     return "\n".join(event.text for event in events if isinstance(event, Warned))
 
 
-@pytest.mark.parametrize("name", ["mlp_sgd", "mlp_adamw", "cnn_adamw", "odd", "fp16", "gpt_adamw", "words"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp_sgd",
+        "odd",
+        "fp16",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlp_adamw", "cnn_adamw", "gpt_adamw", "words")),
+    ],
+)
 async def test_after_a_crash_it_goes_on_from_the_last_committed_step(tmp_path: Path, name: str) -> None:
     """SGD, AdamW, a scheduler, clipping, batch norm, integer buffers, absent gradients, a loss scale that falls."""
     make, left = jobs.ALL[name], tmp_path / "left"

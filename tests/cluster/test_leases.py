@@ -240,11 +240,15 @@ async def test_a_worker_that_floods_and_reads_nothing_is_dropped():
         deaf = await run.worker("deaf", ready=False, limit_bytes=4096)
         deaf.link._stream.inbound.frozen = True
         await deaf.link.send(ready(run))
-        with pytest.raises(LinkLost):
+
+        async def flood() -> None:
             for number in range(600):
                 await deaf.link.send(encode(Done(number, (1.0,), (), (), (), (), 0, 0.0, 0.0)))
                 await settle(2)
                 assert deaf.session.outbox.num_messages <= 257
+
+        with pytest.raises(LinkLost):
+            await flood()
         await settle()
         assert deaf.ended()
 

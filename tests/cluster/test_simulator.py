@@ -13,7 +13,7 @@ from tests.simulator.campaign import TABLE, mode_of, one
 from tests.simulator.faults import FAULTS
 from tests.simulator.world import Outcome
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 CHUNKS, CHUNK_SEEDS = 10, 12
 #: Seeds that once found something.

@@ -116,8 +116,7 @@ TRACEABLE: dict[str, Callable[[], Job]] = {
 
 #: The same names for ``parametrize``: what takes seconds to trace is for the slow tests.
 QUICK_AND_SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("gpt", "lstm", "attention", "accumulated", "cnn") else name
-    for name in TRACEABLE
+    pytest.param(name, marks=pytest.mark.slow) if name not in ("mlp", "words") else name for name in TRACEABLE
 ]
 
 

@@ -26,6 +26,8 @@ from w5xde_async.updates.quorum import Quorum
 from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, Krum, TrimmedMean
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
 
+pytestmark = pytest.mark.slow  # hundreds of rounds each
+
 DIM = 16
 GENERATOR = torch.Generator().manual_seed(20)
 BASIS = torch.linalg.qr(torch.randn(DIM, DIM, generator=GENERATOR)).Q
