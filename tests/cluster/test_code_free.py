@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,14 +76,15 @@ async def test_a_coordinator_that_makes_no_program_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_worker_process_needs_the_address_alone() -> None:
+def test_a_worker_process_needs_the_address_alone(tmp_path: Path) -> None:
     """Real processes: the coordinator's child traces, a worker without --job and one with it train."""
     ended = {}
     with processes() as start:
         common = ("--threads", "1", "--log-format", "json")
         coordinator = start(
-            "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--port", "0", "--min-workers", "2", *common
-        )
+            "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--port", "0", "--min-workers", "2",
+            "--run-dir", str(tmp_path / "run"), *common,
+        )  # fmt: skip
         server = coordinator.wait_for("run_started")["address"]
         workers = {
             "free": start("w5xde_async.worker", "--server", server, *common),

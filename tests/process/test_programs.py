@@ -275,7 +275,7 @@ COORDINATOR_MISTAKES = {
     "not a job": (("{jobs}:NOT_A_JOB",), ExitCode.USAGE, "is a int"),
     "returns no job": (("{jobs}:number",), ExitCode.USAGE, "returned int"),
     "raises": (("{jobs}:raises",), ExitCode.USAGE, "raised ValueError: no data here (jobs.py:"),
-    "open to others without a token": (("{jobs}:job", "--host", "0.0.0.0"), ExitCode.USAGE, "W5XDE_TOKEN"),
+    "open to others": (("{jobs}:job", "--host", "0.0.0.0", "--insecure"), ExitCode.USAGE, "W5XDE_TOKEN"),
     "run directory below a file": (("{jobs}:job", "--run-dir", "{jobs}/run"), ExitCode.USAGE, "--run-dir"),
     "no such checkpoint": (("{jobs}:job", "--resume", "{jobs}.nothing"), ExitCode.ERROR, "jobs.py.nothing"),
 }  # fmt: skip
