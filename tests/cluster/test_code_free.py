@@ -83,7 +83,7 @@ def test_a_worker_process_needs_the_address_alone(tmp_path: Path) -> None:
         common = ("--threads", "1", "--log-format", "json")
         coordinator = start(
             "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--port", "0", "--min-workers", "2",
-            "--run-dir", str(tmp_path / "run"), *common,
+            "--run-dir", str(tmp_path / "run"), *common, code_free=True,
         )  # fmt: skip
         server = coordinator.wait_for("run_started")["address"]
         workers = {

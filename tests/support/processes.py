@@ -25,10 +25,11 @@ Event = dict[str, Any]
 class Program:
     """One of our programs as a process; its stderr is JSON lines."""
 
-    def __init__(self, *arguments: str, leaf_s: float = 0.0, cwd: Path = ROOT) -> None:
+    def __init__(self, *arguments: str, leaf_s: float = 0.0, cwd: Path = ROOT, code_free: bool = False) -> None:
+        """``code_free``: the coordinator traces the job for workers without it, which takes seconds of a core."""
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)  # thread counts come from the flags, as they do for people
-        env |= {"PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s)}
+        env |= {"PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s), "W5XDE_CODE_FREE": str(code_free).lower()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
