@@ -33,6 +33,8 @@ DEFAULT_PORT = 5555
 HANDSHAKE_S = 10.0
 #: How long to leave the backlog alone when the system has no descriptor or memory left.
 EXHAUSTED_S = 0.5
+#: Connections that are turned away are said no more often than this.
+REFUSALS_SAID_S = 60.0
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _TLS_HINT = "compare both sides: TLS or --insecure, --tls-ca-file, --tls-cert; the coordinator's join file has it right"
@@ -172,6 +174,7 @@ class Listener:
         self._on_link = on_link
         self._tls, self._bulk, self._max_links, self._max_strangers = tls, bulk, max_links, max_strangers
         self._links: dict[asyncio.Task[None], _Accepted] = {}
+        self._warn_at = 0.0
         loop = asyncio.get_running_loop()
         name = f"accept {format_address(self.host, self.port)}"
         self._accepting = [loop.create_task(self._accept(sock), name=name) for sock in socks]
@@ -215,7 +218,10 @@ class Listener:
             peer = format_address(*address[:2])
             strangers = sum(known.host == address[0] and known.is_stranger() for known in self._links.values())
             if len(self._links) >= self._max_links or strangers >= self._max_strangers:
-                _log.debug("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
+                now = loop.time()
+                if now >= self._warn_at:  # a flood of them must not become one of lines
+                    self._warn_at = now + REFUSALS_SAID_S
+                    _log.warning("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
                 sock.close()
                 continue
             accepted = _Accepted(address[0])
