@@ -37,6 +37,9 @@ class Member:
     samples: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
+    raw_bytes: int = 0  # of its results as float32, before any codec
+    encoded_bytes: int = 0  # of the same on the wire
+    encode_s: float = 0.0  # that it spent encoding
     owes: set[int] = field(default_factory=set)  # leases taken from it of which it has said nothing yet
 
 
