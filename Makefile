@@ -20,7 +20,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,examples,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,dashboard,tensorboard,examples,dev]'
 	touch $@
 
 demo: setup
