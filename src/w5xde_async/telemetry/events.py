@@ -1,8 +1,8 @@
 """The run as typed events, and the bus that carries them.
 
 One stream; everything that shows or records a run subscribes to it. A subscriber that raises is removed and
-named in a warning: telemetry never stops training. An event is built only when somebody listens (``bus.active``).
-Subscribers are called on the event loop's thread and must return at once; whoever writes to a disk or a
+named in a warning: telemetry never stops training. An event is built only when somebody listens (``bus.active``);
+what is measured at intervals (``Sample``) only when somebody has asked for it (``bus.sampled``). Subscribers are called on the event loop's thread and must return at once; whoever writes to a disk or a
 network hands the event to a thread of its own.
 """
 
@@ -21,13 +21,16 @@ __all__ = [
     "JournalFailed",
     "JournalRestored",
     "RunFinished",
+    "RunReported",
     "RunStarted",
+    "Sample",
     "StepCommitted",
     "Subscriber",
     "Waiting",
     "Warned",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerReported",
     "WorkerShare",
 ]
 
@@ -40,8 +43,17 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Event):
+    """Base of what is measured about once a second, only while somebody has subscribed with ``samples=True``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """The coordinator listens. The run ends at step ``total_steps``; ``resumed_step`` 0 is a fresh start."""
+    """The coordinator listens. The run ends at step ``total_steps``; ``resumed_step`` 0 is a fresh start.
+
+    ``dashboard`` is where the run can be watched, ``dashboard_link`` the same with the token that it may need; both
+    empty without a dashboard.
+    """
 
     version: str
     run_name: str
@@ -66,6 +78,8 @@ class RunStarted(Event):
     steps_per_epoch: int
     memory_bound_bytes: int
     durability: str = "checkpoint"
+    dashboard: str = ""
+    dashboard_link: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +232,77 @@ class RunFinished(Event):
     shares: tuple[WorkerShare, ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReported(Sample):
+    """One worker, as it stands. Counts, seconds and bytes are of this membership, from its joining on.
+
+    ``state``: joining (it builds its model), ready, late or draining. ``waits_for`` says what keeps it from computing,
+    empty while it computes. ``share`` is its part of the leaves that the present members have done. ``network_s``: the
+    coordinator was in the middle of sending to it or receiving from it; that may overlap ``compute_s``. Bytes are the
+    worker's: ``bytes_sent`` came to the coordinator. ``raw_bytes`` are those of its results before the codec,
+    ``encoded_bytes`` after it. ``rtt_s`` and ``retransmits`` are the kernel's (None where it does not say). Memory,
+    ``cpu_s`` (of the process) and ``flops_per_leaf`` are what the worker has told, 0 where it has not.
+    """
+
+    worker_id: str
+    name: str
+    peer: str
+    device: str
+    threads: int
+    state: str
+    activity: str
+    waits_for: str
+    member_s: float
+    leases_held: int
+    leaves: int
+    samples: int
+    share: float
+    leaves_per_s: float
+    compute_s: float
+    wait_s: float
+    network_s: float
+    encode_s: float
+    bytes_sent: int
+    bytes_received: int
+    raw_bytes: int
+    encoded_bytes: int
+    rtt_s: float | None = None
+    retransmits: int | None = None
+    host_bytes: int = 0
+    device_bytes: int = 0
+    device_total_bytes: int = 0
+    cpu_s: float = 0.0
+    flops_per_leaf: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReported(Sample):
+    """The run as it stands; counts are of this session of the coordinator.
+
+    ``leases_applied`` were used; the others were computed in vain. ``waits_for`` says why nothing can be computed.
+    ``steps_in_flight`` are in the journal's queue and not yet durable. ``host_bytes`` is the coordinator's memory.
+    """
+
+    step: int
+    total_steps: int
+    samples: int
+    num_workers: int
+    num_joining: int
+    leases_open: int
+    leases_applied: int
+    leases_stale: int
+    leases_duplicate: int
+    leases_rejected: int
+    leases_backed_up: int
+    leaves: int
+    leaves_in_vain: int
+    bytes_sent: int
+    bytes_received: int
+    steps_in_flight: int
+    uptime_s: float
+    host_bytes: int
+
+
 Subscriber = Callable[[Event], None]
 
 
@@ -226,27 +311,38 @@ class Bus:
 
     def __init__(self) -> None:
         self._subscribers: list[Subscriber] = []
+        self._samplers: list[Subscriber] = []  # those of them that take samples too
 
     @property
     def active(self) -> bool:
         """True when somebody listens."""
         return bool(self._subscribers)
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Add a subscriber; the result removes it again (calling it twice is fine)."""
+    @property
+    def sampled(self) -> bool:
+        """True when somebody has asked for samples."""
+        return bool(self._samplers)
+
+    def subscribe(self, subscriber: Subscriber, *, samples: bool = False) -> Callable[[], None]:
+        """Add a subscriber; the result removes it again (calling it twice is fine).
+
+        With ``samples`` it is also given every ``Sample``: some per worker and second.
+        """
         self._subscribers.append(subscriber)
-
-        def unsubscribe() -> None:
-            if subscriber in self._subscribers:
-                self._subscribers.remove(subscriber)
-
-        return unsubscribe
+        if samples:
+            self._samplers.append(subscriber)
+        return lambda: self._remove(subscriber)
 
     def publish(self, event: Event) -> None:
         """Give ``event`` to every subscriber; one that raises is dropped, loudly."""
-        for subscriber in tuple(self._subscribers):
+        for subscriber in tuple(self._samplers if isinstance(event, Sample) else self._subscribers):
             try:
                 subscriber(event)
             except Exception:
-                self._subscribers.remove(subscriber)
+                self._remove(subscriber)
                 logger.exception("telemetry subscriber removed after an error event=%s", type(event).__name__)
+
+    def _remove(self, subscriber: Subscriber) -> None:
+        for subscribers in (self._subscribers, self._samplers):
+            if subscriber in subscribers:
+                subscribers.remove(subscriber)

@@ -229,7 +229,8 @@ class Progress:
         self._rates = _Rates()
 
     def _dated(self, event: Event) -> str:
-        return to_line({"time": round(self._wall(), 3), **to_record(event)}).rstrip("\n")
+        # JSON is read by machines and kept; the link is in the run directory's file.
+        return to_line({"time": round(self._wall(), 3), **to_record(event, omit=("dashboard_link",))}).rstrip("\n")
 
 
 class _Rates:

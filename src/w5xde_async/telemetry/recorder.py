@@ -6,7 +6,7 @@ go, for those steps are done again, and those that a journal has and the file ha
 once and the run goes on; how many events were lost is recorded (``{"event": "dropped", "count": n}``) as soon as the
 disk takes lines again.
 
-The worker command is not recorded: it may hold the join secret.
+The worker command and the dashboard's link are not recorded: they may hold secrets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Recorder", "last_step"]
 
 logger = logging.getLogger(__name__)
 
-_SECRET = ("worker_command",)
+_SECRET = ("worker_command", "dashboard_link")
 _TAIL_BYTES = 1 << 20
 
 

@@ -133,6 +133,7 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
         row("steps", f"to step {_count(event.total_steps)}", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
         row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
+        *([row("dashboard", paint("accent", clean(event.dashboard_link)))] if event.dashboard_link else []),
         "",
     ]
     if event.worker_command:
