@@ -106,3 +106,19 @@ def test_listeners_own_their_address(named):
     tune_listener(windows, platform="win32")
     assert posix.options == {(socket.SOL_SOCKET, socket.SO_REUSEADDR): 1}
     assert windows.options == {(socket.SOL_SOCKET, -5): 1}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's tcp_info")
+def test_the_kernel_tells_the_round_trip():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        peer, _ = listener.accept()
+        with peer:
+            found = tuning.figures(sock)
+            assert found is not None
+            assert 0 < found.rtt_s < 1
+            assert found.retransmits == 0
+            assert tuning.figures(sock, platform="darwin") is None
+    pair = socket.socketpair()
+    assert tuning.figures(pair[0]) is None  # no TCP
+    for end in pair:
+        end.close()

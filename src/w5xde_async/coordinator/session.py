@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -96,6 +97,8 @@ class Session:
         self.hello: Hello | None = None
         self.state = State.GREETING
         self.receiving: int | None = None  # the lease whose result is being received into lent memory
+        self.receiving_s = 0.0  # spent in the middle of receiving results
+        self._header_at = 0.0  # when the header of the last one came
         self.current_version = -1  # the version that the host has published
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
         self.seen_bytes = 0
@@ -206,6 +209,7 @@ class Session:
             if type(message) is Result:
                 if not specs:
                     raise MalformedFrame("RESULT came without its buffer")
+                self.receiving_s += time.monotonic() - self._header_at
                 if placed is not None:
                     self._garbage = 0
                     self._host.arrived(self, message)
@@ -236,6 +240,7 @@ class Session:
         self.state = advance(COORDINATOR, self.state, message)
         if type(message) is not Result or len(specs) != 1:
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
+        self._header_at = time.monotonic()
         view, explained = self._host.place(self, message, specs[0])
         if view is not None:
             self.receiving = message.lease

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from w5xde_async.errors import LinkLost, LocalError, RemoteError
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES, Stream
+from w5xde_async.net.tuning import Figures
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, Caps, decode_header, header_length
 from w5xde_async.wire.messages import Message
 
@@ -60,6 +61,10 @@ class Link(Protocol):
     @property
     def certificate(self) -> bytes:
         """The peer's certificate (DER) under TLS, else empty: what the proof of the handshake is bound to."""
+
+    @property
+    def figures(self) -> Figures | None:
+        """Round trip and retransmissions by the kernel; None where it does not say."""
 
     async def send(self, chunks: Sequence[Buffer]) -> None:
         """Send one or more encoded frames. The buffers may be overwritten once this returns.
@@ -111,6 +116,10 @@ class FramedLink:
     @property
     def certificate(self) -> bytes:
         return self._stream.certificate
+
+    @property
+    def figures(self) -> Figures | None:
+        return self._stream.figures()
 
     async def send(self, chunks: Sequence[Buffer]) -> None:
         if self._sending:

@@ -7,6 +7,7 @@ unsent of an older one is superseded) and small messages; a worker holds the res
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,12 +30,13 @@ class _Item(NamedTuple):
 class Outbox:
     """A queue of encoded frames and the coroutine that sends them."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock = link, clock
         self._items: deque[_Item] = deque()
         self._wake = asyncio.Event()
         self._sending = False
         self.lease_bytes = 0  #: bytes of leases that wait to be sent
+        self.sending_s = 0.0  #: seconds spent in the middle of sending
         self.num_messages = 0  #: other messages that wait, parameters not counted
 
     @property
@@ -88,8 +90,8 @@ class Outbox:
                 if sent is not None:
                     notes.append(sent)
             if batch:
-                self._sending = True
+                self._sending, began = True, self._clock()
                 await self._link.send(batch)
-                self._sending = False
+                self._sending, self.sending_s = False, self.sending_s + self._clock() - began
             for note in notes:
                 note()

@@ -28,6 +28,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from w5xde_async.errors import LinkLost
+from w5xde_async.net.tuning import Figures, figures
 from w5xde_async.wire.frame import Buffer
 
 __all__ = [
@@ -103,6 +104,10 @@ class Stream(ABC):
         self.lost: str | None = None  # why the stream ended; None while it stands
         self.certificate = b""  # the peer's, DER, under TLS; what a proof is bound to
         self._turn = 0  # moved since the loop last had its turn
+
+    def figures(self) -> Figures | None:
+        """What the kernel knows of the connection; None where there is none."""
+        return None
 
     @abstractmethod
     async def receive(self, view: memoryview, least: int) -> int:
@@ -223,6 +228,9 @@ class SocketStream(Stream):
         self._flowing = False  # but bytes come so fast that there may be more by now
         self._writing: asyncio.Future[None] | None = None
         self._outgoing: _Outgoing | None = None
+
+    def figures(self) -> Figures | None:
+        return None if self._closed else figures(self._sock)
 
     async def receive(self, view: memoryview, least: int) -> int:
         if self._closed:

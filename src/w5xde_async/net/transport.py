@@ -25,6 +25,7 @@ from w5xde_async.net.stream import (
     Stream,
     ended_by,
 )
+from w5xde_async.net.tuning import Figures, figures
 from w5xde_async.wire.frame import Buffer
 
 __all__ = ["TransportStream"]
@@ -58,6 +59,10 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
             self.certificate = tls.getpeercert(binary_form=True) or b""
         # asyncio's TLS compares with >=, its plain transports with >: both mean "anything unsent".
         self._transport.set_write_buffer_limits(high=0 if tls is None else 1, low=0)
+
+    def figures(self) -> Figures | None:
+        sock = None if self.lost is not None else self._transport.get_extra_info("socket")
+        return None if sock is None else figures(sock)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:

@@ -7,15 +7,20 @@ switches the tuning off, and even 4 MiB, where granted, was no faster on loopbac
 from __future__ import annotations
 
 import socket
+import struct
 import sys
+from typing import NamedTuple
 
-__all__ = ["BUFFER_BYTES", "tune", "tune_listener"]
+__all__ = ["BUFFER_BYTES", "Figures", "figures", "tune", "tune_listener"]
 
 BUFFER_BYTES = 4 << 20
 #: Keepalive: first probe after, then every, and given up after so many. The heartbeat is faster; this is the backstop.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 20, 5, 4
 #: Linux: sent bytes may stay unacknowledged this long.
 USER_TIMEOUT_MS = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_COUNT)
+
+_TCP_INFO_BYTES = 104
+_RTT_OFFSET, _RETRANSMITS_OFFSET = 68, 100  # of tcpi_rtt (microseconds) and tcpi_total_retrans in Linux's tcp_info
 
 _TCP_KEEPALIVE_MACOS = 0x10  # named TCP_KEEPALIVE only by some builds of Python
 
@@ -57,6 +62,28 @@ def tune(sock: socket.socket, *, platform: str = sys.platform) -> dict[str, int]
         put(socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", USER_TIMEOUT_MS)
         put(socket.IPPROTO_TCP, "TCP_QUICKACK", 1)
     return done
+
+
+class Figures(NamedTuple):
+    """What the kernel knows of a connection: its smoothed round trip, and segments that it had to send again."""
+
+    rtt_s: float
+    retransmits: int
+
+
+def figures(sock: socket.socket, *, platform: str = sys.platform) -> Figures | None:
+    """None where this platform, kernel or kind of socket does not say."""
+    option = getattr(socket, "TCP_INFO", None)
+    if platform != "linux" or option is None:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, option, _TCP_INFO_BYTES)
+    except OSError:
+        return None
+    if len(info) < _TCP_INFO_BYTES:
+        return None
+    (rtt_us,), (again,) = (struct.unpack_from("=I", info, offset) for offset in (_RTT_OFFSET, _RETRANSMITS_OFFSET))
+    return Figures(rtt_us / 1e6, again)
 
 
 def tune_listener(sock: socket.socket, *, platform: str = sys.platform) -> None:
