@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.hosting import Commit
 from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
 from w5xde_async.coordinator.preparation import Prepared, record_of
-from w5xde_async.coordinator.training import Commit, Training
+from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import StoreError
 from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -66,7 +67,7 @@ class Following:
         journaling = self._training.journaling
         if journaling is not None:
             await journaling.flush()
-        version = self._training.version
+        version = self._training.progress
         stands = version and not self._training.aggregator.torn
         if stands and self._prepared.store is not None and self._saved_step != version:
             await self._save(version, self._rotate(version))

@@ -6,15 +6,41 @@ we are when nothing else is on its way to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.session import Session
-from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Membership, Standing
 from w5xde_async.wire.messages import Heartbeat
 
-__all__ = ["Liveness"]
+__all__ = ["Held", "Leases", "Liveness"]
+
+
+class Held(Protocol):
+    """An open lease, as far as revoking it goes."""
+
+    @property
+    def lease(self) -> int: ...
+
+    @property
+    def worker(self) -> str: ...
+
+
+class Leases(Protocol):
+    """A book of leases, as far as liveness goes."""
+
+    def get(self, lease: int) -> Held | None:
+        """An open lease."""
+
+    def held(self, worker: str) -> Sequence[Held]:
+        """Open leases of a worker, oldest first."""
+
+    def overdue(self, now: float) -> Sequence[Held]:
+        """Leases whose deadline has passed."""
+
+    def give_back(self, lease: int) -> Any:
+        """The lease ends unfinished."""
 
 
 class Liveness:
@@ -27,8 +53,8 @@ class Liveness:
         sessions: Mapping[str, Session],
         joining: dict[Session, float],
         membership: Membership,
-        ledger: Ledger,
-        revoke: Callable[[Grant, str], None],
+        ledger: Leases,
+        revoke: Callable[[Held, str], None],
         warn: Callable[[str], None],
     ) -> None:
         self._config, self._sessions, self._joining = config, sessions, joining
@@ -73,7 +99,7 @@ class Liveness:
         elif session.worker_id in self._membership.members:
             self._membership.members[session.worker_id].last_seen = now
 
-    def _overdue(self, grant: Grant) -> None:
+    def _overdue(self, grant: Held) -> None:
         if not any(member.worker_id != grant.worker for member in self._membership.ready()):
             return  # nobody else could do it sooner
         holder = self._sessions.get(grant.worker)

@@ -36,7 +36,7 @@ from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Warned
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
-from w5xde_async.wire.messages import ByeCode, VerdictCode, Welcome
+from w5xde_async.wire.messages import ByeCode, Welcome
 
 __all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
 
@@ -247,7 +247,7 @@ class Coordinator:
     @property
     def step(self) -> int:
         """Commits so far."""
-        return 0 if self._training is None else self._training.version
+        return 0 if self._training is None else self._training.progress
 
     @property
     def _listening(self) -> Listener:
@@ -397,7 +397,7 @@ class Coordinator:
     async def _finish(
         self, training: Training, prepared: Prepared, following: Following, failure: BaseException | None
     ) -> RunResult:
-        finished = failure is None and training.version >= training.total_steps
+        finished = failure is None and training.progress >= training.total_steps
         outcome = "failed" if failure is not None else "finished" if finished else "stopped"
         reason = str(failure) if failure is not None else "" if finished else self._stop_reason
         if finished and prepared.first_step >= prepared.total_steps:
@@ -418,12 +418,13 @@ class Coordinator:
             paths = await self._write_results(prepared)
         seconds = time.monotonic() - self._began
         sent, received = training.accounts.traffic(training.sessions.values())
+        counts = training.counts()
         self.bus.publish(
             RunFinished(
                 outcome=outcome,
                 reason=reason,
-                step=training.version,
-                total_steps=max(training.total_steps, training.version),
+                step=training.progress,
+                total_steps=max(training.total_steps, training.progress),
                 samples=training.samples_applied,
                 session_samples=training.samples_applied - prepared.samples,
                 loss=training.last_loss,
@@ -435,16 +436,16 @@ class Coordinator:
                 model_path=str(paths["model_path"] or ""),
                 metrics_path=str(paths["metrics_path"] or ""),
                 plot_path=str(paths["plot_path"] or ""),
-                leaves=training.results.leaves,
-                leaves_in_vain=training.results.leaves_in_vain,
-                leases_stale=training.results.refused[VerdictCode.STALE],
-                leases_duplicate=training.results.refused[VerdictCode.DUPLICATE],
-                leases_backed_up=training.dispatch.num_backups,
+                leaves=counts.leaves,
+                leaves_in_vain=counts.leaves_in_vain,
+                leases_stale=counts.stale,
+                leases_duplicate=counts.duplicate,
+                leases_backed_up=counts.backed_up,
                 shares=training.accounts.shares(),
             )
         )
         return RunResult(
-            outcome=outcome, reason=reason, step=training.version, loss=training.last_loss, metrics=following.metrics,
+            outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, **paths,
         )  # fmt: skip
 

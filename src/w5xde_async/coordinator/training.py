@@ -15,69 +15,32 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
-from w5xde_async.coordinator.accounts import Accounts
 from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
-from w5xde_async.coordinator.journaling import Journaling
-from w5xde_async.coordinator.liveness import Liveness
+from w5xde_async.coordinator.hosting import Commit, Counts, Hosting, NonFinite
 from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.programs import Programs
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Place, Results
 from w5xde_async.coordinator.session import Session
-from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.ledger import Grant, Ledger
-from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.ledger import Ledger
+from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting, Warned, WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting
 from w5xde_async.updates.sync import Applied, SyncRule
-from w5xde_async.wire.frame import Buffer, BufferSpec
-from w5xde_async.wire.messages import (
-    ByeCode,
-    Done,
-    Drain,
-    Failed,
-    ProgramRequest,
-    Ready,
-    Refusal,
-    Result,
-    Revoke,
-    Verdict,
-    VerdictCode,
-    Welcome,
-)
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Verdict, VerdictCode, Welcome
 
-__all__ = ["Commit", "NonFinite", "Training"]
+__all__ = ["Training"]
 
 
-class NonFinite(W5xdeError):
-    """Too many steps in a row had a non-finite gradient. Fields: ``step``, ``count``."""
-
-    def __init__(self, step: int, count: int) -> None:
-        self.step, self.count = step, count
-        super().__init__(
-            f"the gradient was not finite in {count} steps in a row, up to step {step}: training diverges; "
-            "lower the learning rate, set gradient_clip_val, or look at the data"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """One commit, for whoever follows the run. ``step`` counts commits from 1."""
-
-    step: int
-    last_of_epoch: bool
-
-
-class Training:
-    """One run from ``first_step`` to ``total_steps``. Implements ``session.Host``."""
+class Training(Hosting):
+    """One run from ``first_step`` to ``total_steps``."""
 
     def __init__(
         self,
@@ -96,51 +59,42 @@ class Training:
         executor: Executor | None = None,
     ) -> None:
         """``clock`` gives seconds; ``executor`` runs updates and additions, one at a time (default: a thread)."""
-        self.clock = clock
-        self.sampler, self.loader, self.layout, self.rule = sampler, loader, layout, rule
-        self.config, self.bus = config, bus
-        self.version, self.total_steps = first_step, total_steps
-        self.samples_applied = 0
-        self.last_loss: float | None = None
-        self.sessions: dict[str, Session] = {}
-        self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
-        self.membership = Membership(config.silence_s)
-        self.pacing = Pacing(config.pacing)
         self.ledger = Ledger(
             num_buckets=len(layout.result_buckets),
             max_failures=config.max_leaf_failures,
             first_lease=(welcome.term << 32) + 1,  # no lease of another term has the same number
         )
+        super().__init__(
+            ledger=self.ledger, layout=layout, loader=loader, welcome=welcome, config=config, bus=bus,
+            total_steps=total_steps, clock=clock,
+        )  # fmt: skip
+        self.sampler, self.rule = sampler, rule
+        self.version = first_step
+        self.pacing = Pacing(config.pacing)
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
-        self.on_commit: Callable[[Commit], None] = lambda commit: None
-        self.journaling: Journaling | None = None
-        self.programs = Programs(layout, config, bus)
-        self.accounts = Accounts()
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
-        self._welcome = welcome
-        self._layout_text = layout.describe()
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
-        self._wake = asyncio.Event()
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
             sampler=sampler, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
         )  # fmt: skip
-        self._liveness = Liveness(
-            config=config, sessions=self.sessions, joining=self._joining, membership=self.membership,
-            ledger=self.ledger, revoke=self._revoke, warn=self._warn,
-        )  # fmt: skip
         self._look_again: asyncio.TimerHandle | None = None
-        self._failure: BaseException | None = None
-        self._stopping = False
-        self._stop_at = 0.0
         self._begun = False
         self._nonfinite = 0
         self._bytes_before = (0, 0)
         self._last_commit = clock()
-        self._devices: set[tuple[str, int]] = set()
-        loader.on_ready = self._schedule
-        loader.on_error = self.fail
+
+    @property
+    def progress(self) -> int:
+        return self.version
+
+    def counts(self) -> Counts:
+        results = self.results
+        return Counts(
+            results.leaves, results.leaves_in_vain, results.refused[VerdictCode.STALE],
+            results.refused[VerdictCode.DUPLICATE], results.refused[VerdictCode.REJECTED], self.dispatch.num_backups,
+        )  # fmt: skip
 
     # -- the run -------------------------------------------------------------------------------------------
 
@@ -156,25 +110,6 @@ class Training:
             await self._commit()
         if self._failure is not None:
             raise self._failure
-
-    def say_goodbye(self, code: ByeCode, reason: str) -> None:
-        """Send every worker the last message, those that are building their model too."""
-        for session in (*self.sessions.values(), *self._joining):
-            session.say_goodbye(code, reason)
-
-    def stop(self) -> None:
-        """End after the step under way, or after ``grace_s`` where that takes longer."""
-        if not self._stopping:
-            self._stopping = True
-            self._stop_at = self.clock() + self.config.grace_s
-            for session in self.sessions.values():
-                session.post(Drain("the coordinator stops", self.config.grace_s))
-        self._wake.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End now; ``run`` raises ``error``."""
-        self._failure = self._failure or error
-        self._wake.set()
 
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""
@@ -276,9 +211,6 @@ class Training:
                 failpoint("commit.after")
         self.on_commit(Commit(step=self.version, last_of_epoch=self.version % self.sampler.steps_per_epoch == 0))
 
-    def _warn(self, text: str) -> None:
-        self.bus.publish(Warned(text=text))
-
     # -- leases --------------------------------------------------------------------------------------------
 
     def _schedule(self, only: str | None = None) -> None:
@@ -307,91 +239,7 @@ class Training:
             delay_s = max(at - now, 0.001)
             self._look_again = asyncio.get_running_loop().call_later(delay_s, self._schedule)
 
-    def _has_credit(self, worker: str) -> bool:
-        """A worker that does not take the leases it was sent gets no more of them."""
-        return self.sessions[worker].outbox.lease_bytes <= self.config.credit_bytes
-
-    def _revoke(self, grant: Grant, reason: str) -> None:
-        session = self.sessions.get(grant.worker)
-        if session is not None and not session.outbox.withdraw(grant.lease):
-            session.post(Revoke(grant.lease, reason))
-            member = self.membership.members.get(grant.worker)
-            if member is not None:
-                member.owes.add(grant.lease)
-
-    def tick(self, now: float) -> None:
-        """Revoke what is overdue, drop who is silent, tell the others that we live. Called every second or so."""
-        self._liveness.tick(now, f"step {self.version} of {self.total_steps}")
-        self._schedule()
-
-    def drop(self, name: str, reason: str) -> None:
-        """End the links of a worker, by the name it has proved or by its id."""
-        for session in (*self.sessions.values(), *self._joining):
-            if name in (session.identity, session.worker_id):
-                session.abort(reason)
-
     # -- session.Host --------------------------------------------------------------------------------------
-
-    def admit(self, session: Session) -> Refusal | None:
-        if self._stopping or self._failure is not None:
-            return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
-        others = {known.worker_id for known in (*self.sessions.values(), *self._joining)} - {session.worker_id}
-        if len(others) >= self.config.max_workers:
-            return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
-        self._joining[session] = session.admitted_at = self.clock()
-        session.taken = (session.link.bytes_sent, session.admitted_at)
-        return None
-
-    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
-        text = self._layout_text
-        return self._welcome, [(BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)]
-
-    async def make_room(self, session: Session) -> None:
-        while (older := self.sessions.get(session.worker_id)) is not None:
-            if older.incarnation > session.incarnation:
-                raise RemoteError("the same worker has connected anew since")
-            # Its leases may be given out again only once nothing writes into their memory any more.
-            older.abort("the same worker has connected anew")
-            await older.ended.wait()
-
-    def program(self, session: Session, request: ProgramRequest) -> None:
-        self.programs.ask(session, request)
-
-    def joined(self, session: Session, ready: Ready) -> Refusal | None:
-        if ready.fingerprint != self.layout.fingerprint:
-            return Refusal(
-                RefusalCode.MODEL_MISMATCH,
-                "the worker's model differs from the coordinator's",
-                "use the same job file on both sides",
-            )
-        now = self.clock()
-        self._joining.pop(session, None)
-        self.membership.join(
-            Member(
-                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
-                threads=ready.threads, incarnation=session.incarnation, joined_at=now, last_seen=now,
-            )
-        )  # fmt: skip
-        self.sessions[session.worker_id] = session
-        self._compare_devices(ready)
-        self.bus.publish(
-            WorkerJoined(
-                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
-                threads=ready.threads, num_workers=len(self.sessions),
-            )
-        )  # fmt: skip
-        self.publisher.welcome(session)
-        self._schedule()
-        return None
-
-    def _compare_devices(self, ready: Ready) -> None:
-        self._devices.add((ready.device_name, ready.threads))
-        if len(self._devices) == 2:
-            listed = " and ".join(f"{name} with {threads} thread(s)" for name, threads in sorted(self._devices))
-            self._warn(
-                f"workers differ ({listed}): the run stays exact in what it counts, but its last bits may depend on "
-                "which of them computed what; --threads makes them alike"
-            )
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
         return self.results.place(session, result, spec, member=self.sessions.get(session.worker_id) is session)
@@ -421,15 +269,6 @@ class Training:
         self.results.failed(session, failed)
         self._schedule()
 
-    def _answered(self, session: Session, lease: int) -> Member | None:
-        """A worker has said what became of a lease: if that was the last that it owed, it is there again."""
-        member = self.membership.members.get(session.worker_id)
-        if member is not None:
-            member.owes.discard(lease)
-            if member.standing is Standing.LATE and not member.owes:
-                member.standing = Standing.READY
-        return member
-
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.membership.members.get(session.worker_id)
         if member is not None:
@@ -445,32 +284,13 @@ class Training:
             session.say_goodbye(ByeCode.LEAVING, "drained")
         self._schedule()
 
-    def left(self, session: Session, reason: str, *, clean: bool) -> None:
-        self.accounts.close(session)
-        self.results.left(session)
-        self._joining.pop(session, None)
-        member = self.membership.leave(session.worker_id, session.incarnation)
-        if self.sessions.get(session.worker_id) is not session:
-            if member is None and not clean and session.worker_id:
-                self._warn(f"{session.name or session.link.peer} did not join: {reason}")
-            return
-        del self.sessions[session.worker_id]
-        returned = self._return_leases(session)
-        if member is not None:
-            self.accounts.remember(session, member)
-        self.bus.publish(
-            WorkerLeft(
-                worker_id=session.worker_id, name=session.name, reason=reason, clean=clean,
-                leases_returned=returned, num_workers=len(self.sessions),
-            )
-        )  # fmt: skip
-        self._wake.set()
-        if not self._stopping and self._failure is None and self.version < self.total_steps:
-            if not self.sessions:
-                self.bus.publish(Waiting(reason="no workers"))
-            self._schedule()
+    def _introduce(self, session: Session) -> None:
+        self.publisher.welcome(session)
 
-    def _return_leases(self, session: Session) -> int:
+    def _forget(self, session: Session) -> None:
+        self.results.left(session)
+
+    def _take_back(self, session: Session) -> int:
         grants, culprit = self.ledger.lose(session.worker_id, died=not session.given_up)
         self.dispatch.forget(session.worker_id)
         if culprit is not None and self._failure is None:

@@ -1,0 +1,317 @@
+"""Who is here: sessions joining, leaving and being dropped, whatever the update rule makes of their work.
+
+``Hosting`` is the part of ``session.Host`` that every kind of training shares. What a lease is and what becomes of a
+result is for its subclasses: ``training`` (the synchronous tree) and ``rounds`` (results that count as they come).
+Everything here runs on the event loop's thread and never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from w5xde_async.coordinator.accounts import Accounts
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.journaling import Journaling
+from w5xde_async.coordinator.liveness import Held, Leases, Liveness
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.programs import Programs
+from w5xde_async.coordinator.results import Place
+from w5xde_async.coordinator.session import Session
+from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.telemetry.events import Bus, Waiting, Warned, WorkerJoined, WorkerLeft
+from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.messages import (
+    ByeCode,
+    Done,
+    Drain,
+    Failed,
+    ProgramRequest,
+    Ready,
+    Refusal,
+    Result,
+    Revoke,
+    Welcome,
+)
+
+__all__ = ["Commit", "Counts", "Hosting", "NonFinite"]
+
+
+class NonFinite(W5xdeError):
+    """Too many steps in a row had a non-finite gradient. Fields: ``step``, ``count``."""
+
+    def __init__(self, step: int, count: int) -> None:
+        self.step, self.count = step, count
+        super().__init__(
+            f"the gradient was not finite in {count} steps in a row, up to step {step}: training diverges; "
+            "lower the learning rate, set gradient_clip_val, or look at the data"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One commit, for whoever follows the run. ``step`` is how far the run is, in steps of the sampler, from 1."""
+
+    step: int
+    last_of_epoch: bool
+
+
+class Counts(NamedTuple):
+    """What became of the work so far. ``leaves`` were used, ``leaves_in_vain`` were not; the rest counts leases."""
+
+    leaves: int
+    leaves_in_vain: int
+    stale: int
+    duplicate: int
+    rejected: int
+    backed_up: int
+
+
+class Hosting(ABC):
+    """The members of one run, from ``admit`` to ``left``."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Leases,
+        layout: Layout,
+        loader: Loader,
+        welcome: Welcome,
+        welcome_buffers: Sequence[tuple[BufferSpec, Buffer]] = (),
+        config: CoordinatorConfig,
+        bus: Bus,
+        total_steps: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.clock = clock
+        self.layout, self.loader, self.config, self.bus = layout, loader, config, bus
+        self.total_steps = total_steps
+        self.samples_applied = 0
+        self.last_loss: float | None = None
+        self.sessions: dict[str, Session] = {}
+        self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
+        self.membership = Membership(config.silence_s)
+        self.on_commit: Callable[[Commit], None] = lambda commit: None
+        self.journaling: Journaling | None = None
+        self.programs = Programs(layout, config, bus)
+        self.accounts = Accounts()
+        self._welcome, self._welcome_buffers = welcome, list(welcome_buffers)
+        self._layout_text = layout.describe()
+        self._wake = asyncio.Event()
+        self._liveness = Liveness(
+            config=config, sessions=self.sessions, joining=self._joining, membership=self.membership,
+            ledger=ledger, revoke=self._revoke, warn=self._warn,
+        )  # fmt: skip
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._stop_at = 0.0
+        self._devices: set[tuple[str, int]] = set()
+        loader.on_ready = self._schedule
+        loader.on_error = self.fail
+
+    # -- what the kinds of training differ in --------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """Steps of the sampler that are applied: the run's end is ``total_steps``."""
+
+    @abstractmethod
+    def counts(self) -> Counts:
+        """What became of the work so far."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Train until the end, a stop or a failure (which is raised)."""
+
+    @abstractmethod
+    def _schedule(self, only: str | None = None) -> None:
+        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+
+    @abstractmethod
+    def _introduce(self, session: Session) -> None:
+        """A worker has become a member: it lacks the parameters."""
+
+    @abstractmethod
+    def _take_back(self, session: Session) -> int:
+        """A member is gone: its leases are for others. How many there were."""
+
+    @abstractmethod
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        """See ``session.Host``."""
+
+    @abstractmethod
+    def arrived(self, session: Session, result: Result) -> None:
+        """A placed result is complete."""
+
+    @abstractmethod
+    def done(self, session: Session, done: Done) -> None:
+        """A lease is done."""
+
+    @abstractmethod
+    def failed(self, session: Session, failed: Failed) -> None:
+        """The job raised on a leaf of a lease."""
+
+    @abstractmethod
+    def draining(self, session: Session, drain: Drain) -> None:
+        """A worker wants to leave."""
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    def say_goodbye(self, code: ByeCode, reason: str) -> None:
+        """Send every worker the last message, those that are building their model too."""
+        for session in (*self.sessions.values(), *self._joining):
+            session.say_goodbye(code, reason)
+
+    def stop(self) -> None:
+        """End after the step under way, or after ``grace_s`` where that takes longer."""
+        if not self._stopping:
+            self._stopping = True
+            self._stop_at = self.clock() + self.config.grace_s
+            for session in self.sessions.values():
+                session.post(Drain("the coordinator stops", self.config.grace_s))
+        self._wake.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End now; ``run`` raises ``error``."""
+        self._failure = self._failure or error
+        self._wake.set()
+
+    def tick(self, now: float) -> None:
+        """Revoke what is overdue, drop who is silent, tell the others that we live. Called every second or so."""
+        self._liveness.tick(now, f"step {self.progress} of {self.total_steps}")
+        self._schedule()
+
+    def drop(self, name: str, reason: str) -> None:
+        """End the links of a worker, by the name it has proved or by its id."""
+        for session in (*self.sessions.values(), *self._joining):
+            if name in (session.identity, session.worker_id):
+                session.abort(reason)
+
+    def _warn(self, text: str) -> None:
+        self.bus.publish(Warned(text=text))
+
+    def _has_credit(self, worker: str) -> bool:
+        """A worker that does not take the leases it was sent gets no more of them."""
+        return self.sessions[worker].outbox.lease_bytes <= self.config.credit_bytes
+
+    def _revoke(self, grant: Held, reason: str) -> None:
+        session = self.sessions.get(grant.worker)
+        if session is not None and not session.outbox.withdraw(grant.lease):
+            session.post(Revoke(grant.lease, reason))
+            member = self.membership.members.get(grant.worker)
+            if member is not None:
+                member.owes.add(grant.lease)
+
+    def _answered(self, session: Session, lease: int) -> Member | None:
+        """A worker has said what became of a lease: if that was the last that it owed, it is there again."""
+        member = self.membership.members.get(session.worker_id)
+        if member is not None:
+            member.owes.discard(lease)
+            if member.standing is Standing.LATE and not member.owes:
+                member.standing = Standing.READY
+        return member
+
+    # -- session.Host --------------------------------------------------------------------------------------
+
+    def admit(self, session: Session) -> Refusal | None:
+        """A worker has proved itself; None lets it in."""
+        if self._stopping or self._failure is not None:
+            return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
+        others = {known.worker_id for known in (*self.sessions.values(), *self._joining)} - {session.worker_id}
+        if len(others) >= self.config.max_workers:
+            return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
+        self._joining[session] = session.admitted_at = self.clock()
+        session.taken = (session.link.bytes_sent, session.admitted_at)
+        return None
+
+    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
+        """The run, for a new worker."""
+        text = self._layout_text
+        layout = (BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)
+        return self._welcome, [layout, *self._welcome_buffers]
+
+    async def make_room(self, session: Session) -> None:
+        """Return when no other connection of the same worker is left."""
+        while (older := self.sessions.get(session.worker_id)) is not None:
+            if older.incarnation > session.incarnation:
+                raise RemoteError("the same worker has connected anew since")
+            # Its leases may be given out again only once nothing writes into their memory any more.
+            older.abort("the same worker has connected anew")
+            await older.ended.wait()
+
+    def program(self, session: Session, request: ProgramRequest) -> None:
+        """The worker asks for the program; it is answered now or later."""
+        self.programs.ask(session, request)
+
+    def joined(self, session: Session, ready: Ready) -> Refusal | None:
+        """The worker has built its model; None makes it a member."""
+        if ready.fingerprint != self.layout.fingerprint:
+            return Refusal(
+                RefusalCode.MODEL_MISMATCH,
+                "the worker's model differs from the coordinator's",
+                "use the same job file on both sides",
+            )
+        now = self.clock()
+        self._joining.pop(session, None)
+        self.membership.join(
+            Member(
+                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
+                threads=ready.threads, incarnation=session.incarnation, joined_at=now, last_seen=now,
+            )
+        )  # fmt: skip
+        self.sessions[session.worker_id] = session
+        self._compare_devices(ready)
+        self.bus.publish(
+            WorkerJoined(
+                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
+                threads=ready.threads, num_workers=len(self.sessions),
+            )
+        )  # fmt: skip
+        self._introduce(session)
+        self._schedule()
+        return None
+
+    def _compare_devices(self, ready: Ready) -> None:
+        self._devices.add((ready.device_name, ready.threads))
+        if len(self._devices) == 2:
+            listed = " and ".join(f"{name} with {threads} thread(s)" for name, threads in sorted(self._devices))
+            self._warn(
+                f"workers differ ({listed}): the run stays exact in what it counts, but its last bits may depend on "
+                "which of them computed what; --threads makes them alike"
+            )
+
+    def left(self, session: Session, reason: str, *, clean: bool) -> None:
+        """A session has ended, whoever ended it."""
+        self.accounts.close(session)
+        self._forget(session)
+        self._joining.pop(session, None)
+        member = self.membership.leave(session.worker_id, session.incarnation)
+        if self.sessions.get(session.worker_id) is not session:
+            if member is None and not clean and session.worker_id:
+                self._warn(f"{session.name or session.link.peer} did not join: {reason}")
+            return
+        del self.sessions[session.worker_id]
+        returned = self._take_back(session)
+        if member is not None:
+            self.accounts.remember(session, member)
+        self.bus.publish(
+            WorkerLeft(
+                worker_id=session.worker_id, name=session.name, reason=reason, clean=clean,
+                leases_returned=returned, num_workers=len(self.sessions),
+            )
+        )  # fmt: skip
+        self._wake.set()
+        if not self._stopping and self._failure is None and self.progress < self.total_steps:
+            if not self.sessions:
+                self.bus.publish(Waiting(reason="no workers"))
+            self._schedule()
+
+    @abstractmethod
+    def _forget(self, session: Session) -> None:
+        """Nothing is received for this session any more."""
