@@ -129,7 +129,7 @@ def _overdue_kept(put: Put) -> None:
 
 @bug("reconnect-keeps-leases", "the leases of a connection that has ended are kept for when its worker is back", *LOST)
 def _reconnect(put: Put) -> None:
-    put(Training, "_return_leases", lambda self, session: 0)
+    put(Training, "_take_back", lambda self, session: 0)
 
 
 @bug("silent-kept", "a silent worker is never given up", "worker without power", "partition")
