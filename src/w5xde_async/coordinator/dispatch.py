@@ -39,6 +39,11 @@ class Dispatch:
         self.num_backups = 0
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
+    @property
+    def unread(self) -> set[int]:
+        """Leases whose data has not been read yet."""
+        return {grant.lease for grant in self._unread}
+
     def forget(self, worker: str) -> None:
         """The worker is gone: so is what was known of its speed."""
         self._pacing.forget(worker)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,6 +113,11 @@ class Hosting(ABC):
         self._devices: set[tuple[str, int]] = set()
         loader.on_ready = self._schedule
         loader.on_error = self.fail
+
+    @property
+    def joining(self) -> Collection[Session]:
+        """Workers that were let in and build their model."""
+        return self._joining.keys()
 
     # -- what the kinds of training differ in --------------------------------------------------------------
 

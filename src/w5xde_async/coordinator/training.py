@@ -80,7 +80,7 @@ class Training(Hosting):
             sampler=sampler, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
         )  # fmt: skip
         self._look_again: asyncio.TimerHandle | None = None
-        self._begun = False
+        self.begun = False  #: the first lease was given
         self._nonfinite = 0
         self._bytes_before = (0, 0)
         self._last_commit = clock()
@@ -218,11 +218,11 @@ class Training(Hosting):
         if self._failure is not None:
             return
         ready = [member.worker_id for member in self.membership.ready()]
-        if not self._begun:
+        if not self.begun:
             if len(ready) < self.config.min_workers:
                 self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
                 return
-            self._begun = True
+            self.begun = True
         if only is not None and only not in ready:
             return
         steps = self.ledger.open_steps

@@ -2,8 +2,9 @@
 
 One stream; everything that shows or records a run subscribes to it. A subscriber that raises is removed and
 named in a warning: telemetry never stops training. An event is built only when somebody listens (``bus.active``);
-what is measured at intervals (``Sample``) only when somebody has asked for it (``bus.sampled``). Subscribers are called on the event loop's thread and must return at once; whoever writes to a disk or a
-network hands the event to a thread of its own.
+what is measured at intervals (``Sample``) only when somebody has asked for it (``bus.sampled``). Subscribers are
+called on the event loop's thread and must return at once; whoever writes to a disk or a network hands the event to a
+thread of its own.
 """
 
 from __future__ import annotations
@@ -279,8 +280,8 @@ class WorkerReported(Sample):
 class RunReported(Sample):
     """The run as it stands; counts are of this session of the coordinator.
 
-    ``leases_applied`` were used; the others were computed in vain. ``waits_for`` says why nothing can be computed.
-    ``steps_in_flight`` are in the journal's queue and not yet durable. ``host_bytes`` is the coordinator's memory.
+    ``leaves`` were applied, ``leaves_in_vain`` computed and not used; their leases had come too late (stale), been done
+    by another (duplicate) or been refused by the update rule (rejected). ``host_bytes``: the coordinator's memory.
     """
 
     step: int
@@ -288,8 +289,6 @@ class RunReported(Sample):
     samples: int
     num_workers: int
     num_joining: int
-    leases_open: int
-    leases_applied: int
     leases_stale: int
     leases_duplicate: int
     leases_rejected: int
@@ -298,7 +297,6 @@ class RunReported(Sample):
     leaves_in_vain: int
     bytes_sent: int
     bytes_received: int
-    steps_in_flight: int
     uptime_s: float
     host_bytes: int
 

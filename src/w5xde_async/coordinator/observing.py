@@ -1,0 +1,137 @@
+"""The run, looked at once a second: what every worker does and why it waits, and what the run as a whole has come to.
+
+Reads what sessions, membership, ledger and accounts have counted already, only while somebody has asked for samples;
+changes nothing. Time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from w5xde_async.coordinator.hosting import Hosting
+from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.training import Training
+from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.telemetry.events import RunReported, WorkerReported
+from w5xde_async.telemetry.memory import host_bytes
+
+__all__ = ["Observer", "reason_to_wait"]
+
+_MOST_NAMES = 3
+
+
+class Observer:
+    """Publishes a ``WorkerReported`` for every worker and one ``RunReported``, at most once per ``interval_s``."""
+
+    def __init__(self, hosting: Hosting, *, interval_s: float = 1.0) -> None:
+        self._hosting, self._interval_s = hosting, interval_s
+        self._began = self._last = hosting.clock()
+        self._leaves: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> leaves at the last look
+
+    def tick(self, now: float) -> None:
+        """Look, where somebody wants to know and the last look is long enough ago."""
+        seconds = now - self._last
+        if not self._hosting.bus.sampled or seconds < 0.9 * self._interval_s:
+            return
+        self._last = now
+        members = self._hosting.membership.members
+        total = sum(member.leaves for member in members.values()) or 1
+        before, self._leaves = self._leaves, {}
+        for worker, session in self._hosting.sessions.items():
+            member = members.get(worker)
+            if member is not None:
+                key = (worker, member.incarnation)
+                self._leaves[key] = member.leaves
+                leaves = member.leaves - before.get(key, 0)
+                self._hosting.bus.publish(self._worker(session, member, now, leaves / seconds, member.leaves / total))
+        for session in self._hosting.joining:
+            self._hosting.bus.publish(self._joining(session, now))
+        self._hosting.bus.publish(self._run(now))
+
+    def _worker(
+        self, session: Session, member: Member, now: float, leaves_per_s: float, share: float
+    ) -> WorkerReported:
+        link = session.link
+        figures = link.figures
+        training = self._hosting
+        held, waits_for = 0, ""
+        if isinstance(training, Training):
+            held = training.ledger.num_held(member.worker_id)
+            waits_for = reason_to_wait(training, session, member)
+        return WorkerReported(
+            worker_id=member.worker_id, name=member.name, peer=member.peer, device=member.device,
+            threads=member.threads, state=member.standing.value, activity=session.last_message, waits_for=waits_for,
+            member_s=now - member.joined_at, leases_held=held, leaves=member.leaves, samples=member.samples,
+            share=share, leaves_per_s=leaves_per_s, compute_s=member.compute_s, wait_s=member.wait_s,
+            network_s=session.receiving_s + session.outbox.sending_s, encode_s=member.encode_s,
+            bytes_sent=link.bytes_received, bytes_received=link.bytes_sent, raw_bytes=member.raw_bytes,
+            encoded_bytes=member.encoded_bytes, rtt_s=None if figures is None else figures.rtt_s,
+            retransmits=None if figures is None else figures.retransmits,
+        )  # fmt: skip
+
+    def _joining(self, session: Session, now: float) -> WorkerReported:
+        link = session.link
+        return WorkerReported(
+            worker_id=session.worker_id, name=session.name, peer=link.peer, device="", threads=0, state="joining",
+            activity=session.last_message, waits_for="its model to be built", member_s=now - session.admitted_at,
+            leases_held=0, leaves=0, samples=0, share=0.0, leaves_per_s=0.0, compute_s=0.0, wait_s=0.0, network_s=0.0,
+            encode_s=0.0, bytes_sent=link.bytes_received, bytes_received=link.bytes_sent, raw_bytes=0, encoded_bytes=0,
+        )  # fmt: skip
+
+    def _run(self, now: float) -> RunReported:
+        hosting = self._hosting
+        counts = hosting.counts()
+        sent, received = hosting.accounts.traffic(hosting.sessions.values())
+        return RunReported(
+            step=hosting.progress, total_steps=hosting.total_steps, samples=hosting.samples_applied,
+            num_workers=len(hosting.sessions), num_joining=len(hosting.joining), leaves=counts.leaves,
+            leaves_in_vain=counts.leaves_in_vain, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
+            leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
+            bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
+        )  # fmt: skip
+
+
+def reason_to_wait(training: Training, session: Session, member: Member) -> str:
+    """What keeps a worker from computing at this moment, for a person; empty where nothing does."""
+    if member.standing is Standing.DRAINING:
+        return "nothing: it is leaving"
+    if member.standing is Standing.LATE:
+        return "its own answer: a lease was taken from it and it has not said what became of it"
+    if not training.begun:
+        return f"workers: the run begins with {training.config.min_workers}"
+    steps = training.ledger.open_steps
+    if not steps:
+        return "the end of the run"
+    held = training.ledger.held(member.worker_id)
+    if any(grant.step == steps[0] for grant in held):
+        if session.receiving is not None:
+            return "the network: its result is on its way"
+        if session.outbox.lease_bytes:
+            return "the network: a lease is on its way"
+        if held[0].lease in training.dispatch.unread:
+            return "data: the loader has not read its samples yet"
+        return ""
+    if training.ledger.free_leaves(steps[0]):
+        if session.outbox.lease_bytes > training.config.credit_bytes:
+            return "the network: it has not taken the leases that it was sent"
+        return "a lease"
+    if training.ledger.complete(steps[0]):
+        return f"the update of step {steps[0] + 1}"
+    return f"step {steps[0] + 1}: {_holders(training, steps[0], member.worker_id)}"
+
+
+def _holders(training: Training, step: int, worker: str) -> str:
+    """Who still computes leaves of a step."""
+    held = [
+        (other.name, leaves)
+        for other in training.sessions.values()
+        if other.worker_id != worker and (leaves := training.ledger.num_held_leaves(other.worker_id, step))
+    ]
+    if not held:
+        return "its last results are being added"
+    return f"{_names([name for name, _ in held])} computes its last {sum(leaves for _, leaves in held)} leaves"
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES])
+    return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
