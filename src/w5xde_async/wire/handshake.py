@@ -31,6 +31,7 @@ from w5xde_async.wire.messages import (
     Refusal,
     Result,
     Revoke,
+    Submit,
     Verdict,
     Welcome,
 )
@@ -91,6 +92,7 @@ WORKER: Table = {
     (State.READY, Lease): State.READY,
     (State.READY, Verdict): State.READY,
     (State.READY, Revoke): State.READY,
+    (State.READY, Submit): State.READY,
     (State.READY, Heartbeat): State.READY,
     (State.READY, Refusal): State.CLOSED,
     (State.READY, Drain): State.DRAINING,
@@ -99,6 +101,7 @@ WORKER: Table = {
     (State.DRAINING, Lease): State.DRAINING,
     (State.DRAINING, Verdict): State.DRAINING,
     (State.DRAINING, Revoke): State.DRAINING,
+    (State.DRAINING, Submit): State.DRAINING,
     (State.DRAINING, Heartbeat): State.DRAINING,
     (State.DRAINING, Bye): State.CLOSED,
 }

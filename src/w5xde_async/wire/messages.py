@@ -36,12 +36,13 @@ __all__ = [
     "Refusal",
     "Result",
     "Revoke",
+    "Submit",
     "Verdict",
     "VerdictCode",
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _MAX_INT = (1 << 63) - 1
 
@@ -181,9 +182,11 @@ class Refusal(Message):
 
 @_message(5)
 class Welcome(Message):
-    """The run, for a worker that has proved itself. One buffer: the layout (msgpack, params.layout).
+    """The run, for a worker that has proved itself. Buffers: the layout (params.layout) and, under a rule of local
+    steps, the inner optimizer (msgpack, compute.inner).
 
-    ``silence_s`` is how long either side may say nothing before it counts as gone.
+    ``silence_s`` is how long either side may say nothing before it counts as gone. ``update`` names the update rule,
+    ``codec`` how results are to be written, and ``downlink`` how PARAMS deltas are.
     """
 
     run_id: str
@@ -197,6 +200,9 @@ class Welcome(Message):
     fingerprint: bytes
     heartbeat_s: float
     silence_s: float
+    update: str = "sync"
+    codec: str = "raw"
+    downlink: str = "raw"
 
 
 @_message(6)
@@ -215,13 +221,15 @@ class Params(Message):
     """One bucket of one version's parameters; the version is whole when all ``num_buckets`` have come.
 
     Buckets that a commit did not change are not sent; with ``num_buckets`` 0 nothing changed and no buffer follows.
-    ``loss_scale`` is what losses at this version are multiplied with (fp16; 1 otherwise).
+    ``loss_scale`` is what losses at this version are multiplied with (fp16; 1 otherwise). With ``delta`` the buffer is
+    to be added to what the worker has of this bucket; otherwise it is the bucket whole.
     """
 
     version: int
     bucket: int
     num_buckets: int
     loss_scale: float
+    delta: bool = False
 
 
 @_message(8)
@@ -230,6 +238,8 @@ class Lease(Message):
 
     ``structure`` is the msgpack description of a batch; the buffers are its tensors. ``packed`` says that
     each buffer holds one tensor's rows for all leaves; otherwise leaf after leaf. ``deadline_s`` is a duration.
+    Under rules that take late results ``version`` is the oldest that will do, and under rules of local steps the lease
+    is one inner step, with ``rates`` for its optimizer (compute.inner).
     """
 
     lease: int
@@ -240,6 +250,7 @@ class Lease(Message):
     deadline_s: float
     packed: bool
     structure: bytes
+    rates: tuple[float, ...] = ()
 
 
 @_message(9)
@@ -257,7 +268,8 @@ class Done(Message):
     ``losses`` has one mean loss a leaf; ``metrics`` holds ``len(metric_names)`` values a leaf. ``untouched`` lists
     trainable parameters (layout index) that no leaf of the block gave a gradient, ``absent`` the buckets that no
     leaf changed and for which no RESULT comes. ``splits`` counts the halvings
-    that a lack of device memory forced (bits then differ from an undivided leaf).
+    that a lack of device memory forced (bits then differ from an undivided leaf). ``version`` is the one that was
+    computed with, ``encode_s`` what its codec took, and ``raw_bytes`` what its results would be without one.
     """
 
     lease: int
@@ -269,6 +281,9 @@ class Done(Message):
     splits: int
     compute_s: float
     wait_s: float
+    version: int = 0
+    encode_s: float = 0.0
+    raw_bytes: int = 0
 
 
 @_message(11)
@@ -337,3 +352,13 @@ class Program(Message):
     """The training step. Buffers: the text, then its constants; none where the worker holds this ``digest`` already."""
 
     digest: bytes
+
+
+@_message(19)
+class Submit(Message):
+    """To a worker under a rule of local steps: when all leases sent so far are computed, send how far you have gone
+    from where you began, in ``buckets``, as the results of ``lease``.
+    """
+
+    lease: int
+    buckets: tuple[int, ...]
