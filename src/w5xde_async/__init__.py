@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from w5xde_async.cluster import LocalCluster
     from w5xde_async.coordinator.config import CoordinatorConfig
-    from w5xde_async.coordinator.service import Coordinator, RunResult
+    from w5xde_async.coordinator.result import RunResult
+    from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.errors import W5xdeError
     from w5xde_async.job import Job
     from w5xde_async.telemetry.events import Bus
@@ -36,7 +37,7 @@ _HOMES = {
     "CoordinatorConfig": "coordinator.config",
     "Job": "job",
     "LocalCluster": "cluster",
-    "RunResult": "coordinator.service",
+    "RunResult": "coordinator.result",
     "W5xdeError": "errors",
     "Worker": "worker.service",
     "WorkerConfig": "worker.config",

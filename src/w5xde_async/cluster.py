@@ -19,11 +19,13 @@ from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.local import LocalWorkers
-from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.coordinator.result import RunResult
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LocalError, W5xdeError
 from w5xde_async.job import Job, load_job
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import RunFailed, Worker
 
@@ -51,7 +53,7 @@ class LocalCluster:
     ) -> None:
         """``job`` is a Job or a reference such as ``train.py:job``. ``config`` replaces the defaults as a whole.
 
-        Entering raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises.
+        Entering raises what ``start`` raises.
         """
         self._given, self._n_workers, self._threads = job, n_workers, threads
         self._replica = None if isinstance(job, str) else _with_own_model(job)  # before it is trained in place
@@ -65,6 +67,13 @@ class LocalCluster:
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def start(self) -> Self:
+        """Begin, for who cannot use ``async with`` (the cells of a notebook); ``aclose`` is then theirs to call.
+
+        Raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises.
+        """
         if self._coordinator is not None:
             raise LocalError("a cluster starts once")
         job, reference = self._given, ""
@@ -135,6 +144,14 @@ class LocalCluster:
         if self._lost and result.reason == self._lost:
             raise W5xdeError(self._lost)
         return result
+
+    def _repr_html_(self) -> str:
+        if self._coordinator is None:
+            return html_table("LocalCluster", {"state": "not started"})
+        running = self._closing is None and self._coordinator.running
+        rows = {"state": "running" if running else "not running", "step": self._coordinator.step,
+                "workers": self.num_workers, "address": self.address}  # fmt: skip
+        return html_table("LocalCluster", rows)
 
     async def aclose(self) -> None:
         """Stop in good order and free everything. May be called twice; cancelled, closing goes on by itself."""

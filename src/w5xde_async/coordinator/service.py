@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +24,7 @@ from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.journaling import MOST_AHEAD, Journaling
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.preparation import Prepared, prepare
+from w5xde_async.coordinator.result import RunResult
 from w5xde_async.coordinator.security import Security
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.training import Training
@@ -34,6 +35,7 @@ from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Warned
+from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode, Welcome
@@ -42,22 +44,6 @@ __all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
 
 
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters."""
-
-    outcome: str
-    reason: str
-    step: int
-    loss: float | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    digest: str = ""
-    seconds: float = 0.0
-    model_path: Path | None = None
-    metrics_path: Path | None = None
-    plot_path: Path | None = None
 
 
 def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
@@ -248,6 +234,16 @@ class Coordinator:
     def step(self) -> int:
         """Commits so far."""
         return 0 if self._training is None else self._training.progress
+
+    @property
+    def running(self) -> bool:
+        """True from ``start`` until the run has ended and everything is closed."""
+        return self._main is not None and not self._main.done()
+
+    def _repr_html_(self) -> str:
+        rows = {"state": "running" if self.running else "not running", "step": self.step, "workers": self.num_workers,
+                "address": self.address if self._listener is not None else "", "files": self._run_path}  # fmt: skip
+        return html_table(f"Coordinator {self.name}", rows)
 
     @property
     def _listening(self) -> Listener:

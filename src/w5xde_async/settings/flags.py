@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -22,7 +22,7 @@ import w5xde_async
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.store.toml import to_toml
 
-__all__ = ["Answer", "Program", "flag_names", "read", "setting", "to_mapping"]
+__all__ = ["Answer", "Described", "Program", "described", "flag_names", "read", "setting", "to_mapping"]
 
 _PREFIX = "W5XDE_"
 _NO_TOKEN_FLAG = (
@@ -92,6 +92,41 @@ def setting(
         "positional": positional,
     }  # fmt: skip
     return Field(default, description=meaning, json_schema_extra=extra)
+
+
+class Described(NamedTuple):
+    """One setting in words, for the table of docs/settings.md. ``key`` is "" where the TOML file cannot give it."""
+
+    group: str
+    flag: str
+    variable: str
+    key: str
+    default: str
+    accepts: str
+    meaning: str
+
+
+def described(program: type[Program]) -> list[Described]:
+    """Every setting that the help shows, group by group in the order of the help."""
+    groups: dict[str, list[Described]] = {}
+    for name, info in program.model_fields.items():
+        extra = _extra(info)
+        if extra["hidden"]:
+            continue
+        option = "--" + name.replace("_", "-")
+        if extra["positional"]:
+            option = extra["metavar"]
+        elif info.annotation is bool:
+            option = f"{option}, --no-{option[2:]}" if info.default else option
+        else:
+            option = f"{option} {extra['metavar'] or 'N'}"
+        key = "" if name in ("config", "join") else name
+        text = info.description or ""
+        row = Described(
+            extra["group"], option, _PREFIX + name.upper(), key, _default(info, extra), extra["accepts"], text
+        )
+        groups.setdefault(row.group, []).append(row)
+    return [row for rows in groups.values() for row in rows]
 
 
 def flag_names(program: type[Program]) -> tuple[str, ...]:
@@ -178,13 +213,17 @@ def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
 
 
 def _help(name: str, info: Any, extra: dict[str, Any]) -> str:
+    text = f"{info.description} [{_default(info, extra)}; {_PREFIX}{name.upper()}]"
+    return text.replace("%", "%%")
+
+
+def _default(info: Any, extra: dict[str, Any]) -> str:
     default = extra["shown"] or info.default
     if default is None or default == "":
-        default = "none"
-    elif default is True or default is False:
-        default = "yes" if default else "no"
-    text = f"{info.description} [{default}; {_PREFIX}{name.upper()}]"
-    return text.replace("%", "%%")
+        return "none"
+    if default is True or default is False:
+        return "yes" if default else "no"
+    return str(default)
 
 
 def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
     bulk_threads: AtLeast0 = setting(
         _COORDINATOR.bulk_threads, "threads that copy big payloads; 0: the event loop does", group="network",
-        accepts=_FROM_0,
+        accepts=_FROM_0, shown="2 from four cores on, else 0",
     )  # fmt: skip
 
     workers: AtLeast0 = setting(0, "start so many worker processes on this machine", group="workers", accepts=_FROM_0)

@@ -1,0 +1,87 @@
+"""Writes docs/settings.md from the settings classes: every flag, variable, TOML key, default and meaning.
+
+    python docs/make_settings.py            # write it
+    python docs/make_settings.py --check    # exit 1 where it is not current
+
+A test runs the check. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from w5xde_async.settings.flags import Program, described
+
+PAGE = Path(__file__).with_name("settings.md")
+HEAD = """\
+# Settings
+
+<!-- Written by docs/make_settings.py; change the settings classes, not this page. -->
+
+Each program's settings are one table. A setting is given as an argument, as an environment variable or in the TOML file
+of `--config`; arguments win over the environment, the environment over TOML, that over the default. Empty variables
+count as not set. Underscores in flags are accepted. Times: `90`, `90s`, `5m`, `1h30m`. Sizes: `512KiB`, `4MiB`, `1GB`.
+`--print-config` prints what results, in the form that `--config` reads. In Python the same stand as fields of
+`CoordinatorConfig` and `WorkerConfig` ([api.md](api.md)), which read no environment.
+
+```toml
+[coordinator]
+port = 5555
+checkpoint_every = 200
+max_time = "2h"
+
+[worker]
+threads = 2
+```
+"""
+TAIL = """\
+## Other variables
+
+| variable | read by | meaning |
+|---|---|---|
+| `W5XDE_TOKEN` | all programs | the shared secret itself; no flag takes it, since other users can list arguments |
+| `OMP_NUM_THREADS` | coordinator, torch | threads of each local worker, where `--worker-threads` is not given |
+| `CUDA_VISIBLE_DEVICES` | torch | which GPUs a worker may see |
+| `NO_COLOR` | all programs | any value: no colours |
+| `TERM` | all programs | `dumb`: no colours, no bar |
+| `W5XDE_FAILPOINTS` | coordinator | for tests: ends the process at named points ([reliability.md](reliability.md)) |
+
+The secret is looked for in this order: join file or `W5XDE_JOIN`; `--token-file`; `W5XDE_TOKEN`; `W5XDE_TOKEN_FILE` or
+`token_file` of the TOML file; `~/.config/w5xde/token`. Files must be readable by their owner alone.
+"""
+
+
+def tables() -> Iterator[str]:
+    for program in sorted(Program.__subclasses__(), key=lambda kind: kind.table):
+        yield f"\n## `w5xde {program.table}`\n\nThe same as `python -m w5xde_async.{program.table}`."
+        yield f" TOML table: `[{program.table}]`.\n"
+        group = ""
+        for row in described(program):
+            if row.group != group:
+                group = row.group
+                yield f"\n### {group[:1].upper()}{group[1:]}: {program.table}\n\n"
+                yield "| flag | variable | TOML key | default | give | meaning |\n|---|---|---|---|---|---|\n"
+            cells = [f"`{row.flag}`", f"`{row.variable}`", f"`{row.key}`" if row.key else "", row.default, row.accepts]
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in [*cells, row.meaning]) + " |\n"
+    yield "\n" + TAIL
+
+
+def main(arguments: list[str]) -> int:
+    text = HEAD + "".join(tables())
+    if "--check" not in arguments:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    sys.stderr.write("docs/settings.md is not current: run python docs/make_settings.py\n")
+    return 1
+
+
+if __name__ == "__main__":
+    # The settings of all programs are subclasses of Program once their modules are imported.
+    import w5xde_async.settings
+
+    assert w5xde_async.settings.__all__
+    sys.exit(main(sys.argv[1:]))
