@@ -1,0 +1,114 @@
+"""What both facades do alike: block on an event loop of their own, show the run, find the secret.
+
+Coordinator and Worker are guests in somebody's loop and read no environment; the earlier systems' calls block, and
+their scripts say nothing of secrets. This is where the one becomes the other. Works from any thread; from the main
+one, Ctrl-C cancels the call once, which then ends in good order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from w5xde_async.errors import UsageError
+from w5xde_async.net.endpoint import format_address, parse_address
+from w5xde_async.net.join import Invitation, read_secret_file
+from w5xde_async.net.tls import is_loopback
+from w5xde_async.telemetry.events import Bus
+from w5xde_async.telemetry.progress import Progress, ProgressConfig
+
+__all__ = ["LogMode", "block_on", "find_token", "shown", "where_to_join"]
+
+_T = TypeVar("_T")
+LogMode = Literal["silent", "normal", "verbose"]
+
+
+def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T:
+    """Run ``main`` in a new event loop (uvloop where it is) until it ends.
+
+    Raises UsageError where this thread runs a loop already, and names ``instead``, which does not block.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(main())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+@contextmanager
+def shown(bus: Bus, mode: LogMode) -> Iterator[Progress]:
+    """Show the run on stderr for as long as the context is open, this package's warnings too."""
+    if mode not in ("silent", "normal", "verbose"):
+        raise UsageError(f"log is {mode!r}; give silent, normal or verbose")
+    dumb = os.environ.get("TERM") == "dumb"
+    color = not os.environ.get("NO_COLOR") and not dumb
+    progress = Progress(ProgressConfig(mode=mode, color=color), terminal=False if dumb else None)
+    unsubscribe = bus.subscribe(progress)
+    logger, handler = logging.getLogger("w5xde_async"), progress.handler()
+    logger.addHandler(handler)
+    try:
+        yield progress
+    finally:
+        logger.removeHandler(handler)
+        unsubscribe()
+        progress.close()
+
+
+def find_token(token: str) -> str:
+    """``token``, or W5XDE_TOKEN, the file of W5XDE_TOKEN_FILE, ~/.config/w5xde/token; "" where there is none.
+
+    Raises UsageError for a file that is missing, empty or open to others.
+    """
+    if token := token or os.environ.get("W5XDE_TOKEN", "").strip():
+        return token
+    if named := os.environ.get("W5XDE_TOKEN_FILE", ""):
+        return read_secret_file(Path(named), kind="token file")
+    try:
+        usual = Path.home() / ".config" / "w5xde" / "token"
+        return read_secret_file(usual, kind="token file") if usual.is_file() else ""
+    except (RuntimeError, PermissionError):  # no home, or one that is not ours
+        return ""
+
+
+def where_to_join(
+    address: tuple[str, int] | str | None, default: tuple[str, int], *, join_file: Path | str | None, secure: bool
+) -> str:
+    """The coordinator as ``host:port`` or, where there is one, as a join string: ``join_file``, W5XDE_JOIN_FILE or
+    W5XDE_JOIN. The string's secret and certificate count, its address only where ``address`` is None.
+
+    Raises UsageError for a bad address or join string, and for ``secure`` on loopback without one.
+    """
+    given = None if address is None else parse_address(address) if isinstance(address, str) else address
+    text, place = os.environ.get("W5XDE_JOIN", ""), "W5XDE_JOIN"
+    if named := join_file or os.environ.get("W5XDE_JOIN_FILE", ""):
+        text, place = read_secret_file(Path(named), kind="join file"), f"join file {named}"
+    if text:
+        told = Invitation.parse(text, place=place)
+        return (told if given is None else replace(told, host=given[0], port=given[1])).reveal()
+    host, port = given or default
+    if secure and is_loopback(host):
+        raise UsageError(
+            "secure=True on this machine needs the server's join file: give join_file=, or set W5XDE_JOIN_FILE; "
+            "the server writes it (file join in its checkpoint_dir)"
+        )
+    return format_address(host, port)

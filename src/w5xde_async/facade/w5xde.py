@@ -1,0 +1,423 @@
+"""W5XDE's interface: ``CentralServer`` and ``TrainingNode``, blocking, from any thread or process.
+
+    from w5xde_async.facade.w5xde import CentralServer, TrainingNode
+
+Unlike the original the server trains: a batch is one step of its optimizer, its microbatches are shared among the
+nodes, and the result has the same bits whatever the number of nodes (docs/migrating-from-w5xde.md has every argument).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.compute.engine import choose_device
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.facade.calling import LogMode, block_on, find_token, shown, where_to_join
+from w5xde_async.facade.watching import Piece, Traffic, WatchedWorker
+from w5xde_async.job import Job, loss_of
+from w5xde_async.net.endpoint import format_address
+from w5xde_async.net.tls import is_loopback
+from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.telemetry.events import Bus
+from w5xde_async.wire.messages import Welcome
+from w5xde_async.worker.config import WorkerConfig
+
+__all__ = ["CentralServer", "LossCallback", "NetworkCallback", "TrainingNode"]
+
+logger = logging.getLogger(__name__)
+
+LossCallback = Callable[[float, str], object]
+"""``(loss, batch_id)``: the mean loss of a piece of a batch, and ``"{step}_batch{first microbatch of the piece}"``."""
+
+NetworkCallback = Callable[[int, int, float, float, int, int], object]
+"""``(sent_bytes, received_bytes, comp_time, net_time, orig_size, comp_size)``: see ``TrainingNode.train``."""
+
+_DEFAULT_ADDRESS = ("localhost", 5555)
+_ENDLESS = 1_000_000_000  # steps: until somebody stops it
+_BY_TIME_ALONE = 1 << 53  # steps between checkpoints
+_OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
+
+
+class CentralServer:
+    """Holds the model, hands out batches, applies the gradients that come back.
+
+    model                the module, trained in place; or a class or function that makes one
+    dataset              map-style; samples are dicts with ``input_ids`` (and ``labels``, else ``input_ids`` are the
+                         target), or tuples ``(x, y)``
+    batch_size           samples of one step
+    ip, port             where to listen; port 0 picks a free one
+    checkpoint_dir       the run's directory (None: nothing is kept); a second start goes on from there
+    checkpoint_interval  minutes between checkpoints; one is always written at the end
+    secure               TLS on loopback too. Off loopback there is always TLS, and nodes need the token or join file
+    queue_size           microbatches that are read ahead, of this batch and the next
+    criterion            ``criterion(output, target) -> mean loss``; CrossEntropyLoss by default. What is given here is
+                         sent to nodes that have none of their own, as a program
+    optimizer_class, optimizer_kwargs  ``optimizer_class(model.parameters(), **optimizer_kwargs)``
+    num_epochs, max_steps  the end: whichever comes first; by default there is none but ``stop()`` and Ctrl-C
+    seed                 of the order of samples, dropout and models that are made here
+    token                the secret that nodes prove; else W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token
+    resume               ``auto``, ``never`` (an old run in the directory is set aside) or a checkpoint's path
+    log                  silent, normal or verbose: what is shown on stderr
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        dataset: Any,
+        batch_size: int = 16,
+        ip: str = "localhost",
+        port: int = 5555,
+        checkpoint_dir: Path | str | None = "checkpoints",
+        checkpoint_interval: float = 5,
+        secure: bool = False,
+        queue_size: int = 1000,
+        criterion: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        num_epochs: int | None = None,
+        max_steps: int | None = None,
+        seed: int = 0,
+        token: str = "",
+        resume: str = "auto",
+        log: LogMode = "normal",
+    ) -> None:
+        """Raises UsageError, JobError for what cannot work; nothing is opened before ``start``."""
+        if not checkpoint_interval > 0:
+            raise UsageError(f"checkpoint_interval is {checkpoint_interval!r}; give minutes > 0")
+        if secure and checkpoint_dir is None:
+            raise UsageError("secure=True needs a checkpoint_dir: the join file and the certificate lie there")
+        token = find_token(token)
+        if checkpoint_dir is None and not token and not is_loopback(ip):
+            raise UsageError(f"nodes cannot join {ip} without a secret: give a token or a checkpoint_dir")
+        if not isinstance(model, nn.Module):
+            with random_state():
+                seed_all(seed)
+                model = model()
+        self.model, self.dataset = model, dataset
+        self.port = port  #: where it listens; with port 0, the one that was picked once it listens
+        self.listening = threading.Event()  #: set while nodes can connect
+        self._directory = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self._interval_s = 60 * checkpoint_interval
+        self._log: LogMode = log
+        kwargs = dict(optimizer_kwargs or {})
+        self._job = Job(
+            model=model,
+            dataset=dataset,
+            optimizer=lambda model: optimizer_class(model.parameters(), **kwargs),
+            step=_Step(criterion or nn.CrossEntropyLoss()),
+            batch_size=batch_size,
+            epochs=num_epochs,
+            max_steps=_ENDLESS if num_epochs is None and max_steps is None else max_steps,
+            seed=seed,
+        )
+        made = type(model).__name__
+        described = type(criterion).__name__ if isinstance(criterion, nn.Module) else getattr(criterion, "__name__", "")
+        self._name = made if criterion is None else f"{made}{_OWN_CRITERION}{described or 'of its own'}"
+        self._config = CoordinatorConfig(
+            host=ip,
+            port=port,
+            token=token,
+            join_file=self._directory / "join" if secure and self._directory is not None else None,
+            checkpoint_every=_BY_TIME_ALONE,
+            prefetch_leaves=queue_size,
+            code_free=criterion is not None,
+            resume=resume,
+        )
+        self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
+        self._lock = threading.Lock()
+        self._running: tuple[asyncio.AbstractEventLoop, Coordinator] | None = None
+        self._stopped = ""
+
+    @property
+    def running(self) -> bool:
+        """True from ``start`` to its end. Setting it to False is ``stop()``, as it was."""
+        return self._running is not None
+
+    @running.setter
+    def running(self, value: bool) -> None:
+        if value:
+            raise UsageError("a server is started by start()")
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of this server."""
+        return format_address(self._config.host, self.port)
+
+    def start(self) -> RunResult:
+        """Train until the end, ``stop()`` or Ctrl-C, each in good order with a checkpoint; how it ended.
+
+        Raises PortInUse, StoreError, CheckpointMismatch (the directory holds a run of another model or dataset),
+        JobError, and what ended the run where it failed. Ctrl-C before it listens raises KeyboardInterrupt.
+        """
+        return block_on(self._serve, instead="w5xde_async.Coordinator")
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End after the batch under way. Returns at once; from any thread."""
+        with self._lock:
+            self._stopped = reason
+            if self._running is not None:
+                loop, coordinator = self._running
+                loop.call_soon_threadsafe(coordinator.request_stop, reason)
+
+    async def _serve(self) -> RunResult:
+        coordinator = Coordinator(
+            self._job, run_dir=self._directory, name=self._name, config=self._config, bus=self.bus
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._running is not None:
+                raise UsageError("this server runs already")
+            self._running = (loop, coordinator)
+        try:
+            with shown(self.bus, self._log):
+                await coordinator.start()
+                self.port = coordinator.port
+                self.listening.set()
+                with self._lock:
+                    if self._stopped:
+                        coordinator.request_stop(self._stopped)
+                saving = asyncio.create_task(self._save_by_time(coordinator), name="checkpoint interval")
+                try:
+                    return await coordinator.wait()
+                except asyncio.CancelledError:  # Ctrl-C
+                    coordinator.request_stop("Ctrl-C")
+                    return await coordinator.wait()
+                finally:
+                    saving.cancel()
+                    await coordinator.aclose()
+        finally:
+            self.listening.clear()
+            with self._lock:
+                self._running, self._stopped = None, ""
+
+    async def _save_by_time(self, coordinator: Coordinator) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            coordinator.request_checkpoint()
+
+
+class TrainingNode:
+    """Computes pieces of batches for a server.
+
+    model               the server's model: a module (a copy of it is used: ``node.model``) or a class or function that
+                        makes one. Its parameters come from the server
+    server_address      ``(host, port)`` or ``"host:port"``; default: the join string's, else ``('localhost', 5555)``
+    secure              TLS; on loopback that needs the server's join file. Off loopback there is always TLS
+    collect_metrics     ``network_callback`` is called only with it
+    compress_gradients  lossless lz4 for what is sent, where it saves bytes
+    batch_gradients     gradients that are ready together share one write; False: each leaves by itself
+    device              ``cpu``, ``cuda:0``, ``mps`` or a torch.device; default: the best there is
+    criterion           ``criterion(output, target) -> mean loss``; default: the server's, which is CrossEntropyLoss
+                        unless it was given another
+    token, join_file    the server's secret; else W5XDE_JOIN_FILE, W5XDE_JOIN, W5XDE_TOKEN, W5XDE_TOKEN_FILE,
+                        ~/.config/w5xde/token
+    timeout_s           how long a server is looked for, at the start and when it was lost
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        server_address: tuple[str, int] | str | None = None,
+        secure: bool = False,
+        collect_metrics: bool = False,
+        compress_gradients: bool = False,
+        batch_gradients: bool = True,
+        device: torch.device | str | None = None,
+        criterion: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        token: str = "",
+        join_file: Path | str | None = None,
+        timeout_s: float = 30.0,
+        name: str = "",
+    ) -> None:
+        """Raises UsageError: a bad address, join file or device; ``secure`` without a join file on loopback."""
+        if not callable(model):
+            raise UsageError(f"model is a {type(model).__name__}, neither a module nor something that makes one")
+        self.server_address = where_to_join(server_address, _DEFAULT_ADDRESS, join_file=join_file, secure=secure)
+        self.collect_metrics, self.batch_gradients = collect_metrics, batch_gradients
+        self._config = WorkerConfig(
+            name=name,
+            token=find_token(token),
+            device="auto" if device is None else str(device),
+            connect_timeout_s=timeout_s,
+        )
+        # The given module may be the server's, which trains it in place in another thread.
+        self._pristine = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+        self._replica: nn.Module | None = None
+        self._criterion = criterion
+        self._traffic = Traffic()
+        self._training = threading.Lock()
+        self._joined = False
+        self._stopping: Callable[[], None] | None = None
+
+    @property
+    def model(self) -> nn.Module | Callable[[], nn.Module]:
+        """This node's copy, with the newest parameters that it has computed with; what was given, before that."""
+        return self._pristine if self._replica is None else self._replica
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent to servers so far, handshakes and all (TLS adds its own to them)."""
+        return self._traffic.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received from servers so far."""
+        return self._traffic.bytes_received
+
+    def train(self, loss_callback: LossCallback | None = None, network_callback: NetworkCallback | None = None) -> None:
+        """Work until the server has finished, or has gone and not come back within ``timeout_s``.
+
+        Both callbacks come once for each piece of a batch that this node has computed and sent; they run between two
+        messages and should return soon. ``network_callback`` gets, counted since the call before: bytes sent and
+        received, seconds spent compressing, seconds spent sending and receiving, and bytes of the piece's gradients
+        before and after compression. Ctrl-C finishes the piece under way, then raises KeyboardInterrupt.
+
+        Raises Unreachable (no server in ``timeout_s``), Refused (another model, no secret, ...), RunFailed, and what a
+        callback raises.
+        """
+        if network_callback is not None and not self.collect_metrics:
+            logger.warning("network_callback is not called: give the node collect_metrics=True")
+            network_callback = None
+        if not self._training.acquire(blocking=False):
+            raise UsageError("this node trains already")
+        try:
+            block_on(lambda: self._work(_reporting(loss_callback, network_callback)), instead="w5xde_async.Worker")
+        except _NeedsProgram as needs:
+            try:
+                block_on(
+                    lambda: self._work(_reporting(loss_callback, network_callback), program=True),
+                    instead="w5xde_async.Worker",
+                )
+            except Refused as error:
+                if error.code is not RefusalCode.NO_PROGRAM:
+                    raise
+                hint = "give this node the same criterion="
+                raise Refused(error.code, f"{needs}, and it cannot be sent: {error.reason}", hint) from None
+        finally:
+            self._training.release()
+
+    def stop(self) -> None:
+        """Leave after the piece under way. Returns at once; from any thread."""
+        stopping = self._stopping
+        if stopping is not None:
+            with suppress(RuntimeError):  # it ends just now
+                stopping()
+
+    async def _work(self, on_piece: Callable[[Piece], None] | None, *, program: bool = False) -> None:
+        job = None if program else self._job()
+        worker = WatchedWorker(self.server_address, job=job, config=self._config)
+        needs_program = self._criterion is None and not program
+        worker.watch(
+            self._traffic, on_piece=on_piece, gathered=self.batch_gradients,
+            on_welcome=_refuse_other_criterion if needs_program else None,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(worker.drain, "stopped")
+
+        self._stopping = stop
+        running = asyncio.create_task(worker.run(), name="node")
+        try:
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError:  # Ctrl-C
+                worker.drain("Ctrl-C")
+                await asyncio.wait([running])
+                running.exception()
+                raise
+            running.result()
+        except Unreachable as error:
+            if not self._traffic.bytes_received:
+                raise
+            logger.warning("the server has gone reason=%s", error)
+        finally:
+            self._stopping = None
+
+    def _job(self) -> Job:
+        criterion: Callable[[Any, Any], Tensor] = self._criterion or nn.CrossEntropyLoss()
+        if isinstance(criterion, nn.Module):  # it may have weights, which must lie where the outputs will
+            criterion = copy.deepcopy(criterion).to(choose_device(self._config.device))
+        return Job(
+            model=self._make_replica,
+            dataset=[0],  # a worker's job has model and step; the rest is the coordinator's
+            optimizer=lambda model: torch.optim.SGD(model.parameters()),
+            step=_Step(criterion),
+            batch_size=1,
+            max_steps=1,
+        )
+
+    def _make_replica(self) -> nn.Module:
+        pristine = self._pristine
+        self._replica = copy.deepcopy(pristine) if isinstance(pristine, nn.Module) else pristine()
+        return self._replica
+
+
+class _NeedsProgram(UsageError):
+    """The server has a criterion of its own, and this node none."""
+
+
+def _refuse_other_criterion(welcome: Welcome) -> None:
+    _, found, criterion = welcome.run_name.partition(_OWN_CRITERION)
+    if found:
+        raise _NeedsProgram(f"the server trains with its own criterion ({criterion})")
+
+
+def _reporting(
+    loss_callback: LossCallback | None, network_callback: NetworkCallback | None
+) -> Callable[[Piece], None] | None:
+    if loss_callback is None and network_callback is None:
+        return None
+
+    def report(piece: Piece) -> None:
+        if loss_callback is not None:
+            loss_callback(piece.loss, f"{piece.step}_batch{piece.start}")
+        if network_callback is not None:
+            network_callback(
+                piece.sent_bytes, piece.received_bytes, piece.encode_s, piece.network_s, piece.gradient_bytes,
+                piece.encoded_bytes,
+            )  # fmt: skip
+
+    return report
+
+
+class _Step:
+    """W5XDE's reading of a batch: ``criterion(model(input_ids), labels)``, labels defaulting to the input.
+
+    ``attention_mask`` is passed on to models whose forward takes it. Other batches are read as a Job's are.
+    """
+
+    def __init__(self, criterion: Callable[[Any, Any], Tensor]) -> None:
+        self._criterion = criterion
+        self._masked: dict[type, bool] = {}
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, dict) or "input_ids" not in batch:
+            return loss_of(model, batch, self._criterion)
+        inputs, target = batch["input_ids"], batch.get("labels")
+        mask = batch.get("attention_mask")
+        output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
+        output = getattr(output, "logits", output)
+        return self._criterion(output, inputs.long() if target is None else target)
+
+    def _takes_mask(self, model: nn.Module) -> bool:
+        kind = type(model)
+        if kind not in self._masked:
+            self._masked[kind] = "attention_mask" in inspect.signature(model.forward).parameters
+        return self._masked[kind]
