@@ -4,7 +4,8 @@ Invariants, checked by ``validate`` in tests:
   - every leaf of an open step is in exactly one place: free, in one unfinished block, or in one finished block;
   - a (block, bucket) slot is filled once; a second arrival is a duplicate;
   - a lease that was returned, revoked or outlived by its step is stale, for ever;
-  - a block has at most two open leases: its own and a backup, which another worker holds.
+  - a block has at most two open leases: its own and a backup, which another worker holds;
+  - an audit is a lease on a finished block beside these: what it fills is its own and finishes nothing.
 
 Time is an argument. What this room does not do: hold tensors, know workers beyond their id, choose block sizes.
 """
@@ -100,6 +101,7 @@ class Ledger:
         self._held: dict[str, list[int]] = {}
         self._ended: deque[int] = deque()
         self._past: dict[int, tuple[Grant, bool]] = {}  # the last leases that ended, and whether finished
+        self._audits: dict[int, Slot] = {}  # lease -> what an audit has filled
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -120,10 +122,12 @@ class Ledger:
 
     def close(self, step: int) -> None:
         """Forget a step (committed or given up); leases on it are stale from now on."""
+        for lease in [lease for lease in self._audits if self._grants[lease].step == step]:
+            self.give_back(lease)
         for slot in self._steps.pop(step).slots.values():
-            for lease in (slot.lease, slot.backup):
-                if lease is not None:
-                    self._drop(lease)
+            for open_lease in (slot.lease, slot.backup):
+                if open_lease is not None:
+                    self._drop(open_lease)
 
     def complete(self, step: int) -> bool:
         """True when every leaf of ``step`` lies in a finished block."""
@@ -194,6 +198,7 @@ class Ledger:
             for grant in self._grants.values()
             if grant.step == step
             and grant.worker != worker
+            and grant.lease not in self._audits
             and not self._slot(grant).contested
             and not (failures and any(worker in failures.get(leaf, ()) for leaf in range(*grant.block)))
         ]
@@ -207,6 +212,37 @@ class Ledger:
         second = self._enter(grant.step, slot, worker, now, deadline_s)
         slot.backup, slot.contested = second.lease, True
         return second
+
+    def audit(self, step: int, block: Block, worker: str, *, now: float, deadline_s: float) -> Grant:
+        """Lease a finished block of an open step once more, to compare. It counts in no sum of the ledger's."""
+        slot = Slot(block)
+        grant = self._enter(step, slot, worker, now, deadline_s)
+        slot.lease = grant.lease
+        self._audits[grant.lease] = slot
+        return grant
+
+    def is_audit(self, lease: int) -> bool:
+        """True for an open lease that ``audit`` gave."""
+        return lease in self._audits
+
+    def reopen(self, step: int, block: Block) -> None:
+        """A finished block did not hold: nothing of it is filled, its leaves are free again."""
+        opened = self._steps[step]
+        slot = opened.slots.pop(block.start)
+        if not slot.finished:
+            raise ValueError(f"{block} of step {step} is not finished")
+        opened.finished_leaves -= block.num_leaves
+        opened.free = _add_run(opened.free, block)
+
+    def unfill(self, step: int, start: int, buckets: Iterable[int]) -> None:
+        """What an unfinished block got from a worker that is not believed any more is missing again."""
+        opened = self._steps[step]
+        slot = opened.slots[start]
+        slot.buckets.difference_update(buckets)
+        slot.contested = True  # who has it now may have had a bucket turned away that is missing again
+        if slot.lease is None and slot.backup is None and not slot.buckets:
+            del opened.slots[start]
+            opened.free = _add_run(opened.free, slot.block)
 
     def grant(
         self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Iterable[str] = ()
@@ -260,6 +296,9 @@ class Ledger:
         slot = self._slot(grant)
         if len(slot.buckets) != self.num_buckets:
             raise ValueError(f"lease {lease} is not complete")
+        if self._audits.pop(lease, None) is not None:
+            self._drop(lease, finished=True)
+            return None
         other = slot.backup if slot.lease == lease else slot.lease
         slot.finished, slot.lease, slot.backup = True, None, None
         self._steps[grant.step].finished_leaves += slot.block.num_leaves
@@ -271,6 +310,8 @@ class Ledger:
         grant = self._grants[lease]
         opened, slot = self._steps[grant.step], self._slot(grant)
         self._drop(lease)
+        if self._audits.pop(lease, None) is not None:
+            return grant
         if slot.backup is not None:
             slot.lease, slot.backup = (slot.backup if slot.lease == lease else slot.lease), None
             return grant
@@ -337,12 +378,13 @@ class Ledger:
                     assert lease is None or self._grants[lease].block == slot.block
                 assert slot.backup is None or slot.lease is not None
                 assert not slot.finished or len(slot.buckets) == self.num_buckets
+        assert set(self._audits) <= set(self._grants)
         assert sorted(self._grants) == sorted(lease for held in self._held.values() for lease in held)
 
     # -- inner ---------------------------------------------------------------------------------------------
 
     def _slot(self, grant: Grant) -> Slot:
-        return self._steps[grant.step].slots[grant.block.start]
+        return self._audits.get(grant.lease) or self._steps[grant.step].slots[grant.block.start]
 
     def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
         grant = self._enter(opened.step, slot, worker, now, deadline_s)

@@ -1,0 +1,151 @@
+"""Which blocks are computed a second time, by whom, and what follows when the two do not agree.
+
+A finished block is **held** (nothing of it counts yet) while another worker computes it too:
+
+  sampled     drawn by chance: a part ``fraction`` of the steps has one such block, more for workers never checked yet
+  first       nothing is known yet of how large results are
+  norm        its norm is over the gate's bound
+  not finite  it holds an infinity or a NaN
+
+The last three say nothing against a worker: data may be odd and training may diverge. What counts is whether a second
+computation comes to the same; if it does the block counts as it is, to the bit. Where it does not, a **referee** (the
+coordinator itself) computes the block a third time, and who is further from the referee than ``tolerance`` is wrong.
+
+Chance is drawn from a key that only the coordinator knows, so that a worker cannot tell beforehand which of its blocks
+will be looked at; an audit's lease looks like any other. Pure: no clock, no tensors, no randomness of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from w5xde_async.plan.tree import Block
+
+__all__ = ["AuditConfig", "Auditor", "Choice", "Deviation", "HeldBlock", "Why"]
+
+_NEWCOMER = 16.0  # a worker whose work was never compared is sampled that much more often
+
+
+class Why(Enum):
+    """Why a block is computed a second time."""
+
+    SAMPLED = "sampled"
+    FIRST = "first"
+    NORM = "norm"
+    NOT_FINITE = "not finite"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """``fraction``: part of the steps in which one block is sampled, 0 for none. ``tolerance``: the largest relative L2
+    distance that two honest computations on unequal machines may have; a hundredth of it on equal CPUs.
+    ``most_open``: blocks that are computed a second time at once; each takes one result vector of memory."""
+
+    fraction: float = 0.01
+    tolerance: float = 0.01
+    most_open: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction <= 1:
+            raise ValueError("the fraction of steps that are audited lies between 0 and 1")
+        if not 0 < self.tolerance < 1 or self.most_open < 1:
+            raise ValueError("the tolerance lies between 0 and 1, most_open is at least 1")
+
+
+class Deviation(NamedTuple):
+    """How far two results of a block are apart. ``bucket`` is the one that differs most.
+
+    ``relative``: the L2 norm of the difference over that of the second result; 0 where both are not finite, infinite
+    where one is. ``same_bits``: nothing differs at all.
+    """
+
+    relative: float
+    cosine: float
+    bucket: int
+    same_bits: bool
+
+    def __str__(self) -> str:
+        return f"relative L2 distance {self.relative:.2g}, cosine {self.cosine:.3f}"
+
+
+class Choice(NamedTuple):
+    """A worker that could compute a block again. ``alike``: its machine equals that of the block's worker."""
+
+    worker: str
+    alike: bool
+    num_held: int
+
+
+@dataclass(slots=True)
+class HeldBlock:
+    """A finished block that does not count yet. ``suppliers``: bucket -> the worker that sent it."""
+
+    step: int
+    block: Block
+    worker: str
+    why: Why
+    suppliers: dict[int, str]
+    lease: int | None = None  # of the second computation
+    second: str = ""  # who holds or held that lease
+    asked: set[str] = field(default_factory=set)  # workers that were asked in vain
+
+
+class Auditor:
+    """Draws, chooses and remembers who was compared. ``key``: 16 bytes or more that nobody else knows."""
+
+    def __init__(self, config: AuditConfig, key: bytes) -> None:
+        self.config, self._key = config, key
+        self._known: set[str] = set()  # workers whose work has agreed with another's
+        self._sampled_step = -1
+
+    def draw(self, step: int, block: Block, num_leaves: int, worker: str) -> bool:
+        """Whether this finished block of a step of ``num_leaves`` leaves is sampled; at most one of a step is."""
+        if self._sampled_step == step or not self.config.fraction:
+            return False
+        part = self.config.fraction * (1.0 if worker in self._known else _NEWCOMER)
+        chosen = self._chance(step, block.start) < part * block.num_leaves / num_leaves
+        if chosen:
+            self._sampled_step = step
+        return chosen
+
+    def _chance(self, *what: int) -> float:
+        """In [0, 1), the same for the same arguments."""
+        text = ",".join(map(str, what)).encode()
+        digest = hashlib.blake2b(text, key=self._key[:64], digest_size=7).digest()
+        return int.from_bytes(digest, "big") / (1 << 56)
+
+    def choose(self, held: HeldBlock, choices: Sequence[Choice]) -> str | None:
+        """Who computes it again: nobody that had a hand in it, an equal machine first, then whoever holds least."""
+        fit = [c for c in choices if c.worker not in held.asked and c.worker not in held.suppliers.values()]
+        fit = [c for c in fit if c.worker != held.worker]
+        if not fit:
+            return None
+        turn = {c.worker: self._chance(held.step, held.block.start, number) for number, c in enumerate(choices)}
+        return min(fit, key=lambda c: (not c.alike, c.num_held, turn[c.worker])).worker
+
+    def agreed(self, *workers: str) -> None:
+        """Their results were compared and found the same."""
+        self._known.update(workers)
+
+    def forget(self, worker: str) -> None:
+        """The worker has left; if it comes back it is a newcomer."""
+        self._known.discard(worker)
+
+    def tolerance(self, *, equal_cpus: bool, reduced_precision: bool) -> float:
+        """What two honest results may differ by. bf16 and fp16 keep 8 and 11 bits: ten times as much."""
+        tolerance = self.config.tolerance * (10.0 if reduced_precision else 1.0)
+        return tolerance / 100.0 if equal_cpus else tolerance
+
+    def wrong(self, held: HeldBlock, own: Deviation, other: Deviation | None, tolerance: float) -> Collection[str]:
+        """Workers that are wrong, by how far each is from the referee; ``other`` is the second computation's."""
+        found: set[str] = set()
+        if not own.relative <= tolerance or math.isnan(own.relative):
+            found.add(held.suppliers.get(own.bucket, held.worker))
+        if other is not None and held.second and not other.relative <= tolerance:
+            found.add(held.second)
+        return found
