@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from w5xde_async.errors import UsageError
+from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.tls import TlsFiles, is_loopback
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.telemetry.trackers import check_trackers
 
 __all__ = ["CoordinatorConfig"]
 
@@ -45,6 +47,9 @@ class CoordinatorConfig:
     max_leaf_failures       attempts on one leaf before the run stops
     max_nonfinite_steps     steps in a row with a non-finite gradient before the run stops
     evaluate                False switches the job's evaluation off
+    dashboard               ``host:port`` of the dashboard; empty: none. Port 0 picks a free one. Off loopback it asks
+                            for a token and speaks TLS (not with ``insecure``)
+    trackers                names of experiment trackers, each with its target behind a colon (telemetry.trackers)
     code_free               make a program of the step, for workers that start without the job's code
     """
 
@@ -78,6 +83,8 @@ class CoordinatorConfig:
     max_leaf_failures: int = 3
     max_nonfinite_steps: int = 50
     evaluate: bool = True
+    dashboard: str = ""
+    trackers: tuple[str, ...] = ()
     code_free: bool = False
     pacing: PacingConfig = field(default_factory=PacingConfig)
 
@@ -110,6 +117,9 @@ class CoordinatorConfig:
             f"without TLS and without a token the coordinator listens on loopback only, not on {self.host}; leave out "
             "--insecure, or set W5XDE_TOKEN or --token-file on both sides",
         )
+        if self.dashboard:
+            parse_address(self.dashboard)
+        check_trackers(self.trackers)
         need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
         need(
             not (self.insecure and (self.tls.cert or self.tls.ca or self.join_file)),

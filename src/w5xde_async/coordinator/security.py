@@ -31,7 +31,7 @@ class Security:
     """Built in an executor: it reads and writes files. Raises UsageError, StoreError."""
 
     def __init__(self, config: CoordinatorConfig, run_path: Path | None, name: str) -> None:
-        self._config, self._run_path = config, run_path
+        self._config, self._run_path, self._name = config, run_path, name
         self.context: ssl.SSLContext | None = None
         certificate, self._secret = b"", config.token
         if uses_tls(config):
@@ -76,6 +76,18 @@ class Security:
         except OSError as error:
             raise StoreError(str(path), f"cannot write the join file: {error.strerror or error}") from error
         return path
+
+    def page_context(self) -> tuple[ssl.SSLContext, bytes]:
+        """For pages that a browser opens: no certificate is asked of it. And the certificate's hash. Blocking."""
+        files = self._config.tls
+        if files.cert is None and self._run_path is not None:
+            files = own_certificate(self._run_path / "tls", self._name)
+        if files.cert is not None:
+            return server_context(files.with_ca(None)), certificate_hash(files.cert)
+        with tempfile.TemporaryDirectory() as directory:
+            own = own_certificate(Path(directory), self._name)
+            assert own.cert is not None
+            return server_context(own), certificate_hash(own.cert)
 
     def rotate(self, secret: str) -> None:
         """Another secret for everybody who joins from now on."""

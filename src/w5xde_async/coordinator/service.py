@@ -11,7 +11,7 @@ import asyncio
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Self
 
 import w5xde_async
+from w5xde_async.coordinator.bounds import memory_bound_bytes
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.following import Following
-from w5xde_async.coordinator.journaling import MOST_AHEAD, Journaling
+from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.result import RunResult
 from w5xde_async.coordinator.security import Security
 from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.showing import Showing
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LocalError, StoreError, W5xdeError
 from w5xde_async.job import Job
@@ -34,7 +36,7 @@ from w5xde_async.net.endpoint import Listener, format_address, listen
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.store.rundir import export_model
-from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Warned
+from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Subscriber, Warned
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
@@ -44,21 +46,6 @@ __all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
 
 
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
-    """Most bytes that a coordinator holds for its workers, beside model, optimizer and the samples of two steps.
-
-    Result vectors: one for each open block and, between them, at most log2(leaves) merged ones, never more than there
-    are leaves, and four spare; for each connection 256 KiB of read-ahead and one scratch bucket. With a journal also
-    the vectors of the steps that are not durable yet.
-    """
-    open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
-    vectors = min(num_leaves, (open_blocks + 1) * max(1, num_leaves.bit_length())) + 4
-    if config.durability == "journal":
-        vectors += MOST_AHEAD
-    per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
-    return vectors * vector_bytes + config.max_workers * per_link
 
 
 class Coordinator:
@@ -78,13 +65,20 @@ class Coordinator:
         bus: Bus | None = None,
         job_reference: str = "",
         settings: Mapping[str, object] | None = None,
+        callbacks: Sequence[Subscriber] = (),
     ) -> None:
-        """``run_dir`` None keeps nothing on disk. ``settings`` is what ``config.toml`` will hold (no secrets)."""
+        """``run_dir`` None keeps nothing on disk. ``settings`` is what ``config.toml`` will hold (no secrets).
+
+        ``callbacks`` are given every event (``telemetry.events``); one that raises is left out, the run goes on.
+        """
         self.job, self.config = job, config or CoordinatorConfig()
         self.bus = bus or Bus()
         self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
         self._run_path = None if run_dir is None else Path(run_dir)
         self._reference, self._settings = job_reference, settings
+        self._showing = Showing(self.config, self.bus, self._run_path)
+        for callback in callbacks:
+            self.bus.subscribe(callback)
         self._prepared: Prepared | None = None
         self._training: Training | None = None
         self._listener: Listener | None = None
@@ -226,6 +220,11 @@ class Coordinator:
         return format_address(self.host, self.port)
 
     @property
+    def dashboard_link(self) -> str:
+        """Where to watch the run, token and all; empty without a dashboard."""
+        return self._showing.link
+
+    @property
     def num_workers(self) -> int:
         """Workers that have joined."""
         return 0 if self._training is None else len(self._training.sessions)
@@ -302,8 +301,10 @@ class Coordinator:
             )
             self._following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
+        await self._showing.open(security, self._settings or {"name": self.name})
         self._began = time.monotonic()
         self.bus.publish(self._started(prepared))
+        self._showing.began(self._training)
         for note in prepared.notes:
             self.bus.publish(Warned(text=note))
 
@@ -335,6 +336,8 @@ class Coordinator:
             security=self._security.words,
             resumed_step=prepared.first_step,
             durability=config.durability,
+            dashboard=self._showing.address,
+            dashboard_link=self._showing.link,
             total_steps=prepared.total_steps,
             steps_per_epoch=prepared.sampler.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(
@@ -374,6 +377,7 @@ class Coordinator:
             await asyncio.sleep(min(config.heartbeat_s, 1.0))
             now = time.monotonic()
             training.tick(now)
+            self._showing.tick(now)
             if ends is not None and now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
 
@@ -479,6 +483,7 @@ class Coordinator:
             await self._listener.aclose()
         if self._training is not None:
             await self._training.aclose()
+        await self._showing.aclose()
         if self._following is not None:
             await self._following.aclose()
         if self._journaling is not None:

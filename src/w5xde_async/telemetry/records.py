@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 
 from w5xde_async.telemetry.events import Event
 
-__all__ = ["event_name", "number", "to_line", "to_record"]
+__all__ = ["event_name", "number", "plain_value", "to_line", "to_record"]
 
 _WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _names: dict[type, str] = {}
@@ -33,7 +33,7 @@ def to_record(event: Event, *, omit: Collection[str] = ()) -> dict[str, object]:
     record: dict[str, object] = {"event": event_name(type(event))}
     for entry in fields(event):
         if entry.name not in omit:
-            record[entry.name] = _plain(getattr(event, entry.name))
+            record[entry.name] = plain_value(getattr(event, entry.name))
     return record
 
 
@@ -50,13 +50,14 @@ def number(value: object) -> float:
         return math.nan
 
 
-def _plain(value: object) -> object:
+def plain_value(value: object) -> object:
+    """``value`` as JSON has it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(float(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+        return {entry.name: plain_value(getattr(value, entry.name)) for entry in fields(value)}
     return value

@@ -1,0 +1,102 @@
+"""Who may look: on loopback whoever is on this machine, elsewhere whoever has the token.
+
+The token comes once in the address (``?token=``), is taken from there into a cookie and leaves the address bar by a
+redirect; programs may send it as ``Authorization: Bearer``. It is compared in constant time and never logged. On
+loopback the Host header must name this machine, so that a page elsewhere cannot point its own name here and read along
+(DNS rebinding). Everything is read-only: methods other than GET and HEAD are refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["Access"]
+
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_OPEN_PATHS = {"/health"}  # says nothing about the run
+_HEADERS: Mapping[bytes, bytes] = {
+    b"content-security-policy": (
+        b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+}
+
+
+class Access:
+    """ASGI middleware. ``token`` empty: loopback."""
+
+    def __init__(self, app: ASGIApp, *, token: str, host: str, secure: bool) -> None:
+        self._app, self._token, self._secure = app, token.encode(), secure
+        self._hosts = _LOOPBACK | {host.strip("[]").lower()}
+        self._cookie = ""  # named after the port, since cookies are shared by all ports of a host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        answer = self._judge(scope)
+
+        async def dressed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_HEADERS.items()]
+            await send(message)
+
+        await (answer or self._app)(scope, receive, dressed)
+
+    def _judge(self, scope: Scope) -> Response | None:
+        """None lets the request through."""
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("read-only\n", 405, {"allow": "GET, HEAD"})
+        headers = Headers(scope=scope)
+        if not self._token:
+            if _name_of(headers.get("host", "")) in self._hosts:
+                return None
+            return PlainTextResponse("this dashboard answers to the names of its own machine only\n", 403)
+        if scope["path"] in _OPEN_PATHS:
+            return None
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = next((value for name, value in query if name == "token"), None)
+        cookie = f"w5xde_{(scope.get('server') or ('', 0))[1]}"
+        if given is not None and self._equal(given):
+            return self._let_in(scope, query, cookie)
+        bearer = headers.get("authorization", "")
+        if bearer[:7].lower() == "bearer " and self._equal(bearer[7:].strip()):
+            return None
+        if self._equal(_cookie(headers.get("cookie", ""), cookie)):
+            return None
+        return PlainTextResponse("a token is needed: open the link that the coordinator has printed\n", 401)
+
+    def _let_in(self, scope: Scope, query: list[tuple[str, str]], cookie: str) -> Response | None:
+        if scope["path"] != "/":
+            return None  # a program: it sends the token each time
+        rest = urlencode([(name, value) for name, value in query if name != "token"])
+        answer = RedirectResponse("/" + (f"?{rest}" if rest else ""), 303)
+        answer.set_cookie(cookie, self._token.decode(), path="/", httponly=True, samesite="strict", secure=self._secure)
+        return answer
+
+    def _equal(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token)
+
+
+def _name_of(host: str) -> str:
+    """``localhost:5556`` -> ``localhost``, ``[::1]:5556`` -> ``::1``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        morsel = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return "" if morsel is None else morsel.value

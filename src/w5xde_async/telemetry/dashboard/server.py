@@ -1,0 +1,240 @@
+"""The dashboard's server: pages, ``/events``, ``/api/v1``, ``/metrics`` and ``/health``, in the caller's event loop.
+
+uvicorn runs as a task here and captures no signals. It serves from memory, reads nothing but what the view holds, and
+changes nothing: see access for who may look and feed for what a slow viewer costs (nothing). See docs/dashboard.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import socket
+import ssl as tls
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from importlib.resources import files
+from urllib.parse import quote
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from w5xde_async.telemetry.dashboard.access import Access
+from w5xde_async.telemetry.dashboard.feed import Feed
+from w5xde_async.telemetry.dashboard.view import View
+from w5xde_async.telemetry.metrics import Metrics
+
+__all__ = ["Dashboard"]
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 0.5
+_TYPES = {
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
+    ".js": "text/javascript; charset=utf-8", ".txt": "text/plain; charset=utf-8",
+}  # fmt: skip
+_SECTIONS = ("status", "run", "series", "workers", "timelines", "evaluations", "checkpoints", "logs", "settings")
+_NO_STORE = {"cache-control": "no-store"}
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals belong to whoever runs the loop
+
+
+class Dashboard:
+    """Shows ``view`` and ``metrics``; the caller has subscribed both. ``start`` once, ``aclose`` once or twice."""
+
+    def __init__(
+        self, view: View, metrics: Metrics, *, host: str, port: int, token: str = "",
+        ssl: tls.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        """``token`` empty lets in whoever can connect: give one wherever that is not this machine alone."""
+        self.host, self.port, self.moved = host, port, False
+        self.feed = Feed(view)
+        self._view, self._metrics, self._token, self._ssl = view, metrics, token, ssl
+        self._static: dict[str, tuple[bytes, str]] = {}
+        self._server: _Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def address(self) -> str:
+        """Where it is, without the token."""
+        name = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        shown = f"[{name}]" if ":" in name else name
+        return f"{'https' if self._ssl else 'http'}://{shown}:{self.port}/"
+
+    @property
+    def link(self) -> str:
+        """Where it is, with the token where it has one: for people, not for logs."""
+        return self.address + (f"?token={quote(self._token)}" if self._token else "")
+
+    async def start(self) -> None:
+        """Listen and serve. A port that is taken is replaced by a free one (``moved``). Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._static = await loop.run_in_executor(None, _read_static)
+        sock = await self._listen(loop)
+        app = Access(self._app(), token=self._token, host=self.host, secure=self._ssl is not None)
+        config = uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            timeout_graceful_shutdown=1, timeout_keep_alive=20, limit_concurrency=512,
+        )  # fmt: skip
+        config.load()
+        config.ssl = self._ssl
+        self._server = _Server(config)
+        self._tasks = [
+            asyncio.create_task(self._serve(self._server, sock), name="dashboard"),
+            asyncio.create_task(self._flush(), name="dashboard updates"),
+        ]
+
+    async def aclose(self) -> None:
+        """Give the viewers what is new, let them go, close."""
+        if self._server is None:
+            return
+        self.feed.close()
+        self._server.should_exit = True
+        serving, flushing = self._tasks
+        flushing.cancel()
+        await asyncio.wait([serving, flushing])
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
+        found = await loop.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, (host, *_) = found[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, self.port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                sock.bind((host, 0))
+                self.moved = True
+            self.port = sock.getsockname()[1]
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _serve(self, server: _Server, sock: socket.socket) -> None:
+        try:
+            await server.serve(sockets=[sock])
+        except Exception:
+            logger.exception("dashboard ended, the run goes on")
+        finally:
+            sock.close()
+
+    async def _flush(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            try:
+                self.feed.flush()
+            except Exception:
+                logger.exception("dashboard shows nothing new from now on, the run goes on")
+                return
+
+    # -- what it answers -----------------------------------------------------------------------------------
+
+    def _app(self) -> Starlette:
+        async def page(request: Request) -> Response:
+            return self._file("index.html")
+
+        async def static(request: Request) -> Response:
+            return self._file(request.path_params["name"])
+
+        async def health(request: Request) -> Response:
+            return _json({"status": "ok"})
+
+        async def metrics(request: Request) -> Response:
+            return Response(self._metrics.text(), headers={"content-type": _METRICS_TYPE, **_NO_STORE})
+
+        async def api(request: Request) -> Response:
+            section = request.path_params["section"]
+            self.feed.flush()
+            snapshot = self._view.snapshot()
+            if section == "snapshot":
+                return _json(snapshot)
+            return _json(snapshot[section]) if section in _SECTIONS else _missing(section)
+
+        routes = [
+            Route("/", page),
+            Route("/static/{name}", static),
+            Route("/events", _Events(self.feed), methods=["GET"]),
+            Route("/api/v1/{section}", api),
+            Route("/metrics", metrics),
+            Route("/health", health),
+        ]
+        return Starlette(routes=routes)
+
+    def _file(self, name: str) -> Response:
+        found = self._static.get(name)
+        if found is None:
+            return PlainTextResponse("not found\n", 404)
+        return Response(found[0], headers={"content-type": found[1], "cache-control": "no-cache"})
+
+
+class _Events:
+    """ASGI: the feed as server-sent events, until either side ends."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._feed.full:
+            await PlainTextResponse("too many viewers\n", 503, {"retry-after": "10"})(scope, receive, send)
+            return
+        gone = False
+
+        async def listen() -> None:
+            nonlocal gone
+            while not gone:
+                gone = (await receive())["type"] == "http.disconnect"
+
+        headers = [
+            (b"content-type", b"text/event-stream"),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body"})
+            return
+        listening = asyncio.create_task(listen(), name="dashboard viewer")
+        try:
+            async with aclosing(self._feed.watch()) as events:
+                async for data in events:
+                    if gone:
+                        return
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body"})
+        finally:
+            listening.cancel()
+            await asyncio.wait([listening])
+
+
+def _json(value: object) -> Response:
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
+    return Response(text, headers={"content-type": "application/json", **_NO_STORE})
+
+
+def _missing(section: str) -> Response:
+    answer = _json({"error": f"there is no {section[:64]!r}", "sections": ["snapshot", *_SECTIONS]})
+    answer.status_code = 404
+    return answer
+
+
+def _read_static() -> dict[str, tuple[bytes, str]]:
+    found: dict[str, tuple[bytes, str]] = {}
+    for entry in files(__package__).joinpath("static").iterdir():
+        suffix = "." + entry.name.rpartition(".")[2]
+        if suffix in _TYPES:
+            found[entry.name] = (entry.read_bytes(), _TYPES[suffix])
+    return found

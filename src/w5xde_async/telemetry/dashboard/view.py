@@ -1,0 +1,301 @@
+"""What the pages show: the run folded from its events, bounded whatever its length, as plain JSON values.
+
+``snapshot()`` is all of it, for whoever comes late; ``update()`` is what has come since the last update and goes to
+those who have a snapshot already. A step costs a few additions. No clock of its own but ``wall``, which dates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from w5xde_async.telemetry import wording
+from w5xde_async.telemetry.dashboard.rows import Row, Rows
+from w5xde_async.telemetry.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    JournalFailed,
+    RunFinished,
+    RunReported,
+    RunStarted,
+    StepCommitted,
+    Waiting,
+    Warned,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from w5xde_async.telemetry.records import plain_value, to_record
+
+__all__ = ["SERIES", "TIMELINE", "LogHandler", "View"]
+
+#: Columns of ``series``: one row an update, merged over long runs.
+SERIES = ("step", "time", "loss", "loss_low", "loss_high", "samples_per_s", "num_workers", "stale_share")
+#: Columns of a worker's timeline: shares of the time since the row before, from 0 to 1.
+TIMELINE = ("time", "compute", "wait", "network")
+
+_MOST_GONE = 32
+_MOST_LOGS = 400
+_MOST_CHECKPOINTS = 50
+_MOST_EVALUATIONS = 500
+_SECRET = ("worker_command", "dashboard_link", "event")
+
+Json = dict[str, object]
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One worker as shown. ``shown_s`` is how much computing its timeline has shown so far."""
+
+    shown: Json
+    report: WorkerReported | None = None
+    timeline: Rows = field(default_factory=lambda: Rows(("last", "mean", "mean", "mean"), capacity=240))
+    new_rows: list[Row] = field(default_factory=list)
+    shown_s: float = 0.0
+    changed: bool = True
+
+
+class View:
+    """Subscribe it with ``samples=True``. One thread, that of the event loop."""
+
+    def __init__(self, settings: Mapping[str, object] | None = None, *, wall: Callable[[], float] = time.time) -> None:
+        """``settings`` are shown as they are: they must hold no secret."""
+        self._wall = wall
+        self._settings = plain_value(settings or {})
+        self._run: Json = {}
+        self._status: Json = {"state": "starting", "step": 0, "total_steps": 0}
+        self._series = Rows(("last", "last", "mean", "low", "high", "mean", "last", "mean"), capacity=1200)
+        self._workers: dict[str, _Worker] = {}
+        self._gone: deque[str] = deque()
+        self._evaluations: deque[Json] = deque(maxlen=_MOST_EVALUATIONS)
+        self._checkpoints: deque[Json] = deque(maxlen=_MOST_CHECKPOINTS)
+        self._logs: deque[Json] = deque(maxlen=_MOST_LOGS)
+        self._finished: Json | None = None
+        self._new: dict[str, list[Json]] = {"evaluations": [], "checkpoints": [], "logs": []}
+        self._removed: list[str] = []
+        self._row_at = 0.0
+        self._last: StepCommitted | None = None
+        self._losses: list[float] = []
+        self._samples = self._steps = 0
+        self._in_vain = self._in_vain_before = self._leaves = self._leaves_before = 0
+
+    # -- in ------------------------------------------------------------------------------------------------
+
+    def __call__(self, event: Event) -> None:
+        if type(event) is StepCommitted:
+            self._last = event
+            self._steps += 1
+            self._samples += event.samples
+            if math.isfinite(event.loss):
+                self._losses.append(event.loss)
+        elif type(event) is WorkerReported:
+            self._reported(event)
+        elif type(event) is RunReported:
+            self._leaves, self._in_vain = event.leaves, event.leaves_in_vain
+            self._status |= _without(to_record(event), ("event", "step"))
+        else:
+            self._rare(event)
+
+    def log(self, level: str, text: str) -> None:
+        """A line for the page of logs."""
+        self._note("logs", self._logs, {"time": self._wall(), "level": level, "text": wording.clean(text)})
+
+    def _rare(self, event: Event) -> None:
+        line = wording.line(event, wording.plain)
+        if line is not None:
+            self.log("warning" if isinstance(event, CheckpointFailed | JournalFailed) else "info", line)
+        match event:
+            case RunStarted():
+                self._run = to_record(event, omit=_SECRET)
+                self._status |= {"step": event.resumed_step, "total_steps": event.total_steps, "state": "waiting"}
+                self._row_at = self._wall()
+                self.log("info", f"run {event.run_name} began at step {event.resumed_step:,}, term {event.term}")
+            case WorkerJoined():
+                self._joined(event)
+            case WorkerLeft():
+                self._left(event)
+            case Waiting():
+                self._status |= {"state": "waiting", "waits_for": wording.clean(event.reason)}
+            case Evaluated():
+                self._note("evaluations", self._evaluations, _without(to_record(event), ("event",)))
+            case CheckpointSaved():
+                saved = {**to_record(event, omit=("event",)), "time": self._wall()}
+                self._note("checkpoints", self._checkpoints, saved)
+            case Warned():
+                self.log("warning", event.text)
+            case RunFinished():
+                self._finished = _without(to_record(event), ("event",))
+                self._status |= {"state": event.outcome, "reason": wording.clean(event.reason)}
+                self.log(
+                    "info" if event.outcome == "finished" else "warning", f"{event.outcome} {event.reason}".strip()
+                )
+
+    def _note(self, name: str, kept: deque[Json], value: Json) -> None:
+        kept.append(value)
+        self._new[name].append(value)
+        del self._new[name][:-_MOST_LOGS]
+
+    def _joined(self, event: WorkerJoined) -> None:
+        for key in [key for key in self._gone if key == event.worker_id or self._name(key) == event.name]:
+            self._gone.remove(key)
+            if key != event.worker_id:
+                self._drop(key)
+        worker = self._workers.setdefault(event.worker_id, _Worker({}))
+        worker.report, worker.shown_s, worker.changed = None, 0.0, True
+        worker.shown = _without(to_record(event), ("event", "num_workers")) | {"state": "ready", "joined": self._wall()}
+
+    def _name(self, key: str) -> object:
+        return self._workers[key].shown.get("name")
+
+    def _drop(self, key: str) -> None:
+        if self._workers.pop(key, None) is not None:
+            self._removed.append(key)
+
+    def _left(self, event: WorkerLeft) -> None:
+        worker = self._workers.get(event.worker_id)
+        if worker is None:
+            return
+        worker.report, worker.changed = None, True
+        worker.shown |= {
+            "state": "left" if event.clean else "lost", "left": self._wall(), "waits_for": wording.clean(event.reason),
+            "leaves_per_s": 0.0, "leases_held": 0, "flops_per_s": 0.0, "busy": 0.0,
+        }  # fmt: skip
+        self._row(worker, (self._wall(), None, None, None))
+        self._gone.append(event.worker_id)
+        while len(self._gone) > _MOST_GONE:
+            self._drop(self._gone.popleft())
+
+    def _reported(self, event: WorkerReported) -> None:
+        if event.state == "joining" and event.worker_id in self._gone:
+            return  # its old row stands until it is a member again
+        worker = self._workers.setdefault(event.worker_id, _Worker({"joined": self._wall()}))
+        before, worker.report, worker.changed = worker.report, event, True
+        compute = network = 0.0
+        seconds = event.member_s - (before.member_s if before else 0.0)
+        if seconds > 0 and event.state != "joining":
+            computed = event.compute_s - (before.compute_s if before else 0.0)
+            if not event.waits_for and not computed:
+                compute = 1.0  # in the middle of a long lease, whose time is told when it is done
+            else:
+                compute = min(max((event.compute_s - worker.shown_s) / seconds, 0.0), 1.0)
+            worker.shown_s += compute * seconds
+            network = min(max((event.network_s - (before.network_s if before else 0.0)) / seconds, 0.0), 1.0)
+            row = (self._wall(), round(compute, 3), round(1 - compute, 3), round(network, 3))
+            self._row(worker, row)
+        worker.shown |= _without(to_record(event), ("event", "activity", "waits_for")) | {
+            "activity": wording.clean(event.activity), "waits_for": wording.clean(event.waits_for), "left": None,
+            "busy": compute, "flops_per_s": event.flops_per_leaf * event.leaves_per_s,
+        }  # fmt: skip
+
+    def _row(self, worker: _Worker, row: Row) -> None:
+        worker.timeline.append(row)
+        worker.new_rows.append(row)
+        del worker.new_rows[:-60]
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    def update(self) -> Json | None:
+        """What is new since the last update; None where nothing is."""
+        now = self._wall()
+        found: Json = {}
+        row = self._next_row(now)
+        if row is not None:
+            found["series"] = [row]
+        changed = {key: worker for key, worker in self._workers.items() if worker.changed}
+        if changed:
+            found["workers"] = [{"worker_id": key, **worker.shown} for key, worker in changed.items()]
+            found["timelines"] = {key: worker.new_rows for key, worker in changed.items() if worker.new_rows}
+            for worker in changed.values():
+                worker.changed, worker.new_rows = False, []
+        if self._removed:
+            found["removed"], self._removed = self._removed, []
+        for name, values in self._new.items():
+            if values:
+                found[name] = values
+        self._new = {name: [] for name in self._new}
+        if not found:
+            return None
+        return found | {"time": now, "status": dict(self._status), "finished": self._finished}
+
+    def snapshot(self) -> Json:
+        """Everything. Call ``update`` first, or what it holds is given out a second time."""
+        return {
+            "time": self._wall(),
+            "run": self._run,
+            "settings": self._settings,
+            "status": dict(self._status),
+            "series": {"columns": SERIES, "rows": self._series.rows()},
+            "workers": self.workers(),
+            "timelines": {
+                "columns": TIMELINE,
+                "rows": {key: worker.timeline.rows() for key, worker in self._workers.items()},
+            },
+            "evaluations": list(self._evaluations),
+            "checkpoints": list(self._checkpoints),
+            "logs": list(self._logs),
+            "finished": self._finished,
+        }
+
+    def workers(self) -> list[Json]:
+        """Every worker, those too that have left not long ago."""
+        return [{"worker_id": key, **worker.shown} for key, worker in self._workers.items()]
+
+    def _next_row(self, now: float) -> Row | None:
+        """The steps since the last row, as one; a row without steps says that nothing went on, once a second."""
+        seconds = now - self._row_at
+        step = self._last
+        if step is None or (not self._steps and seconds < 1.0):
+            return None
+        losses, rate = self._losses, self._samples / seconds if seconds > 0 else None
+        leaves, in_vain = self._leaves - self._leaves_before, self._in_vain - self._in_vain_before
+        self._leaves_before, self._in_vain_before = self._leaves, self._in_vain
+        workers = self._status.get("num_workers", step.num_workers)
+        row: Row = (
+            step.step,
+            round(now, 2),
+            sum(losses) / len(losses) if losses else None,
+            min(losses) if losses else None,
+            max(losses) if losses else None,
+            rate,
+            workers if isinstance(workers, int) else step.num_workers,
+            in_vain / (leaves + in_vain) if leaves + in_vain else None,
+        )
+        if self._steps:
+            if self._finished is None:
+                self._status |= {"state": "running", "waits_for": ""}
+            self._status |= {
+                "step": step.step, "epoch": step.epoch, "loss": plain_value(step.loss),
+                "learning_rate": plain_value(step.learning_rate), "gradient_norm": plain_value(step.gradient_norm),
+                "loss_scale": plain_value(step.loss_scale), "step_s": seconds / self._steps,
+                "metrics": plain_value(step.metrics), "phases_s": plain_value(step.phases_s),
+            }  # fmt: skip
+        self._status["samples_per_s"] = rate
+        self._row_at, self._losses, self._samples, self._steps = now, [], 0, 0
+        self._series.append(row)
+        return row
+
+
+class LogHandler(logging.Handler):
+    """Brings log records to a view's page of logs, from any thread, by ``soon`` (``loop.call_soon_threadsafe``)."""
+
+    def __init__(self, view: View, soon: Callable[..., object]) -> None:
+        super().__init__(logging.INFO)
+        self._view, self._soon = view, soon
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._soon(self._view.log, record.levelname.lower(), record.getMessage())
+        except RuntimeError:  # the loop has been closed
+            return
+        except Exception:
+            self.handleError(record)
+
+
+def _without(record: dict[str, object], names: tuple[str, ...]) -> Json:
+    return {name: value for name, value in record.items() if name not in names}

@@ -1,0 +1,303 @@
+"""The run for experiment trackers: ``--tracker tensorboard,mlflow:URI``.
+
+Rows go through a bounded queue to one thread that talks to the trackers; what they cannot take is counted and left
+out, never waited for. Fast steps share a row: at most one every ``interval_s``, with the mean of their losses. A
+tracker that is not installed or that fails is named once and left out; the run goes on. Nothing leaves this machine
+unless the target says so: wandb writes offline, mlflow and trackio write files, and what these packages would tell
+their makers is switched off.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from w5xde_async.errors import UsageError
+from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunReported, RunStarted, StepCommitted
+from w5xde_async.telemetry.records import to_record
+
+__all__ = ["TRACKERS", "Tracker", "Tracking", "check_trackers"]
+
+logger = logging.getLogger(__name__)
+
+_CAPACITY = 4096
+_CLOSE_S = 30.0  # a tracker may take so long for its last words
+_SECRET = ("worker_command", "dashboard_link", "event")
+
+Config = dict[str, object]
+Values = Mapping[str, float]
+
+
+class Tracker(ABC):
+    """One tracker. Every method runs on the tracking thread and may block; one that raises ends this tracker."""
+
+    package: ClassVar[str]  #: what is imported
+    extra: ClassVar[str]  #: of this project, that installs it
+    quiet: ClassVar[Mapping[str, str]] = {}  #: environment that keeps it from reporting to its makers
+
+    def __init__(self, folder: Path, target: str) -> None:
+        """``folder`` is for its files; ``target`` is what stood behind the colon, empty for the default."""
+        self.folder, self.target = folder, target
+
+    @abstractmethod
+    def begin(self, name: str, config: Config) -> None:
+        """The run ``name`` begins."""
+
+    @abstractmethod
+    def log(self, step: int, values: Values) -> None:
+        """Values of one step; those of an evaluation may come after later steps."""
+
+    @abstractmethod
+    def end(self, outcome: str) -> None:
+        """The run has ended: finished, stopped or failed."""
+
+
+class TensorBoard(Tracker):
+    """Event files in ``folder/tensorboard``, or in the target."""
+
+    package, extra = "tensorboardX", "tensorboard"
+
+    def begin(self, name: str, config: Config) -> None:
+        path = Path(self.target) if self.target else self.folder / "tensorboard"
+        self._writer = import_module("tensorboardX").SummaryWriter(str(path), flush_secs=10)
+        self._writer.add_text("run", "\n".join(f"    {key} = {value}" for key, value in config.items()))
+
+    def log(self, step: int, values: Values) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def end(self, outcome: str) -> None:
+        self._writer.close()
+
+
+class Wandb(Tracker):
+    """Offline files in ``folder/wandb`` for ``wandb sync``; the target ``online`` sends them at once."""
+
+    package, extra = "wandb", "wandb"
+    quiet: ClassVar[Mapping[str, str]] = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+    def begin(self, name: str, config: Config) -> None:
+        if self.target not in ("", "online", "offline"):
+            raise ValueError(f"wandb:{self.target}: the target is online or offline")
+        wandb: Any = import_module("wandb")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+        self._step = 0
+        self._run = wandb.init(
+            project="w5xde-async", name=name, config=config, dir=str(self.folder), mode=self.target or "offline",
+            settings=settings,
+        )  # fmt: skip
+
+    def log(self, step: int, values: Values) -> None:
+        self._step = max(self._step, step)  # it takes no step that is older than the last; evaluations come late
+        self._run.log(dict(values), step=self._step)
+
+    def end(self, outcome: str) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+class Mlflow(Tracker):
+    """A local database, ``folder/mlflow.db``, or the tracking URI that is the target."""
+
+    package, extra = "mlflow", "mlflow"
+    quiet: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+
+    def begin(self, name: str, config: Config) -> None:
+        tracking, entities = import_module("mlflow.tracking"), import_module("mlflow.entities")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        uri = self.target or (self.folder / "mlflow").absolute().as_uri()
+        self._client: Any = tracking.MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name("w5xde-async")
+        experiment = known.experiment_id if known is not None else self._client.create_experiment("w5xde-async")
+        self._run = self._client.create_run(experiment, run_name=name).info.run_id
+        self._metric: Any = entities.Metric
+        params = [entities.Param(key, str(value)[:500]) for key, value in config.items()]
+        self._client.log_batch(self._run, params=params)
+
+    def log(self, step: int, values: Values) -> None:
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run, metrics=[self._metric(key, value, now_ms, step) for key, value in values.items()]
+        )
+
+    def end(self, outcome: str) -> None:
+        status = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED")
+        self._client.set_terminated(self._run, status)
+
+
+class Trackio(Tracker):
+    """trackio's local database; the target is a project's name."""
+
+    package, extra = "trackio", "trackio"
+    quiet: ClassVar[Mapping[str, str]] = {
+        "HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False", "DO_NOT_TRACK": "1",
+    }  # fmt: skip
+
+    def begin(self, name: str, config: Config) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((self.folder / "trackio").absolute()))
+        self._trackio: Any = import_module("trackio")
+        self._trackio.init(project=self.target or "w5xde-async", name=name, config=config, embed=False)
+
+    def log(self, step: int, values: Values) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def end(self, outcome: str) -> None:
+        self._trackio.finish()
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises UsageError for a name that is no tracker's."""
+    for name in names:
+        if name.partition(":")[0] not in TRACKERS:
+            raise UsageError(f"there is no tracker {name!r}; give one of {', '.join(TRACKERS)}")
+
+
+class _Row(NamedTuple):
+    step: int
+    values: Values
+
+
+class Tracking:
+    """A subscriber (``samples=True``) that brings the run to ``names``. ``close`` is blocking."""
+
+    def __init__(
+        self, names: Sequence[str], folder: Path, *, interval_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Raises UsageError for a name that is no tracker's."""
+        check_trackers(names)
+        self._interval_s, self._clock = interval_s, clock
+        self._trackers = [TRACKERS[name](folder, target) for name, _, target in (text.partition(":") for text in names)]
+        self._queue: queue.Queue[RunStarted | _Row | str] = queue.Queue(_CAPACITY)
+        self.dropped = 0  #: rows that the trackers were too slow for
+        self._row_at = -math.inf
+        self._losses: list[float] = []
+        self._samples, self._since = 0, clock()
+        self._last: StepCommitted | None = None
+        self._closed = False
+        self._report: RunReported | None = None
+        self._thread = threading.Thread(target=self._work, name="w5xde-trackers", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepCommitted():
+                self._committed(event)
+            case RunReported():
+                self._report = event
+            case Evaluated():
+                self._put(_Row(event.step, {f"evaluated/{key}": value for key, value in event.metrics.items()}))
+            case RunStarted():
+                self._put(event)
+            case RunFinished():
+                if self._last is not None and self._losses:
+                    self._row(self._last, self._clock())
+                self._put(event.outcome)
+
+    def close(self) -> None:
+        """Wait for the trackers' last words, but not for ever. Blocking; calling it twice is fine."""
+        self._closed = True
+        self._put("stopped")  # ends the thread where no RunFinished did
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("trackers did not end within %.0f s", _CLOSE_S)
+
+    def _committed(self, event: StepCommitted) -> None:
+        self._losses.append(event.loss)
+        self._samples += event.samples
+        self._last, now = event, self._clock()
+        if now - self._row_at >= self._interval_s:
+            self._row(event, now)
+
+    def _row(self, event: StepCommitted, now: float) -> None:
+        values = {
+            "loss": sum(self._losses) / len(self._losses), "learning_rate": event.learning_rate,
+            "num_workers": float(event.num_workers),
+        }  # fmt: skip
+        if now > self._since:
+            values["samples_per_s"] = self._samples / (now - self._since)
+        if event.gradient_norm is not None:
+            values["gradient_norm"] = event.gradient_norm
+        values |= {f"step/{name}": value for name, value in event.metrics.items()}
+        if self._report is not None:
+            values["network/sent_bytes"] = float(self._report.bytes_sent)
+            values["network/received_bytes"] = float(self._report.bytes_received)
+            values["leaves_in_vain"] = float(self._report.leaves_in_vain)
+        self._row_at = self._since = now
+        self._losses, self._samples = [], 0
+        self._put(_Row(event.step, values))
+
+    def _put(self, item: RunStarted | _Row | str) -> None:
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self.dropped += 1
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        begun, outcome = False, ""
+        while not outcome:
+            try:
+                item = self._queue.get(timeout=1.0)
+            except queue.Empty:
+                outcome = "stopped" if self._closed else ""
+                continue
+            if isinstance(item, str):
+                outcome = item
+            elif isinstance(item, RunStarted):
+                self._begin(item)
+                begun = True
+            elif begun:
+                self._log(item)
+        if begun:
+            self._end(outcome)
+        if self.dropped:
+            logger.warning("trackers were too slow rows_left_out=%d", self.dropped)
+
+    def _log(self, row: _Row) -> None:
+        values = {key: value for key, value in row.values.items() if math.isfinite(value)}
+        self._each(lambda tracker: tracker.log(row.step, values))
+
+    def _end(self, outcome: str) -> None:
+        self._each(lambda tracker: tracker.end(outcome))
+
+    def _begin(self, run: RunStarted) -> None:
+        config = to_record(run, omit=_SECRET)
+
+        def begin(tracker: Tracker) -> None:
+            for name, value in tracker.quiet.items():
+                os.environ.setdefault(name, value)
+            tracker.begin(run.run_name, config)
+
+        self._each(begin)
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                call(tracker)
+            except ImportError:
+                logger.warning(
+                    "no %s: it is not installed (pip install 'w5xde-async[%s]')", tracker.package, tracker.extra
+                )
+                self._trackers.remove(tracker)
+            except Exception as error:
+                logger.warning("tracker left out name=%s error=%s: %s", tracker.extra, type(error).__name__, error)
+                self._trackers.remove(tracker)
