@@ -14,6 +14,7 @@ COORDINATOR = """
 --heartbeat --silence --bucket-size --bulk-threads
 --workers --worker-threads --min-workers --max-workers --grace
 --name --run-dir --checkpoint-every --keep-checkpoints --durability --resume
+--dashboard --no-dashboard --dashboard-address --tracker
 --loader-threads --loader-processes --prefetch-leaves
 --threads --loop --log --log-format --config
 """

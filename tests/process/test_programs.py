@@ -86,7 +86,8 @@ def coordinate(job: str, run_dir: Path, *more: str) -> tuple[str, ...]:
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")} | environment
+    env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
+    env |= {"W5XDE_DASHBOARD": "false"} | environment
     done = subprocess.run(
         [sys.executable, "-m", *arguments], env=env, capture_output=True, text=True, timeout=60, cwd=ROOT,
         stdin=subprocess.DEVNULL, check=False,

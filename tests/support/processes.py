@@ -30,6 +30,7 @@ class Program:
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)  # thread counts come from the flags, as they do for people
         env |= {"PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s), "W5XDE_CODE_FREE": str(code_free).lower()}
+        env["W5XDE_DASHBOARD"] = "false"
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -22,6 +22,7 @@ class Zygote:
     def __init__(self) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)
+        env["W5XDE_DASHBOARD"] = "false"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.zygote"], cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

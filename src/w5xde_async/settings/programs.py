@@ -181,6 +181,16 @@ class CoordinatorSettings(Program):
         group="files", metavar="HOW", accepts="auto, never or the path of a checkpoint",
     )  # fmt: skip
 
+    dashboard: bool = setting(True, "show the run in a browser", group="watching", accepts="true or false")
+    dashboard_address: Text = setting(
+        "127.0.0.1:5556", "where; off loopback with a token and TLS, and where the port is taken at another",
+        group="watching", metavar="ADDRESS", accepts="HOST:PORT",
+    )  # fmt: skip
+    tracker: Text | None = setting(
+        None, "experiment trackers, each with a target if wanted: tensorboard[:DIR], wandb[:online], mlflow[:URI], "
+        "trackio[:PROJECT]", group="watching", metavar="NAMES", accepts="names of trackers with commas between them",
+    )  # fmt: skip
+
     loader_threads: AtLeast0 = setting(
         _COORDINATOR.loader_threads, "threads that read the dataset", group="data", accepts=_FROM_0
     )
@@ -272,6 +282,8 @@ class CoordinatorSettings(Program):
             max_leaf_failures=self.max_leaf_failures,
             evaluate=self.evaluate,
             code_free=self.code_free,
+            dashboard=self.dashboard_address if self.dashboard else "",
+            trackers=tuple(name.strip() for name in (self.tracker or "").split(",") if name.strip()),
         )
 
     def progress_config(self, *, color: bool) -> ProgressConfig:
