@@ -4,16 +4,19 @@
 # make check   lint, format, types
 # make bench   the benchmarks, each in under a minute
 # make chaos   runs in which everything is killed, stopped and cut, and a report of what held (CHAOS_FLAGS=--quick)
-# make docs    see that the documents' links lead somewhere
+# make docs    the documents, to build/docs: links, the table of settings, the notebook, warnings are errors
+# make newcomer   README.md to the letter, in an empty clone (NEWCOMER_FLAGS=--borrow: with the packages of .venv)
 
 # constraints.txt pins torch. For another build (CUDA), install it into .venv before or after: pip keeps what fits.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
+DOCS := .venv/.docs
 DEMO_FLAGS ?=
 CHAOS_FLAGS ?=
+NEWCOMER_FLAGS ?=
 
-.PHONY: setup demo test test-fast test-slow check bench chaos docs clean
+.PHONY: setup demo test test-fast test-slow check bench chaos docs newcomer clean
 
 setup: $(STAMP)
 
@@ -45,8 +48,18 @@ bench: setup
 chaos: setup
 	$(BIN)/python bench/chaos.py $(CHAOS_FLAGS)
 
-docs: setup
+docs: $(DOCS)
 	$(BIN)/python docs/check_links.py
+	$(BIN)/python docs/make_settings.py --check
+	$(BIN)/python docs/notebooks/make.py --check
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+newcomer: setup
+	$(BIN)/python tests/newcomer.py $(NEWCOMER_FLAGS)
 
 clean:
 	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
