@@ -18,7 +18,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -39,6 +39,7 @@ _LAST_WORDS = 30  # lines kept to show after a crash
 class LocalWorkers:
     """``count`` worker processes for the coordinator at ``address``.
 
+    ``reference`` "" starts them without the job's code. ``devices`` are dealt out in turn; none: the worker's choice.
     ``join`` is a join string, to be used in place of ``address`` and ``token``.
     ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
     """
@@ -50,6 +51,7 @@ class LocalWorkers:
         address: str,
         reference: str,
         threads: int = 1,
+        devices: Sequence[str] = (),
         token: str = "",
         join: str = "",
         config_path: Path | None = None,
@@ -58,6 +60,7 @@ class LocalWorkers:
     ) -> None:
         self._wanted = count
         self._address, self._reference, self._threads = address, reference, threads
+        self._devices = devices
         self._token, self._join = token, join
         self._config_path, self._grace_s = config_path, grace_s
         self._on_all_lost = on_all_lost
@@ -81,8 +84,9 @@ class LocalWorkers:
         """Start workers, or end the youngest ones and wait until they have left in good order."""
         while len(self._keepers) < count:
             name = f"local-{self._number}"
+            device = self._devices[self._number % len(self._devices)] if self._devices else ""
             self._number += 1
-            self._keepers[name] = asyncio.create_task(self._keep(name), name=f"keep {name}")
+            self._keepers[name] = asyncio.create_task(self._keep(name, device), name=f"keep {name}")
         await self._end(list(self._keepers)[count:])
 
     async def aclose(self) -> None:
@@ -109,12 +113,12 @@ class LocalWorkers:
 
     # -- one worker ----------------------------------------------------------------------------------------
 
-    async def _keep(self, name: str) -> None:
+    async def _keep(self, name: str, device: str) -> None:
         restarts: deque[float] = deque(maxlen=_RESTARTS)
         while True:
             words: deque[str] = deque(maxlen=_LAST_WORDS)
             try:
-                code = await self._run(name, words)
+                code = await self._run(name, device, words)
             except OSError as error:
                 return self._give_up(name, f"cannot be started: {error.strerror}")
             if code == ExitCode.OK:
@@ -137,12 +141,16 @@ class LocalWorkers:
         if self._on_all_lost is not None and all(keeper.done() for keeper in others):
             self._on_all_lost(f"every local worker has failed; {name} {reason.splitlines()[0].rstrip(':')}")
 
-    async def _run(self, name: str, words: deque[str]) -> int:
+    async def _run(self, name: str, device: str, words: deque[str]) -> int:
         """One process from start to end; cancelled, the process is ended first."""
         command = [
-            sys.executable, "-m", "w5xde_async.worker", "--job", self._reference, "--threads", str(self._threads),
-            "--name", name, "--log", "normal", "--log-format", "json", "--exit-with-stdin",
+            sys.executable, "-m", "w5xde_async.worker", "--threads", str(self._threads), "--name", name,
+            "--log", "normal", "--log-format", "json", "--exit-with-stdin",
         ]  # fmt: skip
+        if self._reference:
+            command += ["--job", self._reference]
+        if device:
+            command += ["--device", device]
         if not self._join:
             command += ["--server", self._address]
         if self._config_path is not None:

@@ -23,8 +23,9 @@ from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
+from w5xde_async.worker.service import Departure, Worker
 
-__all__ = ["LogMode", "block_on", "find_token", "shown", "where_to_join"]
+__all__ = ["LogMode", "block_on", "find_token", "shown", "where_to_join", "working"]
 
 _T = TypeVar("_T")
 LogMode = Literal["silent", "normal", "verbose"]
@@ -53,6 +54,20 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+async def working(worker: Worker) -> Departure:
+    """The worker's ``run``. Cancelled (Ctrl-C), it first leaves in good order: the lease under way is finished."""
+    running = asyncio.create_task(worker.run(), name="worker")
+    try:
+        await asyncio.wait([running])
+    except asyncio.CancelledError:
+        worker.drain("Ctrl-C")
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # looked at: what ended it now is no news
+        raise
+    return running.result()
 
 
 @contextmanager

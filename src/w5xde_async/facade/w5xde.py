@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -25,9 +24,10 @@ from w5xde_async.compute.engine import choose_device
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
-from w5xde_async.facade.calling import LogMode, block_on, find_token, shown, where_to_join
+from w5xde_async.facade.calling import LogMode, block_on, find_token, shown, where_to_join, working
+from w5xde_async.facade.reading import BatchLoss
 from w5xde_async.facade.watching import Piece, Traffic, WatchedWorker
-from w5xde_async.job import Job, loss_of
+from w5xde_async.job import Job
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.randomness import random_state, seed_all
@@ -118,7 +118,7 @@ class CentralServer:
             model=model,
             dataset=dataset,
             optimizer=lambda model: optimizer_class(model.parameters(), **kwargs),
-            step=_Step(criterion or nn.CrossEntropyLoss()),
+            step=BatchLoss(criterion or nn.CrossEntropyLoss()),
             batch_size=batch_size,
             epochs=num_epochs,
             max_steps=_ENDLESS if num_epochs is None and max_steps is None else max_steps,
@@ -333,16 +333,8 @@ class TrainingNode:
             loop.call_soon_threadsafe(worker.drain, "stopped")
 
         self._stopping = stop
-        running = asyncio.create_task(worker.run(), name="node")
         try:
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError:  # Ctrl-C
-                worker.drain("Ctrl-C")
-                await asyncio.wait([running])
-                running.exception()
-                raise
-            running.result()
+            await working(worker)
         except Unreachable as error:
             if not self._traffic.bytes_received:
                 raise
@@ -358,7 +350,7 @@ class TrainingNode:
             model=self._make_replica,
             dataset=[0],  # a worker's job has model and step; the rest is the coordinator's
             optimizer=lambda model: torch.optim.SGD(model.parameters()),
-            step=_Step(criterion),
+            step=BatchLoss(criterion),
             batch_size=1,
             max_steps=1,
         )
@@ -395,29 +387,3 @@ def _reporting(
             )  # fmt: skip
 
     return report
-
-
-class _Step:
-    """W5XDE's reading of a batch: ``criterion(model(input_ids), labels)``, labels defaulting to the input.
-
-    ``attention_mask`` is passed on to models whose forward takes it. Other batches are read as a Job's are.
-    """
-
-    def __init__(self, criterion: Callable[[Any, Any], Tensor]) -> None:
-        self._criterion = criterion
-        self._masked: dict[type, bool] = {}
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        if not isinstance(batch, dict) or "input_ids" not in batch:
-            return loss_of(model, batch, self._criterion)
-        inputs, target = batch["input_ids"], batch.get("labels")
-        mask = batch.get("attention_mask")
-        output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
-        output = getattr(output, "logits", output)
-        return self._criterion(output, inputs.long() if target is None else target)
-
-    def _takes_mask(self, model: nn.Module) -> bool:
-        kind = type(model)
-        if kind not in self._masked:
-            self._masked[kind] = "attention_mask" in inspect.signature(model.forward).parameters
-        return self._masked[kind]

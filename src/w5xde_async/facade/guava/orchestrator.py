@@ -1,0 +1,352 @@
+"""Guava's orchestrator: a model, a DataLoader, workers of this machine or of any.
+
+A step is one DataLoader batch for each of ``config.num_workers`` workers; a leaf is one such batch. So the result is
+the same whoever of them is there, and workers may come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import UsageError, W5xdeError
+from w5xde_async.facade.calling import block_on, find_token, shown
+from w5xde_async.facade.guava.config import DistributedConfig
+from w5xde_async.facade.guava.local import LocalGroup
+from w5xde_async.facade.reading import BatchLoss, token_loss
+from w5xde_async.job import Job
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.store.rundir import export_model
+from w5xde_async.telemetry.events import Bus, CheckpointSaved, Event, StepCommitted
+from w5xde_async.telemetry.memory import MemoryReport
+from w5xde_async.telemetry.progress import Progress
+
+__all__ = ["Mode", "Orchestrator"]
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["local", "orchestrator"]
+
+
+class Orchestrator:
+    """Trains a registered model.
+
+    ``mode`` ``local`` starts ``config.num_workers`` workers on this machine, one for each GPU; ``orchestrator`` waits
+    for as many NetworkWorkers, wherever they are. More may join in both. ``token`` is the secret that they prove
+    (W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token otherwise); off loopback one is made where none is given, and
+    lies with address and certificate in the file ``join`` of ``config.checkpoint_dir``. ``seed`` is of shuffling and
+    dropout, unless the DataLoader has a generator. ``resume``: ``auto``, ``never`` or a checkpoint's path.
+    """
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        mode: Mode = "local",
+        *,
+        token: str = "",
+        seed: int = 0,
+        resume: str = "auto",
+    ) -> None:
+        """Raises UsageError, and ParallelismMissing for a model in pieces."""
+        if mode not in ("local", "orchestrator"):
+            raise UsageError(f"mode is {mode!r}; give local or orchestrator")
+        config.validate()
+        config.require_data_parallel()
+        self.config, self.mode = config, mode
+        self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
+        self.port = config.master_port  #: where it listens; with port 0, the one that was picked once it listens
+        self.listening = threading.Event()  #: set while workers can connect
+        self._token, self._seed, self._resume = token, seed, resume
+        self._model: nn.Module | None = None
+        self._criterion: Callable[[Any, Any], Tensor] = token_loss
+        self._lock = threading.Lock()
+        self._running: tuple[asyncio.AbstractEventLoop, Coordinator] | None = None
+        self._awaited: list[Future[Path | None]] = []  # of those who wait for a checkpoint
+        self._memory: tuple[MemoryReport, Path] | None = None
+
+    def register_model(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
+        """What to train, in place; ``criterion(output, target) -> mean loss``, default: cross entropy, of every token.
+
+        Raises UsageError for what is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"register_model takes a torch.nn.Module, not {type(model).__name__}")
+        self._model, self._criterion = model, criterion or token_loss
+
+    def start_training(
+        self,
+        dataloader: Any,
+        num_epochs: int = 1,
+        val_dataloader: Any = None,
+        val_interval: int | None = None,
+    ) -> RunResult:
+        """Train for ``num_epochs``; blocks. ``dataloader`` may be a map-style dataset too, which is then shuffled.
+
+        ``val_dataloader``: its mean loss is ``val_loss`` among the result's metrics, every ``val_interval`` steps
+        (default: every epoch) and at the end. Ctrl-C stops after the step under way, with a checkpoint, and returns.
+
+        Raises UsageError (no model, a DataLoader of which steps cannot be told), JobError, PortInUse, StoreError, and
+        what ended the run where it failed.
+        """
+        config = self.config
+        config.validate()
+        config.require_data_parallel()
+        if self._model is None:
+            raise UsageError("no model is registered: call register_model(model) first")
+        given = reading_of(dataloader, config, seed=self._seed)
+        job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
+        return block_on(lambda: self._train(job, given.processes), instead="w5xde_async.Coordinator")
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End after the step under way. Returns at once; from any thread. Nothing where nothing runs."""
+        with self._lock:
+            if self._running is not None:
+                loop, coordinator = self._running
+                loop.call_soon_threadsafe(coordinator.request_stop, reason)
+
+    def save_checkpoint(self, path: Path | str | None = None) -> Path:
+        """The model's weights in a safetensors file (default: ``model.safetensors`` in ``checkpoint_dir``); its path.
+
+        While training runs (call it from another thread) the weights are those of the next commit, and a whole
+        checkpoint, with the optimizer, is written too: without ``path`` that is what it returns.
+
+        Raises StoreError; UsageError without a model, and in a callback of the run, which it would wait for.
+        """
+        if self._model is None:
+            raise UsageError("no model is registered: call register_model(model) first")
+        saved: Path | None = None
+        waiting: Future[Path | None] | None = None
+        with self._lock:
+            if self._running is not None:
+                loop, coordinator = self._running
+                if _runs_here(loop):
+                    raise UsageError(
+                        "save_checkpoint waits for the run: call it from another thread than its callbacks"
+                    )
+                waiting = Future()
+                self._awaited.append(waiting)
+                loop.call_soon_threadsafe(coordinator.request_checkpoint)
+        if waiting is not None:
+            saved = waiting.result()
+        if saved is not None and path is None:
+            return saved
+        target = Path(self.config.checkpoint_dir) / "model.safetensors" if path is None else Path(path)
+        if saved is None:
+            export_model(self._model, target)
+        else:
+            record = CheckpointStore(saved.parent).load(saved)
+            model = copy.deepcopy(self._model)
+            model.load_state_dict(record.groups["model"], strict=False)  # tied ones are stored once
+            export_model(model, target)
+        return target
+
+    def enable_memory_profiling(self, directory: Path | str | None = None) -> None:
+        """Note what allocates memory in this process while ``start_training`` trains; it leaves a report when it ends.
+
+        A file in ``directory`` (default: ``checkpoint_dir``): JSON with resident memory and the lines of code that hold
+        most; on CUDA, where this process computes there, what PyTorch's viewer opens. It costs time and memory.
+        """
+        if self._memory is None:
+            alone = self.mode == "local" and self.config.num_workers <= 1 and torch.cuda.is_available()
+            report = MemoryReport(torch.device("cuda", torch.cuda.current_device()) if alone else None)
+            self._memory = report, Path(directory or self.config.checkpoint_dir)
+
+    def memory_report(self) -> Path:
+        """Write a report now, from any thread; its path. Raises UsageError where nothing is noted, OSError."""
+        if self._memory is None:
+            raise UsageError("no memory profile: call enable_memory_profiling() first")
+        report, directory = self._memory
+        return report.write(directory, "orchestrator")
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    def _job(
+        self, model: nn.Module, given: Reading, num_epochs: int, val_dataloader: Any, val_interval: int | None
+    ) -> Job:
+        config, step = self.config, BatchLoss(self._criterion)
+        return Job(
+            model=model,
+            dataset=given.dataset,
+            optimizer=lambda model: torch.optim.AdamW(
+                model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+            ),
+            step=step,
+            collate=given.collate,
+            batch_size=given.batch_size * max(config.num_workers, 1),
+            microbatch_size=given.batch_size,
+            epochs=num_epochs,
+            gradient_clip_val=config.max_grad_norm or None,
+            precision="bf16" if config.use_amp else "fp32",
+            seed=given.seed,
+            shuffle=given.shuffle,
+            drop_last=given.drop_last,
+            evaluate=None if val_dataloader is None else lambda model: {"val_loss": _mean(step, model, val_dataloader)},
+            evaluate_every=val_interval,
+        )
+
+    async def _train(self, job: Job, loader_processes: int) -> RunResult:
+        config = self.config
+        token = find_token(self._token)
+        settings = config.coordinator_config(token=token, resume=self._resume, loader_processes=loader_processes)
+        assert self._model is not None
+        template = copy.deepcopy(self._model)  # before it is trained in place
+        coordinator = Coordinator(job, run_dir=config.checkpoint_dir, name=type(template).__name__, config=settings,
+                                  bus=self.bus)  # fmt: skip
+        with self._lock:
+            if self._running is not None:
+                raise UsageError("this orchestrator trains already")
+            self._running = (asyncio.get_running_loop(), coordinator)
+        try:
+            async with AsyncExitStack() as stack:
+                progress = stack.enter_context(shown(self.bus, "normal" if config.compact_log else "verbose"))
+                stack.callback(self.bus.subscribe(self._on_event))
+                if config.log_step_every:
+                    stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every)))
+                await coordinator.start()
+                stack.push_async_callback(coordinator.aclose)
+                if self._memory is not None:  # from here: tracing the model would fill it
+                    stack.push_async_callback(asyncio.to_thread, self._end_profile)
+                    self._memory[0].begin()
+                self.port = coordinator.port
+                self.listening.set()
+                workers: LocalGroup | None = None
+                if self.mode == "local":
+                    job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
+                    workers = await stack.enter_async_context(LocalGroup(coordinator, job, token, config.num_workers))
+                try:
+                    result = await coordinator.wait()
+                except asyncio.CancelledError:  # Ctrl-C
+                    coordinator.request_stop("Ctrl-C")
+                    result = await coordinator.wait()
+                if workers is not None and workers.lost and result.reason == workers.lost:
+                    raise W5xdeError(workers.lost)
+                return result
+        finally:
+            self.listening.clear()
+            with self._lock:
+                self._running = None
+                self._answer(None)
+
+    def _end_profile(self) -> None:
+        assert self._memory is not None
+        logger.warning("memory report: %s", self.memory_report())
+        self._memory[0].end()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, CheckpointSaved):
+            with self._lock:
+                self._answer(Path(event.path))
+
+    def _answer(self, saved: Path | None) -> None:
+        awaited, self._awaited = self._awaited, []
+        for waiting in awaited:
+            waiting.set_result(saved)
+
+
+class _StepLog:
+    """A line of log every so many steps, above the bar."""
+
+    def __init__(self, progress: Progress, every: int) -> None:
+        self._handler, self._every = progress.handler(), every
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.step % self._every == 0:
+            text = f"step {event.step} loss {event.loss:.4f} lr {event.learning_rate:.3g} workers {event.num_workers}"
+            self._handler.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
+
+
+# -- a DataLoader, read ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What of a DataLoader makes steps."""
+
+    dataset: Any
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    collate: Callable[[list[Any]], Any] | None
+    processes: int
+    seed: int
+
+
+def reading_of(loader: Any, config: DistributedConfig, *, seed: int) -> Reading:
+    """A DataLoader's dataset and settings, or a map-style dataset with the config's.
+
+    Raises UsageError where the samples of a step cannot be told from its number: iterable datasets, samplers of one's
+    own, batches that the dataset makes.
+    """
+    if not isinstance(loader, DataLoader):
+        return Reading(dataset=loader, batch_size=config.batch_size, shuffle=True, drop_last=False, collate=None,
+                       processes=0, seed=seed)  # fmt: skip
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError("the DataLoader's dataset is iterable: a step must know its samples from its number alone")
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise UsageError("the DataLoader has no batch_size of its own: give it batch_size instead of a batch_sampler")
+    sampler = loader.sampler
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    if not shuffle and type(sampler) is not SequentialSampler:
+        raise UsageError(
+            f"the DataLoader's sampler {type(sampler).__name__} has an order of its own: use shuffle=True or False"
+        )
+    if loader.worker_init_fn is not None:
+        logger.warning("the DataLoader's worker_init_fn is not called: random numbers are seeded for each batch")
+    if loader.batch_size != config.batch_size:
+        logger.info("the DataLoader's batch_size %d counts, not the config's %d", loader.batch_size, config.batch_size)
+    return Reading(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=shuffle,
+        drop_last=loader.drop_last,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        processes=loader.num_workers if hasattr(os, "fork") else 0,
+        seed=seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1),
+    )
+
+
+def _mean(step: BatchLoss, model: nn.Module, loader: Any) -> float:
+    """The mean loss over the samples of ``loader``'s batches."""
+    total, count = 0.0, 0
+    for batch in loader:
+        samples = _num_samples(batch)
+        total += float(step(model, batch)) * samples
+        count += samples
+    return total / max(count, 1)
+
+
+def _num_samples(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return len(batch)
+    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ():
+        if found := _num_samples(part):
+            return found
+    return 0
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
