@@ -1,0 +1,264 @@
+"""Which update rule, codec, round and prefetch suit the network: a choice from measurements, with its reason.
+
+A worker's figures are measured while all transfer at once, so the coordinator's own line is in them. For n values:
+
+    T  = n (bytes/value up / up rate + bytes/value down / down rate) + round trip + coding       of the slowest worker
+    sync:       computes C = 1 / sum(1 / batch_s) a step      utilization C / (C + T)
+    local:      computes R = H batch_s a round                utilization R / (R + T)
+    streaming:  a P-th at a time, hidden where it is back within d batch_s; the longer way fills no line
+
+Candidates stand in the order of how much they give up (``LADDER``), and the first that reaches ``target`` is chosen, or
+the best where none does. Exact sync may miss it: ``exact_target`` is enough for it, and so is any network that costs a
+step less than ``negligible_s``.
+
+The rule is chosen once; ``Tuner`` goes on looking at codec and round, with hysteresis: it moves when ``patience`` looks
+in a row say that the present choice misses the target by ``margin``, or that a gentler one beats it by as much.
+Pure: figures in, choice out; no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["CODECS", "LADDER", "Choice", "CodecCost", "Figures", "Situation", "Tuner", "TuningConfig", "choose"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecCost:
+    """``value_bytes`` on the wire for a value, ``value_s`` to encode and to decode and add it, on one thread."""
+
+    value_bytes: float
+    value_s: float
+
+
+#: Bytes are exact for large buckets (a test compares); seconds are those of docs/codecs.md, rounded up.
+CODECS = {
+    "raw": CodecCost(value_bytes=4.0, value_s=0.0),
+    "bf16": CodecCost(value_bytes=2.0, value_s=0.7e-9),
+    "int8": CodecCost(value_bytes=1 + 4 / 256, value_s=2e-9),
+    "int4": CodecCost(value_bytes=0.5 + 4 / 256, value_s=6e-9),
+    "sparseloco": CodecCost(value_bytes=116 / 4096, value_s=6.5e-9),
+}
+#: A sparse codec of what the coordinator sends would leave most workers' work out for many versions.
+_DOWNLINK = {"sparseloco": "int4"}
+#: (update, codec, H), gentlest first: exact bits, then precision, then agreeing less often, or later.
+LADDER: tuple[tuple[str, str, int], ...] = (
+    ("sync", "raw", 0), ("sync", "bf16", 0), ("sync", "int8", 0),
+    ("local", "bf16", 10), ("local", "int8", 10), ("local", "int8", 20), ("local", "int4", 20),
+    ("streaming", "int8", 20), ("streaming", "int4", 20), ("local", "int8", 50), ("local", "int4", 50),
+    ("streaming", "int8", 50), ("streaming", "int4", 50), ("local", "int4", 100), ("streaming", "int4", 100),
+    ("streaming", "sparseloco", 100), ("local", "int4", 200), ("streaming", "int4", 200),
+    ("streaming", "sparseloco", 200), ("local", "int4", 500), ("streaming", "int4", 500),
+    ("local", "sparseloco", 500), ("streaming", "sparseloco", 500),
+)  # fmt: skip
+_FULL = 0.8  # of a line that is busier fragments queue up behind each other
+_MAX_DELAY = 5  # inner steps that a streamed fragment may be late (arXiv:2501.18512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One worker, measured: seconds for a whole batch of the job alone, bytes per second each way, round trip."""
+
+    batch_s: float
+    up_bytes_s: float
+    down_bytes_s: float
+    round_trip_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.batch_s > 0 and self.up_bytes_s > 0 and self.down_bytes_s > 0 and self.round_trip_s >= 0):
+            raise ValueError("seconds of a batch and bytes per second are above 0, the round trip at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """``num_values`` that travel each way; ``batch_bytes`` of one batch's data; ``num_layers`` bounds the fragments."""
+
+    num_values: int
+    batch_bytes: int
+    num_layers: int
+    workers: tuple[Figures, ...]
+
+    def __post_init__(self) -> None:
+        if not self.workers or self.num_values < 1 or self.num_layers < 1 or self.batch_bytes < 0:
+            raise ValueError("a situation has workers, values and layers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningConfig:
+    """``target``: part of the time that workers are to compute; ``exact_target``: enough where nothing is given up.
+    The rest: see the module."""
+
+    target: float = 0.9
+    exact_target: float = 0.7
+    margin: float = 0.05
+    patience: int = 3
+    negligible_s: float = 0.005
+    max_inner_steps: int = 500
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1 or not 0 <= self.margin < min(self.target, 1 - self.target) or self.patience < 1:
+            raise ValueError("target lies between 0 and 1, margin keeps it there, patience is at least 1")
+        if not 0 <= self.exact_target < 1:
+            raise ValueError("exact_target lies between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """``update``: sync, local or streaming. ``inner_steps`` is H (0 under sync), ``fragments`` 1 unless streaming,
+    ``delay`` inner steps between sending a fragment and using what came back. ``leases_ahead``: leases a worker holds,
+    the one it computes included. ``utilization`` is what the model predicts for the slowest worker."""
+
+    update: str
+    codec: str
+    downlink: str
+    inner_steps: int
+    fragments: int
+    delay: int
+    leases_ahead: int
+    utilization: float
+    reason: str
+
+
+def choose(situation: Situation, config: TuningConfig | None = None) -> Choice:
+    """The gentlest choice that keeps workers busy, and why, in one sentence."""
+    config = config or TuningConfig()
+    exact = _predict(situation, "sync", "raw", 0)
+    seconds = _network_s(situation, "raw")
+    if seconds < config.negligible_s:
+        reason = f"exact sync: the network takes {_duration(seconds)} of a step"
+        return replace(exact, reason=reason)
+    if exact.utilization >= config.exact_target:
+        return replace(exact, reason=f"exact sync: workers compute {exact.utilization:.0%} of the time")
+    best = _first(list(_candidates(situation, config)), config)
+    reason = (
+        f"{_named(best)}: workers compute {best.utilization:.0%} of the time; exact sync would wait "
+        f"{_duration(seconds)} for the network at each step and compute {exact.utilization:.0%}"
+    )
+    return replace(best, reason=reason)
+
+
+class Tuner:
+    """Looks again, under the rule of ``choice``. State: the choice and two counts of looks in a row."""
+
+    def __init__(self, choice: Choice, config: TuningConfig | None = None) -> None:
+        self.choice, self.config = choice, config or TuningConfig()
+        self._short = self._long = 0
+
+    def look(self, situation: Situation) -> Choice | None:
+        """New figures, at a round's end or once in a while under sync; the new choice where it is time to change."""
+        config, present = self.config, self.choice
+        same_rule = [c for c in _candidates(situation, config) if c.update == present.update]
+        rungs = [_rung(candidate) for candidate in same_rule]
+        now = _predict(situation, *_rung(present))
+        place = rungs.index(_rung(present)) if _rung(present) in rungs else len(rungs)
+        gentler = next((c for c in same_rule[:place] if c.utilization >= _enough(c, config) + config.margin), None)
+        self._short = self._short + 1 if now.utilization < _enough(present, config) - config.margin else 0
+        self._long = self._long + 1 if gentler is not None and not self._short else 0
+        found: Choice | None = None
+        if self._short >= config.patience and same_rule:
+            found = _first(same_rule, config)
+        elif self._long >= config.patience:
+            found = gentler
+        if found is None or _rung(found) == _rung(present):
+            return None
+        self._short = self._long = 0
+        self.choice = replace(
+            found,
+            reason=f"{_named(found)}: links have changed, {_named(present)} now computes {now.utilization:.0%} of the "
+            f"time, this {found.utilization:.0%}",
+        )
+        return self.choice
+
+
+def _candidates(situation: Situation, config: TuningConfig) -> Iterator[Choice]:
+    for update, codec, inner_steps in LADDER:
+        if inner_steps <= config.max_inner_steps and (update != "streaming" or situation.num_layers > 1):
+            yield _predict(situation, update, codec, inner_steps)
+
+
+def _first(candidates: Sequence[Choice], config: TuningConfig) -> Choice:
+    reached = (candidate for candidate in candidates if candidate.utilization >= _enough(candidate, config))
+    return next(reached, None) or max(candidates, key=lambda candidate: candidate.utilization)
+
+
+def _enough(choice: Choice, config: TuningConfig) -> float:
+    return config.exact_target if choice.codec == "raw" else config.target
+
+
+def _predict(situation: Situation, update: str, codec: str, inner_steps: int) -> Choice:
+    """What the model says of one candidate, by its slowest worker."""
+    fragments, delay, utilization = 1, 0, 1.0
+    if update == "sync":
+        compute_s = 1 / sum(1 / worker.batch_s for worker in situation.workers)
+        utilization = compute_s / (compute_s + _network_s(situation, codec))
+    elif update == "local":
+        # A round ends with its slowest worker; the others' waiting for it is not the network's.
+        for worker in situation.workers:
+            computing_s = inner_steps * worker.batch_s
+            utilization = min(utilization, computing_s / (computing_s + _exchange_s(situation, worker, codec)))
+    else:
+        fragments, delay = _fragments(situation, codec, inner_steps)
+        for worker in situation.workers:
+            computing_s = inner_steps * worker.batch_s
+            up_s, down_s, coding_s = _ways_s(situation, worker, codec)
+            away_s = (up_s + down_s + coding_s) / fragments + worker.round_trip_s
+            shown_s = max(0.0, away_s - delay * worker.batch_s)
+            round_s = max(computing_s + fragments * shown_s, up_s / _FULL, down_s / _FULL)
+            utilization = min(utilization, computing_s / round_s)
+    ahead = max(
+        1 + math.ceil((w.round_trip_s + situation.batch_bytes / w.down_bytes_s) / w.batch_s) for w in situation.workers
+    )
+    return Choice(
+        update=update, codec=codec, downlink=_DOWNLINK.get(codec, codec), inner_steps=inner_steps, fragments=fragments,
+        delay=delay, leases_ahead=min(max(ahead, 2), 64), utilization=utilization, reason="",
+    )  # fmt: skip
+
+
+def _fragments(situation: Situation, codec: str, inner_steps: int) -> tuple[int, int]:
+    """As short a delay as hides a fragment's way there and back, and as few fragments as allow it."""
+    most = min(situation.num_layers, inner_steps)
+    for delay in range(1, min(_MAX_DELAY, inner_steps - 1) + 1):
+        for fragments in range(2, most + 1):
+            if all(
+                sum(_ways_s(situation, worker, codec)) / fragments + worker.round_trip_s <= delay * worker.batch_s
+                for worker in situation.workers
+            ):
+                return fragments, delay
+    return most, min(_MAX_DELAY, inner_steps - 1)
+
+
+def _network_s(situation: Situation, codec: str) -> float:
+    return max(_exchange_s(situation, worker, codec) for worker in situation.workers)
+
+
+def _exchange_s(situation: Situation, worker: Figures, codec: str) -> float:
+    """Results up, parameters down, the round trip and coding, one after the other."""
+    return sum(_ways_s(situation, worker, codec)) + worker.round_trip_s
+
+
+def _ways_s(situation: Situation, worker: Figures, codec: str) -> tuple[float, float, float]:
+    """Seconds of all values on their way up, on their way down, and in coding at both ends."""
+    up, down = CODECS[codec], CODECS[_DOWNLINK.get(codec, codec)]
+    values = situation.num_values
+    return (
+        values * up.value_bytes / worker.up_bytes_s,
+        values * down.value_bytes / worker.down_bytes_s,
+        values * (up.value_s + down.value_s),
+    )
+
+
+def _rung(choice: Choice) -> tuple[str, str, int]:
+    return choice.update, choice.codec, choice.inner_steps
+
+
+def _named(choice: Choice) -> str:
+    if choice.update == "sync":
+        return f"sync with {choice.codec}"
+    how = f"in {choice.fragments} fragments " if choice.fragments > 1 else ""
+    return f"rounds of {choice.inner_steps} local steps {how}with {choice.codec}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 1 else f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
