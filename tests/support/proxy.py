@@ -38,6 +38,8 @@ class Flow:
         self.bytes_per_s = 0.0  # 0: no limit
         self.slice_bytes = 0  # 0: as it comes
         self.swallow = False
+        self.nbytes = 0  # delivered
+        self.tape: bytearray | None = None  # of what was delivered, where one is wanted
         self._corrupt = self._duplicate = 0
         self._random = random.Random(f"{seed}:{name}")
         self._flowing = asyncio.Event()
@@ -265,6 +267,9 @@ class FaultProxy:
             try:
                 if data:
                     await loop.sock_sendall(sink, data)
+                    flow.nbytes += len(data)
+                    if flow.tape is not None:
+                        flow.tape += data
                 else:
                     sink.shutdown(socket.SHUT_WR)
             except OSError:

@@ -119,7 +119,7 @@ class WatchedLink:
             await self._send(chunks, frames)
 
     async def recv(self, accept: Accept | None = None) -> Received:
-        began = 0.0
+        began: float | None = None
 
         def accepting(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
             nonlocal began
@@ -128,7 +128,7 @@ class WatchedLink:
             return accept(message, specs)
 
         received = await self._link.recv(None if accept is None else accepting)
-        if began:
+        if began is not None:
             self._network_s += self._clock() - began
         if type(received.message) is Lease:
             self._leases[received.message.lease] = received.message

@@ -183,7 +183,9 @@ class DistributedConfig:
         if changed:
             logger.warning("without a model in pieces these have no effect: %s", ", ".join(changed))
 
-    def coordinator_config(self, *, token: str, resume: str, loader_processes: int) -> CoordinatorConfig:
+    def coordinator_config(
+        self, *, token: str = "", resume: str = "auto", loader_processes: int = 0, code_free: bool = True
+    ) -> CoordinatorConfig:
         """What the timeouts, retries and intervals come to. Raises UsageError."""
         limit_s = self.activation_timeout or _NEVER_S
         silence_s = self.ack_timeout or _NEVER_S
@@ -198,7 +200,7 @@ class DistributedConfig:
             silence_s=silence_s,
             max_leaf_failures=self.max_resends + 1,
             loader_processes=loader_processes,
-            code_free=True,
+            code_free=code_free,
             pacing=PacingConfig(min_deadline_s=min(5.0, limit_s), max_deadline_s=limit_s, first_deadline_s=limit_s),
         )
 

@@ -29,6 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.facade.calling import block_on, find_token, shown
@@ -53,7 +54,7 @@ class Orchestrator:
     """Trains a registered model.
 
     ``mode`` ``local`` starts ``config.num_workers`` workers on this machine, one for each GPU; ``orchestrator`` waits
-    for as many NetworkWorkers, wherever they are. More may join in both. ``token`` is the secret that they prove
+    for as many NetworkWorkers, wherever they are, and more may join. ``token`` is the secret that they prove
     (W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token otherwise); off loopback one is made where none is given, and
     lies with address and certificate in the file ``join`` of ``config.checkpoint_dir``. ``seed`` is of shuffling and
     dropout, unless the DataLoader has a generator. ``resume``: ``auto``, ``never`` or a checkpoint's path.
@@ -116,7 +117,11 @@ class Orchestrator:
             raise UsageError("no model is registered: call register_model(model) first")
         given = reading_of(dataloader, config, seed=self._seed)
         job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
-        return block_on(lambda: self._train(job, given.processes), instead="w5xde_async.Coordinator")
+        settings = config.coordinator_config(
+            token=find_token(self._token), resume=self._resume, loader_processes=given.processes,
+            code_free=self.mode == "orchestrator" or config.num_workers > 1,
+        )  # fmt: skip
+        return block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator")
 
     def stop(self, reason: str = "stopped") -> None:
         """End after the step under way. Returns at once; from any thread. Nothing where nothing runs."""
@@ -205,10 +210,8 @@ class Orchestrator:
             evaluate_every=val_interval,
         )
 
-    async def _train(self, job: Job, loader_processes: int) -> RunResult:
+    async def _train(self, job: Job, settings: CoordinatorConfig) -> RunResult:
         config = self.config
-        token = find_token(self._token)
-        settings = config.coordinator_config(token=token, resume=self._resume, loader_processes=loader_processes)
         assert self._model is not None
         template = copy.deepcopy(self._model)  # before it is trained in place
         coordinator = Coordinator(job, run_dir=config.checkpoint_dir, name=type(template).__name__, config=settings,
@@ -233,7 +236,9 @@ class Orchestrator:
                 workers: LocalGroup | None = None
                 if self.mode == "local":
                     job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
-                    workers = await stack.enter_async_context(LocalGroup(coordinator, job, token, config.num_workers))
+                    workers = await stack.enter_async_context(
+                        LocalGroup(coordinator, job, settings.token, config.num_workers)
+                    )
                 try:
                     result = await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C

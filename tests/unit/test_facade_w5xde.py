@@ -1,0 +1,486 @@
+"""W5XDE's interface: every argument does what it says, in threads of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.proxy import ProxyThread
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
+from w5xde_async.facade.reading import BatchLoss, token_loss
+from w5xde_async.facade.w5xde import CentralServer, TrainingNode
+from w5xde_async.net.join import Invitation
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.telemetry.events import CheckpointSaved, Event, RunStarted, StepCommitted, WorkerJoined
+from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header
+from w5xde_async.wire.messages import Done, Message, Result
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class Data(Dataset[dict[str, Tensor]]):
+    def __init__(self, count: int = 96) -> None:
+        self.x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+        self.y = (self.x.sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.x[index], "labels": self.y[index]}
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("TOKEN", "TOKEN_FILE", "JOIN", "JOIN_FILE"):
+        monkeypatch.delenv(f"W5XDE_{name}", raising=False)
+
+
+@pytest.fixture
+def calls() -> Iterator[Callable[..., Future[Any]]]:
+    """``call(f, ...)`` runs a blocking call in a thread of its own."""
+    threads: list[threading.Thread] = []
+
+    def call(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        return future
+
+    yield call
+    for thread in threads:
+        thread.join(10)
+
+
+def model() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+def server_of(directory: Path | None, **kwargs: Any) -> CentralServer:
+    given: dict[str, Any] = {"model": model(), "dataset": Data(), "batch_size": 16, "port": 0, "log": "silent",
+                             "max_steps": 6, "checkpoint_dir": directory}  # fmt: skip
+    return CentralServer(**(given | kwargs))
+
+
+def serve(calls: Callable[..., Future[Any]], server: CentralServer) -> tuple[Future[Any], list[Event]]:
+    events: list[Event] = []
+    server.bus.subscribe(events.append)
+    running = calls(server.start)
+    while not server.listening.wait(0.01):
+        if running.done():
+            running.result()
+    return running, events
+
+
+def node_for(server: CentralServer, **kwargs: Any) -> TrainingNode:
+    return TrainingNode(**({"model": Model, "server_address": ("localhost", server.port), "device": "cpu",
+                            "timeout_s": 5.0} | kwargs))  # fmt: skip
+
+
+def plain_loop(steps: int, batch_size: int = 16, **kwargs: Any) -> nn.Module:
+    """The same training without any of this: the order is the sampler's."""
+    trained, data = model(), Data()
+    optimizer = torch.optim.Adam(trained.parameters(), **kwargs)
+    sampler = Sampler(num_samples=len(data), batch_size=batch_size, leaf_samples=2, seed=0)
+    for step in range(steps):
+        indices = sampler.plan(step).indices.tolist()
+        optimizer.zero_grad()
+        F.cross_entropy(trained(data.x[indices]), data.y[indices]).backward()
+        optimizer.step()
+    return trained
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+def test_the_server_trains_with_nodes_of_instances_and_classes(calls: Any, tmp_path: Path) -> None:
+    """One model instance may be the server's and a node's: the seeds' own example does so."""
+    given = model()
+    server = server_of(None, model=given, optimizer_kwargs={"lr": 0.05}, num_epochs=2, max_steps=None)
+    running, events = serve(calls, server)
+    losses: dict[str, list[tuple[float, str]]] = {"given": [], "class": []}
+    nodes = {"given": node_for(server, model=given), "class": node_for(server)}
+    working = [
+        calls(node.train, lambda loss, batch_id, name=name: losses[name].append((loss, batch_id)))
+        for name, node in nodes.items()
+    ]
+    result = running.result(15)
+    for work in working:
+        work.result(5)
+    assert (result.outcome, result.step) == ("finished", 12)
+    assert same(given, plain_loop(12, lr=0.05))  # trained in place, with Adam, as a plain loop would
+    steps = [event for event in events if isinstance(event, StepCommitted)]
+    assert {event.samples for event in steps} == {16}
+    assert steps[-1].loss < steps[0].loss
+    reported = [entry for of_node in losses.values() for entry in of_node]
+    assert {int(batch_id.partition("_batch")[0]) for _, batch_id in reported} == set(range(12))
+    trained = nodes["given"].model
+    assert trained is not given
+    assert same(trained, plain_loop(11, lr=0.05)) or same(trained, plain_loop(12, lr=0.05))
+
+
+def test_callbacks_get_what_an_observer_of_the_socket_counts(calls: Any) -> None:
+    server = server_of(None)
+    running, events = serve(calls, server)
+    proxy = ProxyThread(("127.0.0.1", server.port))
+    try:
+        proxy.call(lambda p: setattr(p.up, "tape", bytearray()))
+        node = node_for(server, server_address=("127.0.0.1", proxy.port), collect_metrics=True)
+        pieces: list[list[Any]] = []
+        node.train(lambda loss, batch_id: pieces.append([loss, batch_id]), lambda *args: pieces[-1].extend(args))
+        running.result(10)
+        up, down, tape = proxy.call(lambda p: (p.up.nbytes, p.down.nbytes, bytes(p.up.tape or b"")))
+    finally:
+        proxy.close()
+    assert (node.bytes_sent, node.bytes_received) == (up, down)
+    frames = list(messages(tape))
+    answered = [at for at, (message, _, _) in enumerate(frames) if type(message) is Done]
+    assert len(answered) == len(pieces)
+    begin, steps = 0, {event.step: event for event in events if isinstance(event, StepCommitted)}
+    by_step: dict[int, list[float]] = {}
+    for at, (loss, batch_id, sent, received, comp_time, net_time, orig_size, comp_size) in zip(
+        answered, pieces, strict=True
+    ):
+        passed = frames[begin : at + 1]
+        assert sent == sum(nbytes for _, _, nbytes in passed)
+        gradients = sum(spec.nbytes for message, specs, _ in passed for spec in specs if type(message) is Result)
+        assert orig_size == comp_size == gradients > 0
+        assert received >= 0
+        assert comp_time == 0.0
+        assert net_time > 0.0
+        message = frames[at][0]
+        assert isinstance(message, Done)
+        assert loss == pytest.approx(sum(message.losses) / len(message.losses))  # leaves of two samples each
+        by_step.setdefault(int(batch_id.partition("_batch")[0]), []).extend(message.losses)
+        begin = at + 1
+    assert 0 < sum(piece[3] for piece in pieces) <= down
+    for step, losses in by_step.items():
+        assert steps[step + 1].loss == pytest.approx(sum(losses) / len(losses))
+
+
+def messages(tape: bytes) -> Iterator[tuple[Message, Any, int]]:
+    at = 0
+    while at < len(tape):
+        end = at + LENGTH_BYTES + int.from_bytes(tape[at : at + LENGTH_BYTES], "big")
+        message, specs = decode_header(tape[at + LENGTH_BYTES : end], SESSION_CAPS)
+        end += sum(spec.nbytes for spec in specs)
+        yield message, specs, end - at
+        at = end
+
+
+def test_network_callback_needs_collect_metrics(calls: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = server_of(None, max_steps=1)
+    serve(calls, server)
+    called: list[Any] = []
+    with caplog.at_level(logging.WARNING):
+        node_for(server).train(network_callback=lambda *args: called.append(args))
+    assert not called
+    assert "collect_metrics=True" in caplog.text
+
+
+def test_what_a_callback_raises_ends_the_node_and_not_the_server(calls: Any) -> None:
+    server = server_of(None)
+    running, _ = serve(calls, server)
+
+    def fail(loss: float, batch_id: str) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        node_for(server).train(fail)
+    node_for(server).train()
+    assert running.result(10).outcome == "finished"
+
+
+def test_gradients_leave_one_by_one_or_together_with_the_same_result(calls: Any) -> None:
+    digests = set()
+    for batched in (True, False):
+        server = server_of(None)
+        running, _ = serve(calls, server)
+        node_for(server, batch_gradients=batched).train()
+        digests.add(running.result(10).digest)
+    assert len(digests) == 1
+
+
+# -- the server's arguments --------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_originals() -> None:
+    server = CentralServer(model(), Data())
+    job, config = server._job, server._config
+    assert (job.batch_size, config.host, config.port, config.prefetch_leaves) == (16, "localhost", 5555, 1000)
+    assert server._directory == Path("checkpoints")
+    assert server._interval_s == 300
+    assert isinstance(job.step._criterion, nn.CrossEntropyLoss)  # type: ignore[union-attr]
+    assert type(job.optimizer(model())) is torch.optim.Adam
+    assert server.address == "localhost:5555"
+    assert not server.running
+
+
+def test_optimizer_queue_and_seed(calls: Any) -> None:
+    made: dict[str, torch.optim.Optimizer] = {}
+
+    def sgd(parameters: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        made["it"] = torch.optim.SGD(parameters, **kwargs)
+        return made["it"]
+
+    server = server_of(None, optimizer_class=sgd, optimizer_kwargs={"lr": 0.0}, queue_size=3, seed=9, model=Model)
+    assert server._config.prefetch_leaves == 3
+    assert server._job.seed == 9
+    assert isinstance(server.model, Model)
+    before = copy.deepcopy(server.model)
+    running, _ = serve(calls, server)
+    node_for(server).train()
+    running.result(10)
+    assert type(made["it"]) is torch.optim.SGD
+    assert same(server.model, before)  # at a rate of 0
+    again = server_of(None, seed=9, model=Model)
+    assert isinstance(again.model, nn.Module)
+    assert same(again.model, before)
+
+
+def test_checkpoints_by_the_clock_and_going_on_from_them(calls: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    server = server_of(directory, checkpoint_interval=1e-4, max_steps=150)  # every six milliseconds
+    running, events = serve(calls, server)
+    node_for(server).train()
+    assert running.result(15).step == 150
+    saved = {event.step for event in events if isinstance(event, CheckpointSaved)}
+    assert 150 in saved
+    assert len(saved) > 2
+    more = server_of(directory, max_steps=153)
+    running, events = serve(calls, more)
+    node_for(more).train()
+    assert running.result(10).step == 153
+    assert next(event for event in events if isinstance(event, RunStarted)).resumed_step == 150
+    assert {event.step for event in events if isinstance(event, CheckpointSaved)} == {153}  # the interval is long
+    assert (directory / "model.safetensors").exists()
+    with pytest.raises(CheckpointMismatch, match="another model"):
+        server_of(directory, model=Model(7)).start()
+    afresh = server_of(directory, model=Model(7), resume="never", max_steps=1)
+    running, _ = serve(calls, afresh)
+    with pytest.raises(Refused, match="model differs"):
+        node_for(afresh).train()
+    node_for(afresh, model=Model(7)).train()
+    assert running.result(10).step == 1
+    assert (tmp_path / "checkpoints.old-1" / "checkpoints").exists()
+
+
+def test_without_an_end_it_trains_until_it_is_stopped(calls: Any) -> None:
+    server = server_of(None, max_steps=None)
+    running, _ = serve(calls, server)
+    assert server.running
+    with pytest.raises(UsageError, match="runs already"):
+        server.start()
+    reached = threading.Event()
+    node = node_for(server, timeout_s=0.3)
+    working = calls(node.train, lambda loss, batch_id: reached.set() if batch_id.startswith("9_") else None)
+    assert reached.wait(10)
+    server.running = False
+    result = running.result(10)
+    assert (result.outcome, result.reason) == ("stopped", "stopped")
+    assert result.step >= 9
+    assert not server.running
+    working.result(5)  # the server has gone, and does not come back
+    with pytest.raises(UsageError, match=r"start\(\)"):
+        server.running = True
+
+
+def test_a_stop_before_the_start_counts(calls: Any) -> None:
+    server = server_of(None, max_steps=None)
+    server.stop()
+    assert server.start().outcome == "stopped"
+
+
+# -- who may join ------------------------------------------------------------------------------------------
+
+
+def test_secure_is_tls_and_needs_the_join_file(calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "run"
+    server = server_of(directory, secure=True, max_steps=2)
+    running, events = serve(calls, server)
+    assert next(event for event in events if isinstance(event, RunStarted)).security.startswith("TLS 1.3")
+    with pytest.raises(UsageError, match="needs the server's join file"):
+        node_for(server, secure=True)
+    proxy = ProxyThread(("127.0.0.1", server.port))
+    try:
+        proxy.call(lambda p: setattr(p.down, "tape", bytearray()))
+        monkeypatch.setenv("W5XDE_JOIN_FILE", str(directory / "join"))
+        node_for(server, secure=True, server_address=f"localhost:{proxy.port}").train()
+        tape = proxy.call(lambda p: bytes(p.down.tape or b""))
+    finally:
+        proxy.close()
+    assert running.result(10).outcome == "finished"
+    assert b"Model" not in tape  # the run's name, in plain text otherwise
+    assert len(tape) > 1000
+
+
+def test_open_to_others_it_is_tls_with_or_without_a_token(calls: Any, tmp_path: Path) -> None:
+    server = server_of(tmp_path / "one", ip="0.0.0.0", max_steps=1)
+    running, events = serve(calls, server)
+    assert next(event for event in events if isinstance(event, RunStarted)).security.startswith("TLS 1.3")
+    with pytest.raises((Unreachable, Refused)):
+        node_for(server, server_address=("127.0.0.1", server.port), timeout_s=0.3).train()
+    told = Invitation.parse((tmp_path / "one" / "join").read_text(), place="test")
+    assert told.port == server.port
+    node_for(server, join_file=tmp_path / "one" / "join", server_address=("127.0.0.1", server.port)).train()
+    assert running.result(10).outcome == "finished"
+
+
+def test_a_token_on_both_sides(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of(None, token="shared", max_steps=1)
+    running, events = serve(calls, server)
+    with pytest.raises(Refused, match="token"):
+        node_for(server).train()
+    monkeypatch.setenv("W5XDE_TOKEN", "shared")
+    node_for(server).train()
+    assert running.result(10).outcome == "finished"
+    assert sum(isinstance(event, WorkerJoined) for event in events) == 1
+
+
+def test_the_joins_address_counts_where_none_is_given(tmp_path: Path) -> None:
+    invitation = Invitation(host="10.1.2.3", port=77, certificate=bytes(32), secret="s")
+    path = tmp_path / "join"
+    path.write_text(invitation.reveal() + "\n")
+    path.chmod(0o600)
+    assert Invitation.parse(TrainingNode(Model, join_file=path).server_address, place="x").host == "10.1.2.3"
+    told = Invitation.parse(TrainingNode(Model, ("here", 5), join_file=path).server_address, place="x")
+    assert (told.host, told.port, told.secret) == ("here", 5, "s")
+    assert TrainingNode(Model).server_address == "localhost:5555"
+
+
+# -- the nodes' arguments ----------------------------------------------------------------------------------
+
+
+def test_a_criterion_of_the_server_needs_a_word_from_the_nodes(calls: Any) -> None:
+    """It is sent as a program where it can be (tests/process); one that cannot is never replaced by another."""
+
+    def odd(output: Tensor, target: Tensor) -> Tensor:
+        weight = 2.0 if float(target.sum()) > 3 else 1.0  # looks at values: cannot be traced
+        return F.cross_entropy(output, target) * weight
+
+    server = server_of(None, criterion=odd, max_steps=2)
+    running, _ = serve(calls, server)
+    with pytest.raises(Refused, match=r"its own criterion \(odd\).*same criterion="):
+        node_for(server).train()
+    node_for(server, criterion=odd).train()
+    assert running.result(10).step == 2
+
+
+def test_a_nodes_criterion_counts(calls: Any) -> None:
+    server = server_of(None, max_steps=1)
+    running, events = serve(calls, server)
+    node_for(server, criterion=nn.CrossEntropyLoss(label_smoothing=0.5)).train()
+    running.result(10)
+    (step,) = [event for event in events if isinstance(event, StepCommitted)]
+    fresh, data = model(), Data()
+    rows = Sampler(num_samples=96, batch_size=16, leaf_samples=2, seed=0).plan(0).indices.tolist()
+    wanted = F.cross_entropy(fresh(data.x[rows]), data.y[rows], label_smoothing=0.5)
+    assert step.loss == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(Unreachable, match=f"127.0.0.1:{port}"):
+        TrainingNode(Model, ("127.0.0.1", port), timeout_s=0.2).train()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: TrainingNode(3), "neither a module nor"),  # type: ignore[arg-type]
+        (lambda: TrainingNode(Model, "host:x"), "no valid port"),
+        (lambda: TrainingNode(Model, device="abacus"), "device is 'abacus'"),
+        (lambda: TrainingNode(Model, device=torch.device("meta")), "device is 'meta'"),
+        (lambda: TrainingNode(Model, join_file="/nowhere/join"), "join file /nowhere/join cannot be read"),
+        (lambda: CentralServer(Model(), Data(), checkpoint_interval=0), "give minutes > 0"),
+        (lambda: CentralServer(Model(), Data(), secure=True, checkpoint_dir=None), "needs a checkpoint_dir"),
+        (lambda: CentralServer(Model(), Data(), ip="0.0.0.0", checkpoint_dir=None), "without a secret"),
+        (lambda: CentralServer(Model(), Data(), queue_size=0), "prefetch_leaves is 0"),
+        (lambda: CentralServer(Model(), Data(), port=70000), "port is 70000"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        wrong()
+
+
+def test_bad_data_is_said_at_once() -> None:
+    with pytest.raises(JobError, match="dataset is empty"):
+        CentralServer(Model(), TensorDataset(torch.zeros(0, 4)))
+
+
+def test_in_a_running_loop_it_says_what_to_use() -> None:
+    server, node = server_of(None), TrainingNode(Model)
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match=r"use w5xde_async\.Coordinator"):
+            server.start()
+        with pytest.raises(UsageError, match=r"use w5xde_async\.Worker"):
+            node.train()
+
+    asyncio.run(main())
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+
+
+def test_how_a_batch_is_read() -> None:
+    step = BatchLoss(F.mse_loss)
+    doubled = nn.Linear(1, 1)
+    nn.init.constant_(doubled.weight, 2.0)
+    nn.init.zeros_(doubled.bias)
+    x = torch.tensor([[1.0], [2.0]])
+    assert step(doubled, {"input_ids": x, "labels": 2 * x}) == 0
+    assert step(doubled, {"input_ids": x}) == F.mse_loss(2 * x, x.long())  # its own target
+    assert step(doubled, (x, 2 * x)) == 0
+    assert step(doubled, {"input": x, "target": 2 * x}) == 0
+
+    class Masked(nn.Module):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            return type("Output", (), {"logits": input_ids * attention_mask})
+
+    masked = {"input_ids": x, "attention_mask": torch.tensor([[0.0], [1.0]]), "labels": torch.tensor([[0.0], [2.0]])}
+    assert step(Masked(), masked) == 0
+    assert step(doubled, masked) == F.mse_loss(2 * x, masked["labels"])  # it takes none
+
+
+def test_a_loss_of_every_token() -> None:
+    logits, labels = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    assert token_loss(logits, labels) == F.cross_entropy(logits.reshape(6, 5), labels.reshape(6))
+    assert token_loss(logits[0], labels[0]) == F.cross_entropy(logits[0], labels[0])
