@@ -29,7 +29,8 @@ def run(folder: Path) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.path.insert(0, str(folder))
-        os.environ["PYTHONPATH"] = str(folder)  # for the workers that it starts
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])  # for its workers
         runpy.run_path("example.py", run_name="__main__")
         code = 0
     except SystemExit as end:
