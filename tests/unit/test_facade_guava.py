@@ -1,0 +1,443 @@
+"""Guava's interface: every field, variable and argument; data-parallel training on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.cluster import QUICK_WORKER
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from w5xde_async.errors import JobError, UsageError
+from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
+from w5xde_async.facade.guava import __main__ as program
+from w5xde_async.facade.guava.orchestrator import reading_of
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.telemetry.events import Event, StepCommitted
+from w5xde_async.worker.service import Worker
+
+DOCUMENTED = {  # field: (variable, its text, its value); the seed's own list, in its order
+    "data_parallel": ("DATA_PARALLEL", "0", False),
+    "model_parallel": ("MODEL_PARALLEL", "1", True),
+    "pipeline_parallel": ("PIPELINE_PARALLEL", "1", True),
+    "tensor_parallel": ("TENSOR_PARALLEL", "1", True),
+    "micro_batches": ("MICRO_BATCHES", "8", 8),
+    "tensor_parallel_size": ("TENSOR_PARALLEL_SIZE", "4", 4),
+    "activation_timeout": ("ACT_TIMEOUT_SEC", "0", 0.0),
+    "ack_timeout": ("ACK_TIMEOUT_SEC", "1.5", 1.5),
+    "max_resends": ("RESENDS_MAX", "7", 7),
+    "resend_probe_interval": ("RESEND_PROBE_SEC", "2", 2.0),
+    "allow_activation_reuse": ("ALLOW_ACT_REUSE", "true", True),
+    "activation_cache_steps": ("ACT_CACHE_STEPS", "1", 1),
+    "compact_log": ("COMPACT_LOG", "0", False),
+    "log_step_every": ("LOG_STEP_EVERY", "10", 10),
+    "log_activations": ("LOG_ACT", "1", True),
+    "master_ip": ("MASTER_IP", "10.0.0.1", "10.0.0.1"),
+    "master_port": ("MASTER_PORT", "29501", 29501),
+    "num_workers": ("NUM_WORKERS", "4", 4),
+    "vocab_size": ("VOCAB_SIZE", "11", 11),
+    "d_model": ("D_MODEL", "24", 24),
+    "n_heads": ("N_HEADS", "6", 6),
+    "n_layers": ("N_LAYERS", "3", 3),
+    "d_ff": ("D_FF", "48", 48),
+    "max_seq_len": ("MAX_SEQ_LEN", "9", 9),
+    "dropout": ("DROPOUT", "0.5", 0.5),
+    "batch_size": ("BATCH_SIZE", "5", 5),
+    "learning_rate": ("LEARNING_RATE", "1e-2", 1e-2),
+    "weight_decay": ("WEIGHT_DECAY", "0", 0.0),
+    "max_grad_norm": ("MAX_GRAD_NORM", "2", 2.0),
+    "use_amp": ("USE_AMP", "1", True),
+}
+DEFAULTS: dict[str, Any] = {  # as the seed shows them
+    "vocab_size": 50257, "d_model": 768, "n_heads": 12, "n_layers": 12, "d_ff": 3072, "max_seq_len": 1024,
+    "dropout": 0.1, "batch_size": 16, "learning_rate": 3e-4, "weight_decay": 0.01, "max_grad_norm": 1.0,
+    "use_amp": False, "num_workers": 1, "master_ip": "localhost", "master_port": 29500, "data_parallel": True,
+    "model_parallel": False, "pipeline_parallel": False, "tensor_parallel": False, "micro_batches": 4,
+    "tensor_parallel_size": 2, "activation_timeout": 60.0, "ack_timeout": 30.0, "max_resends": 3,
+    "resend_probe_interval": 5.0, "allow_activation_reuse": False, "activation_cache_steps": 256, "compact_log": True,
+    "log_step_every": 100, "log_activations": False, "checkpoint_dir": "./checkpoints", "save_interval": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE", "MASTER_IP", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- the configuration -------------------------------------------------------------------------------------
+
+
+def test_fields_and_defaults() -> None:
+    assert DistributedConfig().to_dict() == DEFAULTS
+    assert set(DOCUMENTED) == set(DEFAULTS) - {"checkpoint_dir", "save_interval"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_variable(name: str) -> None:
+    variable, text, value = DOCUMENTED[name]
+    others = {"N_HEADS": "6"} if name == "d_model" else {"D_MODEL": "24"} if name == "n_heads" else {}
+    config = DistributedConfig.from_env({variable: text} | others)
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(DEFAULTS[name])
+    changed = {key for key, now in config.to_dict().items() if now != DEFAULTS[key]}
+    assert changed <= {name, "n_heads", "d_model"}
+
+
+def test_the_environment_is_this_processs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_STEP_EVERY", "77")
+    monkeypatch.setenv("USE_AMP", " ")
+    assert DistributedConfig.from_env().log_step_every == 77
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("MASTER_PORT", "x"), ("USE_AMP", "maybe"), ("ACK_TIMEOUT_SEC", "soon"), ("N_HEADS", "1.5")]
+)
+def test_a_variable_that_cannot_be_read(variable: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"{variable} is '{text}'; give "):
+        DistributedConfig.from_env({variable: text})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_size": 0}, {"d_model": 100}, {"dropout": 1.0}, {"learning_rate": 0.0}, {"num_workers": -1},
+     {"master_port": 65536}, {"resend_probe_interval": 0.0}, {"batch_size": "8"}, {"use_amp": 1}, {"max_resends": True},
+     {"ack_timeout": -1.0}, {"save_interval": 0}],
+)  # fmt: skip
+def test_a_field_that_cannot_be(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"^{name} is "):
+        DistributedConfig(**wrong)
+    config = DistributedConfig()
+    setattr(config, name, wrong[name])  # it may change later, as it did
+    with pytest.raises(UsageError, match=f"^{name} is "):
+        Orchestrator(config)
+
+
+def test_to_and_from_a_dict(caplog: pytest.LogCaptureFixture) -> None:
+    config = DistributedConfig(d_model=64, n_heads=4, activation_timeout=120, checkpoint_dir="there")
+    assert DistributedConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with caplog.at_level(logging.WARNING):
+        of_the_original = config.to_dict() | {"tcp_nodelay": True, "layers_per_gpu": [12]}
+        assert DistributedConfig.from_dict(of_the_original) == config
+    assert "layers_per_gpu, tcp_nodelay" in caplog.text
+    with pytest.raises(UsageError, match="has no batchsize"):
+        DistributedConfig.from_dict({"batchsize": 3})
+
+
+def test_adapting_to_gpus() -> None:
+    config = DistributedConfig(pipeline_parallel=True, model_parallel=True, tensor_parallel=True, data_parallel=False)
+    config.adapt_to_gpus(4)
+    assert (config.num_workers, config.pipeline_parallel, config.data_parallel) == (4, True, False)
+    config.adapt_to_gpus(1)
+    config.require_data_parallel()
+    assert (config.num_workers, config.data_parallel) == (1, True)
+    config.adapt_to_gpus(0)  # the CPU
+    assert config.num_workers == 1
+    with pytest.raises(UsageError, match="num_gpus is -1"):
+        config.adapt_to_gpus(-1)
+
+
+@pytest.mark.parametrize("kind", ["model_parallel", "pipeline_parallel", "tensor_parallel"])
+def test_a_model_in_pieces_is_one_clear_error(kind: str) -> None:
+    config = DistributedConfig(**{kind: True})
+    makers: list[Callable[[], Any]] = [lambda: Orchestrator(config), lambda: NetworkWorker(0, config)]
+    orchestrator = Orchestrator(DistributedConfig())
+    orchestrator.register_model(nn.Linear(1, 1))
+    orchestrator.config = config
+    makers.append(lambda: orchestrator.start_training([0]))
+    for make in makers:
+        with pytest.raises(ParallelismMissing, match=f"^{kind}=True: splitting one model over several devices") as said:
+            make()
+        assert said.value.kinds == (kind,)
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Orchestrator(DistributedConfig(micro_batches=9, allow_activation_reuse=True))
+    assert "no effect: micro_batches, allow_activation_reuse" in caplog.text
+
+
+def test_what_timeouts_and_intervals_come_to() -> None:
+    config = DistributedConfig(
+        master_ip="127.0.0.1", master_port=1, num_workers=3, save_interval=7, activation_timeout=120.0,
+        ack_timeout=60.0, max_resends=5, resend_probe_interval=10.0,
+    ).coordinator_config(token="t", resume="never", loader_processes=2)  # fmt: skip
+    assert (config.host, config.port, config.token, config.min_workers) == ("127.0.0.1", 1, "t", 3)
+    assert (config.checkpoint_every, config.resume, config.loader_processes) == (7, "never", 2)
+    assert (config.silence_s, config.heartbeat_s, config.max_leaf_failures) == (60.0, 10.0, 6)
+    assert (config.pacing.max_deadline_s, config.pacing.first_deadline_s) == (120.0, 120.0)
+    short = DistributedConfig(activation_timeout=2.0, ack_timeout=3.0).coordinator_config()
+    assert (short.pacing.min_deadline_s, short.heartbeat_s) == (2.0, 1.0)
+    never = DistributedConfig(activation_timeout=0.0, ack_timeout=0.0, num_workers=0).coordinator_config()
+    assert (never.pacing.max_deadline_s, never.silence_s, never.min_workers) == (86400.0, 86400.0, 1)
+
+
+# -- a DataLoader ------------------------------------------------------------------------------------------
+
+
+def dataset(count: int = 48) -> TensorDataset:
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def test_what_of_a_dataloader_counts() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    config, data = DistributedConfig(batch_size=5), dataset()
+    plain = reading_of(DataLoader(data, batch_size=8), config, seed=3)
+    assert (plain.dataset, plain.batch_size, plain.shuffle, plain.drop_last) == (data, 8, False, False)
+    assert (plain.collate, plain.processes, plain.seed) == (None, 0, 3)
+    generator = torch.Generator().manual_seed(44)
+    rich = reading_of(
+        DataLoader(data, batch_size=8, shuffle=True, drop_last=True, collate_fn=collate, generator=generator,
+                   num_workers=2), config, seed=3,
+    )  # fmt: skip
+    assert (rich.shuffle, rich.drop_last, rich.collate, rich.seed) == (True, True, collate, 44)
+    assert rich.processes == (0 if sys.platform == "win32" else 2)
+    bare = reading_of(data, config, seed=3)
+    assert (bare.dataset, bare.batch_size, bare.shuffle) == (data, 5, True)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+class Mine(SequentialSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (lambda: DataLoader(Stream()), "is iterable"),
+        (lambda: DataLoader(dataset(), batch_size=None), "no batch_size of its own"),
+        (lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Mine(dataset()), 2, False)),
+         "instead of a batch_sampler"),
+        (lambda: DataLoader(dataset(), sampler=Mine(dataset())), "sampler Mine has an order of its own"),
+        (lambda: DataLoader(dataset(), sampler=torch.utils.data.RandomSampler(dataset(), replacement=True)),
+         "sampler RandomSampler"),
+    ],
+)  # fmt: skip
+def test_a_dataloader_of_which_steps_cannot_be_told(loader: Callable[[], Any], said: str) -> None:
+    orchestrator = Orchestrator(DistributedConfig())
+    orchestrator.register_model(nn.Linear(4, 2))
+    with pytest.raises(UsageError, match=said):
+        orchestrator.start_training(loader())
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(5)
+    return nn.Linear(4, 2)
+
+
+def orchestrator_for(directory: Path, **kwargs: Any) -> Orchestrator:
+    given = {"master_port": 0, "checkpoint_dir": str(directory), "learning_rate": 0.05, "log_step_every": 0}
+    return Orchestrator(DistributedConfig(**(given | kwargs)))
+
+
+def plain_loop(batch_size: int, epochs: int, *, clip: float = 1.0, decay: float = 0.01, amp: bool = False) -> nn.Module:
+    trained, (x, y) = linear(), dataset().tensors
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05, weight_decay=decay)
+    sampler = Sampler(num_samples=len(x), batch_size=batch_size, leaf_samples=batch_size, seed=0)
+    for step in range(epochs * sampler.steps_per_epoch):
+        rows = sampler.plan(step).indices.tolist()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = F.cross_entropy(trained(x[rows]), y[rows])
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(trained.parameters(), clip)
+        optimizer.step()
+    return trained
+
+
+def same(left: nn.Module, right: nn.Module, atol: float = 1e-6) -> bool:
+    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, atol=atol) for a, b in pairs)
+
+
+def test_it_trains_on_this_machine_as_a_plain_loop_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    orchestrator, model, events = orchestrator_for(tmp_path, save_interval=4, log_step_every=5), linear(), []
+    orchestrator.bus.subscribe(events.append)
+    orchestrator.register_model(model)
+    val = DataLoader(dataset(), batch_size=20)
+    result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 2, val, val_interval=3)
+    assert (result.outcome, result.step) == ("finished", 12)
+    assert same(model, plain_loop(8, 2))
+    x, y = dataset().tensors
+    assert result.metrics["val_loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+    kinds = [type(event).__name__ for event in events]
+    saved = [event.step for event in events if type(event).__name__ == "CheckpointSaved"]
+    assert saved in ([4, 8, 12], [4, 12])  # one that falls due while another is written is left out
+    assert 2 <= kinds.count("Evaluated") <= 4  # one that falls due while another runs is left out
+    said = capfd.readouterr().err
+    assert "step 5 loss " in said
+    assert "step 10 loss " in said
+    assert "step 6 loss " not in said
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "loop"),
+    [
+        ({"max_grad_norm": 0.01}, {"clip": 0.01}),
+        ({"max_grad_norm": 0.0, "weight_decay": 0.5}, {"clip": 0.0, "decay": 0.5}),
+        ({"use_amp": True}, {"amp": True}),
+    ],
+)
+def test_clipping_decay_and_amp(kwargs: dict[str, Any], loop: dict[str, Any], tmp_path: Path) -> None:
+    orchestrator, model = orchestrator_for(tmp_path, **kwargs), linear()
+    orchestrator.register_model(model)
+    orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 1)
+    assert same(model, plain_loop(8, 1, **loop), atol=1e-3 if "amp" in loop else 1e-6)
+    assert not same(model, plain_loop(8, 1), atol=1e-6)
+
+
+def test_a_step_is_a_batch_for_each_worker_and_clients_need_no_code(tmp_path: Path) -> None:
+    """The orchestrator waits for its workers; they are any worker of this package, without the model's code."""
+    config = DistributedConfig(num_workers=2, master_port=0, checkpoint_dir=str(tmp_path), learning_rate=0.05)
+    orchestrator, model = Orchestrator(config, mode="orchestrator"), linear()
+    orchestrator.register_model(model)
+    events: list[Event] = []
+    orchestrator.bus.subscribe(events.append)
+    ended: list[Any] = []
+    training = threading.Thread(
+        target=lambda: ended.append(orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 2))
+    )
+    training.start()
+    assert orchestrator.listening.wait(15)
+
+    async def two() -> None:
+        address = f"localhost:{orchestrator.port}"
+        await asyncio.gather(*[Worker(address, config=QUICK_WORKER).run() for _ in range(2)])
+
+    asyncio.run(two())
+    training.join(10)
+    assert ended[0].outcome == "finished"
+    steps = [event for event in events if isinstance(event, StepCommitted)]
+    assert [(event.samples, event.leaves) for event in steps] == [(16, 2)] * 6
+    assert same(model, plain_loop(16, 2))
+
+
+def test_checkpoints_on_demand(tmp_path: Path) -> None:
+    orchestrator, model = orchestrator_for(tmp_path / "run"), linear()
+    with pytest.raises(UsageError, match="call register_model"):
+        orchestrator.save_checkpoint()
+    orchestrator.register_model(model)
+    before = orchestrator.save_checkpoint(tmp_path / "before.safetensors")
+    assert torch.equal(load_file(before)["weight"], linear().weight)
+    found: dict[str, Any] = {}
+    refused: list[str] = []
+    begun = threading.Event()
+
+    def watch(event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.step == 3:
+            try:
+                orchestrator.save_checkpoint()
+            except UsageError as error:
+                refused.append(str(error))
+            begun.set()
+
+    def ask() -> None:
+        assert begun.wait(10)
+        found["whole"] = orchestrator.save_checkpoint()
+        found["alone"] = orchestrator.save_checkpoint(tmp_path / "alone.safetensors")
+        orchestrator.stop("seen enough")
+
+    orchestrator.bus.subscribe(watch)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 100_000)
+    asking.join(10)
+    assert (result.outcome, result.reason) == ("stopped", "seen enough")
+    assert "another thread than its callbacks" in refused[0]
+    record = CheckpointStore(found["whole"].parent).load(found["whole"])
+    assert 3 < record.step <= result.step
+    assert set(load_file(found["alone"])) == {"weight", "bias"}
+    after = orchestrator.save_checkpoint()
+    assert after == tmp_path / "run" / "model.safetensors"
+    assert torch.equal(load_file(after)["weight"], model.weight)
+
+
+def test_memory_is_profiled_while_it_trains(tmp_path: Path) -> None:
+    orchestrator = orchestrator_for(tmp_path / "run")
+    orchestrator.register_model(linear())
+    with pytest.raises(UsageError, match="enable_memory_profiling"):
+        orchestrator.memory_report()
+    orchestrator.enable_memory_profiling(tmp_path / "memory")
+    orchestrator.start_training(DataLoader(dataset(), batch_size=24), 1)
+    (report,) = (tmp_path / "memory").iterdir()
+    told = json.loads(report.read_text())
+    assert told["resident_bytes"] > 1 << 20
+    assert told["traced_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        (lambda: Orchestrator(DistributedConfig(), mode="both"), UsageError, "give local or orchestrator"),  # type: ignore[arg-type]
+        (lambda: Orchestrator(DistributedConfig()).start_training(dataset()), UsageError, "call register_model"),
+        (lambda: Orchestrator(DistributedConfig()).register_model("gpt"), UsageError, "not str"),  # type: ignore[arg-type]
+        (lambda: NetworkWorker(-1), UsageError, "gpu_id is -1"),
+        (lambda: started(num_epochs=0), JobError, "epochs is 0"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        wrong()
+
+
+def started(**kwargs: Any) -> Any:
+    orchestrator = Orchestrator(DistributedConfig(master_port=0))
+    orchestrator.register_model(linear())
+    return orchestrator.start_training(dataset(), **kwargs)
+
+
+# -- the worker's program ----------------------------------------------------------------------------------
+
+
+def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    class Recorded(NetworkWorker):
+        def connect_and_train(self) -> None:
+            made.append((self.gpu_id, self._server))
+
+    monkeypatch.setattr("w5xde_async.facade.guava.network_worker.NetworkWorker", Recorded)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main(["--gpu-id", "1", "--master-ip", "10.0.0.9", "--master-port", "29501"]) == 0
+    monkeypatch.setenv("MASTER_IP", "there")
+    monkeypatch.setenv("MASTER_PORT", "7")
+    assert program.main([]) == 0
+    assert made == [(1, "10.0.0.9:29501"), (0, "there:7")]
+    monkeypatch.setenv("PIPELINE_PARALLEL", "1")
+    assert program.main([]) == 2
+    assert "pipeline_parallel=True: splitting one model" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--gpu-id", "first"])
+    assert ended.value.code == 2
