@@ -6,6 +6,7 @@ changes nothing. Time is an argument.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from w5xde_async.coordinator.hosting import Hosting
@@ -51,7 +52,7 @@ class Observer:
     def _worker(
         self, session: Session, member: Member, now: float, leaves_per_s: float, share: float
     ) -> WorkerReported:
-        link = session.link
+        link, report = session.link, session.report
         figures = link.figures
         training = self._hosting
         held, waits_for = 0, ""
@@ -67,6 +68,11 @@ class Observer:
             bytes_sent=link.bytes_received, bytes_received=link.bytes_sent, raw_bytes=member.raw_bytes,
             encoded_bytes=member.encoded_bytes, rtt_s=None if figures is None else figures.rtt_s,
             retransmits=None if figures is None else figures.retransmits,
+            host_bytes=0 if report is None else report.host_bytes,
+            device_bytes=0 if report is None else report.device_bytes,
+            device_total_bytes=0 if report is None else report.device_total_bytes,
+            cpu_s=0.0 if report is None else _finite(report.cpu_s),
+            flops_per_leaf=0.0 if report is None else _finite(report.flops_per_leaf),
         )  # fmt: skip
 
     def _joining(self, session: Session, now: float) -> WorkerReported:
@@ -135,3 +141,8 @@ def _holders(training: Training, step: int, worker: str) -> str:
 def _names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_NAMES])
     return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
+
+
+def _finite(value: float) -> float:
+    """A peer's number, fit for arithmetic."""
+    return value if math.isfinite(value) and value >= 0 else 0.0

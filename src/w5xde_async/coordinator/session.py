@@ -39,6 +39,7 @@ from w5xde_async.wire.messages import (
     Proof,
     Ready,
     Refusal,
+    Report,
     Result,
     Welcome,
 )
@@ -106,6 +107,7 @@ class Session:
         self.taken = (0, 0.0)  # bytes sent, and since when no more of them
         self.ended = asyncio.Event()
         self.last_message = ""
+        self.report: Report | None = None  # the last that it sent
         self.given_up = False  # we ended the link, not the worker
         self.identity = ""  # the name that the worker has proved
         self._host, self._handshake_s = host, handshake_s
@@ -221,6 +223,8 @@ class Session:
                 self._host.failed(self, message)
             elif type(message) is Heartbeat:
                 self.last_message = message.activity[:200]
+            elif type(message) is Report:
+                self.report = message
             elif type(message) is Drain:
                 self._host.draining(self, message)
             elif type(message) is Bye:

@@ -29,6 +29,7 @@ from w5xde_async.wire.messages import (
     Proof,
     Ready,
     Refusal,
+    Report,
     Result,
     Revoke,
     Submit,
@@ -66,12 +67,14 @@ COORDINATOR: Table = {
     (State.READY, Done): State.READY,
     (State.READY, Failed): State.READY,
     (State.READY, Heartbeat): State.READY,
+    (State.READY, Report): State.READY,
     (State.READY, Drain): State.DRAINING,
     (State.READY, Bye): State.CLOSED,
     (State.DRAINING, Result): State.DRAINING,
     (State.DRAINING, Done): State.DRAINING,
     (State.DRAINING, Failed): State.DRAINING,
     (State.DRAINING, Heartbeat): State.DRAINING,
+    (State.DRAINING, Report): State.DRAINING,
     (State.DRAINING, Bye): State.CLOSED,
 }
 

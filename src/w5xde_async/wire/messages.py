@@ -34,6 +34,7 @@ __all__ = [
     "Proof",
     "Ready",
     "Refusal",
+    "Report",
     "Result",
     "Revoke",
     "Submit",
@@ -362,3 +363,17 @@ class Submit(Message):
 
     lease: int
     buckets: tuple[int, ...]
+
+
+@_message(20)
+class Report(Message):
+    """What a worker's process uses, told with every heartbeat; 0 for what it does not know.
+
+    ``device_bytes`` hold its tensors, of ``device_total_bytes``. ``flops_per_leaf`` was counted on its first block.
+    """
+
+    host_bytes: int
+    device_bytes: int
+    device_total_bytes: int
+    cpu_s: float
+    flops_per_leaf: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,10 +19,12 @@ from enum import Enum
 from typing import Any
 
 from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task
+from w5xde_async.compute.flops import counting_flops
 from w5xde_async.errors import LinkLost, MalformedFrame, Refused, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.flat import ResultVector
+from w5xde_async.telemetry.memory import device_memory, host_bytes
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.handshake import WORKER, State, advance
 from w5xde_async.wire.messages import (
@@ -36,6 +39,7 @@ from w5xde_async.wire.messages import (
     Params,
     Ready,
     Refusal,
+    Report,
     Result,
     Revoke,
     Verdict,
@@ -99,6 +103,7 @@ class Serving:
         self._grace_s = 0.0
         self._hurry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
+        self._flops_per_leaf: float | None = None  # None: not counted yet
         self._idle_since = self._clock()
 
     async def run(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> Departure | None:
@@ -308,7 +313,11 @@ class Serving:
                 self._soon(self._send_result, lease.lease, bucket, vector)
 
         try:
-            outcome = self._engine.compute(task, emit)
+            if self._flops_per_leaf is None:
+                outcome, flops = counting_flops(lambda: self._engine.compute(task, emit))
+                self._flops_per_leaf = flops / len(lease.samples)
+            else:
+                outcome = self._engine.compute(task, emit)
         except LeafError as error:
             self._soon(self._send_failed, lease.lease, error)
         else:
@@ -357,18 +366,27 @@ class Serving:
         """Say that we live, and notice when the coordinator does not."""
         beat_s, silence_s = self.welcome.heartbeat_s, self.welcome.silence_s
         seen, since = -1, self._clock()
-        said = since
+        said = told = since
         while True:
             await asyncio.sleep(min(beat_s, 1.0))
             now = self._clock()
             if self.outbox.idle and now - said >= beat_s * 0.99:
                 self.outbox.post(encode(Heartbeat(self._activity)))
                 said = now
+            if self._state in (State.READY, State.DRAINING) and now - told >= beat_s * 0.99:
+                self.outbox.post(encode(self._report()))
+                told = now
             if self._state is State.JOINING or self.link.bytes_received != seen:
                 # While the model is being built nobody reads: silence then says nothing of the coordinator.
                 seen, since = self.link.bytes_received, now
             elif now - since > silence_s:
                 raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")
+
+    def _report(self) -> Report:
+        times, device = os.times(), device_memory(self._engine.device)
+        return Report(
+            host_bytes(), device.used_bytes, device.total_bytes, times.user + times.system, self._flops_per_leaf or 0.0
+        )
 
     async def _stop(self) -> None:
         """Wait for the block under way: a thread cannot be cancelled, and the model is not ours until it ends."""
