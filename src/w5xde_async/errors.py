@@ -76,6 +76,7 @@ class RefusalCode(IntEnum):
     TERM = 6
     SHUTTING_DOWN = 7
     NO_PROGRAM = 8
+    QUARANTINED = 9
 
 
 _REFUSAL_EXIT = {

@@ -17,7 +17,6 @@ from pathlib import Path
 import atheris
 
 
-
 def main() -> None:
     if "program" in sys.argv[1:2]:
         del sys.argv[1]

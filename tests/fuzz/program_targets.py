@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import torch
-from tests.support.programs import B, SEEN, W, X, document, listed, tiny_layout, v
+from tests.support.programs import SEEN, B, W, X, document, listed, tiny_layout, v
 
 from w5xde_async.compute.program.form import LIMITS, Document, encode, parse
 from w5xde_async.compute.program.operators import NAMES, find

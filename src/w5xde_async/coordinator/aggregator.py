@@ -1,8 +1,9 @@
 """The aggregator: block sums in, a step's root out, the rule applied. The one owner of the parameters.
 
-Sessions fill (block, bucket) slots whose memory it lends; it adds them in tree order and has the update rule apply the
-root. What takes longer than the way to a thread and back runs in its one thread; what others submit to that thread sees
-the parameters between two commits, never inside one.
+Sessions fill (block, bucket) slots whose memory it lends; once a block counts it adds it in tree order, and has the
+update rule apply the root. Before that it can be asked how large a block is (``weigh``). What takes longer than the way
+to a thread and back runs in its one thread; what others submit to that thread sees the parameters between two commits,
+never inside one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,11 +32,13 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.messages import Done
 
-__all__ = ["Aggregator", "StepState"]
+__all__ = ["INLINE_WEIGH_BYTES", "Aggregator", "StepState"]
 
 #: Additions of at most this much are done on the loop: they take about as long as the way to a thread and back, and a
 #: bucket is added while it is still in the cache.
 _INLINE_ADD_BYTES = 4 << 20
+#: Blocks of at most this much are weighed on the loop, for the same reasons.
+INLINE_WEIGH_BYTES = 4 << 20
 #: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
 _INLINE_UPDATE_BYTES = 64 << 10
 _INLINE_UPDATE_S = 0.0005
@@ -109,6 +112,7 @@ class Aggregator:
         self._last: Future[Any] | None = None
         self._reducer = Reducer(layout, VectorPool(layout))
         self._inbox: list[_Arrival] = []
+        self._second: dict[int, ResultVector] = {}  # audit's lease -> what it has brought
         self._update_s = math.inf  # what the last update took
 
     def begin(self, plan: StepPlan) -> None:
@@ -119,6 +123,32 @@ class Aggregator:
     def memory(self, block: Block, bucket: int) -> memoryview:
         """Where a bucket of a block's result is received."""
         return self._reducer.vector(block.start).bucket_bytes[bucket]
+
+    def vector(self, block: Block) -> ResultVector:
+        """What has been received of a block that is not added yet."""
+        return self._reducer.vector(block.start)
+
+    def second(self, lease: int) -> ResultVector:
+        """Where an audit's result is received, until ``end_second``."""
+        vector = self._second.get(lease)
+        if vector is None:
+            vector = self._second[lease] = self._reducer.pool.take()
+        return vector
+
+    def end_second(self, lease: int) -> None:
+        """The audit is over, and nothing is being received into its memory."""
+        vector = self._second.pop(lease, None)
+        if vector is not None:
+            self._reducer.pool.give(vector)
+
+    def weigh(self, block: Block, buckets: Iterable[int]) -> dict[int, float]:
+        """L2 norm of each of a block's buckets of floats; not finite where an element is not."""
+        vector, groups, known = self._reducer.vector(block.start), self.layout.groups, self.layout.result_buckets
+        return {
+            bucket: float(torch.linalg.vector_norm(vector.buckets[bucket]))
+            for bucket in buckets
+            if groups[known[bucket].group].role != "max"
+        }
 
     def fill(self, block: Block, bucket: int, *, present: bool) -> bool:
         """A bucket has come, or is nothing. True when something can be added now."""

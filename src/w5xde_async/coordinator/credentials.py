@@ -1,11 +1,14 @@
 """Who may join: the run's secret, each worker's own, and the names that are locked out.
 
 Whoever has the run's secret may join under any name. A worker with a secret of its own (``net.join.worker_secret``) has
-proved its name, so locking that name out keeps it out. Changing the run's secret locks everybody out who joins anew;
+proved its name, so locking that name out keeps it out; so it does for one that was put out because its results were
+wrong, which is told why. Changing the run's secret locks everybody out who joins anew;
 who is in stays in until it is dropped.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.join import worker_secret
@@ -20,6 +23,7 @@ class Credentials:
         self.binding = binding
         self._secret = secret
         self._revoked: set[str] = set()
+        self._quarantined: dict[str, str] = {}  # name -> why
 
     def __repr__(self) -> str:
         return f"<Credentials {'with' if self._secret else 'without'} a secret, {len(self._revoked)} names locked out>"
@@ -43,9 +47,17 @@ class Credentials:
         """Lock out a worker by its own name or, until it chooses another, by its id."""
         self._revoked.add(name)
 
+    def quarantine(self, name: str, reason: str) -> None:
+        """Lock out a worker whose results were wrong."""
+        self._quarantined[name] = reason
+
+    def quarantined(self, *names: str) -> str:
+        """Why a worker of one of these names was put out; "" where none was."""
+        return next((self._quarantined[name] for name in names if name in self._quarantined), "")
+
     def revoked(self, *names: str) -> bool:
         return any(name in self._revoked for name in names)
 
-    def replace_revoked(self, names: set[str]) -> None:
-        """Exactly these are locked out."""
-        self._revoked = set(names)
+    def replace_revoked(self, names: set[str], quarantined: Mapping[str, str]) -> None:
+        """Exactly these are locked out; ``quarantined`` says why some of them are."""
+        self._revoked, self._quarantined = set(names), dict(quarantined)

@@ -60,6 +60,10 @@ class Dispatch:
         self._pacing.observe_late(grant.worker, grant.block.num_leaves, compute_s, now - grant.granted_at)
         self._free_since[grant.worker] = now
 
+    def send(self, grant: Grant) -> None:
+        """A lease that somebody else has granted: ``leases`` gives it out with its data."""
+        self._unread.append(grant)
+
     def leases(
         self, workers: Sequence[str], steps: Sequence[int], now: float, *, hungry: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Sendable]]:

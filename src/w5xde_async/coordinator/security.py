@@ -2,7 +2,8 @@
 
 Off loopback everything is encrypted unless ``insecure`` says otherwise. What was not given is made at the first start
 and kept in the run directory (``tls/``, ``secret``: mode 0600), so that join strings outlive restarts. ``reload`` takes
-a changed secret and the list of revoked workers (``revoked``: a name a line) into a running coordinator.
+a changed secret and the list of revoked workers (``revoked``: a name a line) into a running coordinator. A worker that
+was put out for wrong results stands in that list too, with the reason; without its line it may come back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from w5xde_async.net.join import Invitation, new_secret, read_secret_file, worke
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
 __all__ = ["Security", "uses_tls"]
+
+_QUARANTINED = "quarantined: "
 
 
 def uses_tls(config: CoordinatorConfig) -> bool:
@@ -106,6 +109,17 @@ class Security:
         self.rotate(secret)
         return True
 
+    def note_quarantine(self, name: str, reason: str) -> None:
+        """Have a worker stay out after a restart too. Raises StoreError where the list cannot be written."""
+        if self._run_path is None or not name.isprintable() or name != name.strip() or "#" in name or not name:
+            return  # a name that somebody has chosen so that it is no line of a list
+        path = self._run_path / "revoked"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{name}  # {_QUARANTINED}{' '.join(reason.split())}\n")
+        except OSError as error:
+            raise StoreError(str(path), f"cannot keep the quarantine: {error.strerror or error}") from error
+
     def _certificate(self, name: str) -> tuple[ssl.SSLContext, bytes]:
         files = self._config.tls
         if files.cert is not None:
@@ -136,13 +150,21 @@ class Security:
     def _read_revoked(self) -> None:
         path = None if self._run_path is None else self._run_path / "revoked"
         if path is None or not path.exists():
-            self.credentials.replace_revoked(set())
+            self.credentials.replace_revoked(set(), {})
             return
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise StoreError(str(path), f"cannot read the revoked workers: {error}") from error
-        self.credentials.replace_revoked({name for line in lines if (name := line.partition("#")[0].strip())})
+        names, quarantined = set(), {}
+        for line in lines:
+            name, _, note = line.partition("#")
+            name, note = name.strip(), note.strip()
+            if name and note.startswith(_QUARANTINED):
+                quarantined[name] = note.removeprefix(_QUARANTINED)
+            elif name:
+                names.add(name)
+        self.credentials.replace_revoked(names, quarantined)
 
 
 def _reachable(host: str) -> str:

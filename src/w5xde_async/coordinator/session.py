@@ -44,7 +44,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Host", "Session"]
+__all__ = ["Host", "Session", "quarantined"]
 
 _MOST_MESSAGES = 256  # small ones that may wait for one worker
 _GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
@@ -110,6 +110,7 @@ class Session:
         self.report: Report | None = None  # the last that it sent
         self.given_up = False  # we ended the link, not the worker
         self.identity = ""  # the name that the worker has proved
+        self.ready: Ready | None = None  # what it said of itself when its model was built
         self._host, self._handshake_s = host, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
         self.outbox = Outbox(link)
@@ -185,6 +186,10 @@ class Session:
                 RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
             )
             return False
+        if why := self._credentials.quarantined(self.identity or self.worker_id, self.worker_id):
+            refused = quarantined(why)
+            await self._refuse(RefusalCode.QUARANTINED, refused.reason, refused.hint)
+            return False
         refusal = self._host.admit(self)
         if refusal is not None:
             await self._say(encode(refusal))
@@ -233,6 +238,7 @@ class Session:
             elif type(message) is ProgramRequest:
                 self._host.program(self, message)
             elif type(message) is Ready:
+                self.ready = message
                 await self._host.make_room(self)
                 refusal = self._host.joined(self, message)
                 if refusal is not None:
@@ -302,6 +308,15 @@ class Session:
                 await self.link.aclose()
         except (W5xdeError, TimeoutError):
             self.link.abort()
+
+
+def quarantined(reason: str) -> Refusal:
+    """What a worker is told whose results were wrong."""
+    return Refusal(
+        RefusalCode.QUARANTINED,
+        f"this worker was put out of the run: {reason}"[:500],
+        "check its memory, its drivers and its versions; whoever runs the coordinator can let it in again (revoked)",
+    )
 
 
 def _printable(text: str, limit: int = 64) -> str:

@@ -225,13 +225,15 @@ class Ledger:
         """True for an open lease that ``audit`` gave."""
         return lease in self._audits
 
-    def reopen(self, step: int, block: Block) -> None:
-        """A finished block did not hold: nothing of it is filled, its leaves are free again."""
+    def reopen(self, step: int, block: Block, worker: str) -> None:
+        """A finished block of ``worker`` did not hold: nothing of it is filled, and its leaves are for others first."""
         opened = self._steps[step]
         slot = opened.slots.pop(block.start)
         if not slot.finished:
             raise ValueError(f"{block} of step {step} is not finished")
         opened.finished_leaves -= block.num_leaves
+        for leaf in range(*block):
+            opened.failures.setdefault(leaf, []).append(worker)
         opened.free = _add_run(opened.free, block)
 
     def unfill(self, step: int, start: int, buckets: Iterable[int]) -> None:

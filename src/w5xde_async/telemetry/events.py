@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 __all__ = [
+    "Audited",
     "Bus",
     "CheckpointFailed",
     "CheckpointSaved",
@@ -21,6 +22,7 @@ __all__ = [
     "Event",
     "JournalFailed",
     "JournalRestored",
+    "ResultHeld",
     "RunFinished",
     "RunReported",
     "RunStarted",
@@ -31,6 +33,7 @@ __all__ = [
     "Warned",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerQuarantined",
     "WorkerReported",
     "WorkerShare",
 ]
@@ -103,6 +106,39 @@ class WorkerLeft(Event):
     clean: bool
     leases_returned: int
     num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultHeld(Event):
+    """A block looked odd and is computed by a second worker before it counts. ``why``: first, norm or not finite."""
+
+    worker_id: str
+    name: str
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited(Event):
+    """A block was computed by two workers. ``why`` as in ResultHeld, or sampled; ``relative``: their L2 distance."""
+
+    step: int
+    worker_id: str
+    second_id: str
+    why: str
+    agreed: bool
+    same_bits: bool
+    relative: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerQuarantined(Event):
+    """A worker's result was proven wrong. ``put_out`` is False where the run was told to keep such workers."""
+
+    worker_id: str
+    name: str
+    reason: str
+    put_out: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,18 +20,21 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from w5xde_async.telemetry.events import (
+    Audited,
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
     Event,
     JournalFailed,
     JournalRestored,
+    ResultHeld,
     RunFinished,
     RunReported,
     RunStarted,
     StepCommitted,
     WorkerJoined,
     WorkerLeft,
+    WorkerQuarantined,
     WorkerReported,
 )
 
@@ -58,6 +61,9 @@ class Metrics(Collector):
         self._num_saved = self._num_failed = 0
         self._journal_s: float | None = None  # for how long the journal has not counted; None: it does
         self._outcome = ""
+        self._held: dict[str, int] = {}
+        self._audits = {True: 0, False: 0}
+        self._quarantined = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -93,6 +99,12 @@ class Metrics(Collector):
                 self._workers.pop(event.worker_id, None)
                 self._left += event.clean
                 self._lost += not event.clean
+            case ResultHeld():
+                self._held[event.why] = self._held.get(event.why, 0) + 1
+            case Audited():
+                self._audits[event.agreed] += 1
+            case WorkerQuarantined():
+                self._quarantined += 1
             case Evaluated():
                 self._evaluated.update(event.metrics)
             case CheckpointSaved():
@@ -113,6 +125,7 @@ class Metrics(Collector):
         yield from self._of_run()
         yield from self._of_steps()
         yield from self._of_checkpoints()
+        yield from self._of_judgement()
         if self._report is not None:
             yield from self._of_work(self._report)
         yield from self._of_workers(list(self._workers.values()))
@@ -130,6 +143,17 @@ class Metrics(Collector):
         yield _gauge("run_steps_target", "Step at which the run ends.", run.total_steps)
         yield _gauge("model_parameters", "Parameters of the model.", run.num_parameters)
         yield _gauge("run_finished", "1 once the run has ended, whatever the outcome.", float(bool(self._outcome)))
+
+    def _of_judgement(self) -> Iterator[Metric]:
+        held = CounterMetricFamily(
+            f"{_PREFIX}results_held", "Results that a second worker computed because they looked odd.", labels=("why",)
+        )
+        for why, count in sorted(self._held.items()):
+            held.add_metric((why,), count)
+        yield held
+        yield _counter("audits_agreed", "Results that two workers computed alike.", self._audits[True])
+        yield _counter("audits_disagreed", "Results that two workers did not compute alike.", self._audits[False])
+        yield _counter("workers_quarantined", "Workers whose results were proven wrong.", self._quarantined)
 
     def _of_steps(self) -> Iterator[Metric]:
         yield _counter("steps", "Steps committed by this coordinator.", self._steps)

@@ -35,6 +35,7 @@ from w5xde_async.telemetry.events import (
     Warned,
     WorkerJoined,
     WorkerLeft,
+    WorkerQuarantined,
 )
 from w5xde_async.telemetry.records import to_line, to_record
 
@@ -200,7 +201,9 @@ class Progress:
                 if isinstance(event, WorkerJoined | WorkerLeft):
                     self._num_workers = event.num_workers
                 text = wording.line(event, self._paint)
-                if text is not None and (not silent or isinstance(event, CheckpointFailed | JournalFailed)):
+                if text is not None and (
+                    not silent or isinstance(event, CheckpointFailed | JournalFailed | WorkerQuarantined)
+                ):
                     self._screen.write(text)
 
     def _wait(self, reason: str) -> None:

@@ -20,6 +20,7 @@ from w5xde_async.telemetry.events import (
     StepCommitted,
     WorkerJoined,
     WorkerLeft,
+    WorkerQuarantined,
 )
 
 __all__ = ["Paint", "clean", "colored", "header", "line", "phases", "plain", "status", "summary"]
@@ -158,6 +159,9 @@ def line(event: object, paint: Paint) -> str | None:
             sign = paint("dim", "-") if event.clean else paint("warn", "-")
             text = f"{sign} {_name(event.name)} left: {clean(event.reason, limit=200)}{returned}"
             return f"{text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
+        case WorkerQuarantined():
+            done = "put out of the run" if event.put_out else "wrong, and kept"
+            return f"{paint('bad', '!')} {_name(event.name)} {done}: {clean(event.reason, limit=300)}"
         case Evaluated():
             took = paint("dim", f"({_brief(event.seconds)})")
             return f"{paint('accent', '*')} step {_count(event.step)} evaluated: {_metrics(event.metrics)} {took}"

@@ -9,17 +9,21 @@ Two limits, on purpose. The first ``warmup`` results pass with no check of size:
 may change its gradients' size for good, after which a gate that learns only from what it accepts would refuse for ever:
 after ``reopen_after`` refusals in a row it forgets and learns anew.
 State: ``window`` numbers and one counter.
+
+``BlockGate`` is the same test for the synchronous tree, where nothing may be scaled down or left out (the bits of an
+honest run are the same with and without it): it only says which blocks somebody else should compute too.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NormGate", "NormGateConfig", "median_and_mad"]
+__all__ = ["BlockGate", "NormGate", "NormGateConfig", "median_and_mad"]
 
 
 def median_and_mad(values: Iterable[float]) -> tuple[float, float]:
@@ -93,3 +97,43 @@ class NormGate:
         """Continue from ``state_dict``."""
         self._accepted = deque(state["accepted"], maxlen=self.config.window)
         self._refused_in_row = int(state["refused_in_row"])
+
+
+class BlockGate:
+    """Which blocks of a synchronous step are unusually large. Norms are of a block's sum, divided by its samples.
+
+    A block of fewer samples than most has more noise in its mean, so its bound is larger by the root of their ratio.
+    The spread counts as at least half the median: a norm under four medians bounds the harm well enough. While fewer
+    than ``warmup`` norms are known the bound is ten times their median; while none is, everything is over it.
+    """
+
+    _REFRESH = 16  # norms that are learned between two computations of median and MAD
+
+    def __init__(self, config: NormGateConfig | None = None) -> None:
+        self.config = config or NormGateConfig()
+        self._known: deque[tuple[float, int]] = deque(maxlen=self.config.window)
+        self._bound, self._samples = 0.0, 1.0
+        self._age = 0
+
+    @property
+    def cold(self) -> bool:
+        """True while no norm is known."""
+        return not self._known
+
+    def bound(self, samples: int) -> float:
+        """The largest usual norm of a block of so many samples."""
+        return self._bound * max(1.0, math.sqrt(self._samples / samples))
+
+    def learn(self, norm: float, samples: int) -> None:
+        """A block of this norm counted."""
+        self._known.append((norm, samples))
+        self._age += 1
+        if self._age < self._REFRESH and len(self._known) > self.config.warmup:
+            return
+        self._age = 0
+        median, mad = median_and_mad([norm for norm, _ in self._known])
+        self._samples = statistics.median([samples for _, samples in self._known])
+        if len(self._known) < self.config.warmup:
+            self._bound = 10.0 * median
+        else:
+            self._bound = median + self.config.deviations * max(mad, 0.5 * median)

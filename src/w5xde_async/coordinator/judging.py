@@ -1,0 +1,416 @@
+"""Whether a finished block counts: finite, of a usual size, and now and then the same when another computes it.
+
+Every finished block passes here before anything of it is added. Most pass at once, after one norm of each bucket; the
+others are held (``plan.audit`` says which and why), leased to another worker, and compared. Where the two do not agree
+the referee computes the block too: who is wrong is put out of the run, with the reason. A block that holds counts as
+it came: nothing is scaled or left out, so an honest run has the same bits with and without this.
+
+With one worker there is nobody to compare with: its results count. Big blocks are weighed and compared in the
+aggregator's thread, from the task that drives it (``settle``); everything else runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from w5xde_async.coordinator.aggregator import INLINE_WEIGH_BYTES, Aggregator
+from w5xde_async.coordinator.referee import Judgement, Referee
+from w5xde_async.coordinator.session import Session
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
+from w5xde_async.plan.ledger import Grant, Ledger
+from w5xde_async.telemetry.events import Audited, Bus, ResultHeld, Warned
+from w5xde_async.updates.norm_gate import BlockGate, NormGateConfig
+from w5xde_async.wire.messages import Done
+
+__all__ = ["Candidate", "Judging", "Machine", "compare"]
+
+
+class Machine(NamedTuple):
+    """What a worker says of itself. Equal ones are expected to compute the same bits."""
+
+    device: str
+    device_name: str
+    threads: int
+    torch_version: str
+
+
+@dataclass(eq=False, slots=True)
+class Candidate:
+    """A finished block that does not count yet. ``suppliers``: bucket -> who sent it; what is absent has none."""
+
+    session: Session
+    grant: Grant
+    done: Done
+    suppliers: dict[int, str]
+    held: HeldBlock | None = None
+    norms: dict[int, float] = field(default_factory=dict)
+    other: Done | None = None  # the second computation is in
+
+
+class Judging:
+    """The judgement of one run's blocks. ``active`` is False where every check is switched off."""
+
+    def __init__(
+        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, auditor: Auditor, gate: NormGateConfig | None,
+        precision: str, clock: Callable[[], float], bus: Bus, wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.active = gate is not None or auditor.config.fraction > 0
+        self.referee: Referee | None = None  #: without one, who is wrong cannot be told: the block is done again
+        self.machines: dict[str, Machine] = {}  #: of every member
+        self.count: Callable[[Candidate], None] = lambda candidate: None
+        self.discard: Callable[[Candidate, str], None] = lambda candidate, reason: None
+        #: A worker is proven wrong: its id, its session where that is known, the reason.
+        self.quarantine: Callable[[str, Session | None, str], None] = lambda worker, session, reason: None
+        self.being_received: Callable[[int], bool] = lambda lease: False
+        self._layout, self._ledger, self._aggregator, self._auditor = layout, ledger, aggregator, auditor
+        self._precision, self._clock, self._bus, self._wake = precision, clock, bus, wake
+        self._gates = {} if gate is None else {role: BlockGate(gate) for role in ("grad", "mean")}
+        self._held: list[Candidate] = []
+        self._unweighed: list[Candidate] = []
+        self._given_up: list[Candidate] = []  # nobody is there who could compute it again
+        self._unsettled: set[tuple[int, int]] = set()  # (step, first leaf) of what the referee could not settle
+        self._warned = False
+
+    @property
+    def holding(self) -> bool:
+        """True while a finished block does not count yet."""
+        return bool(self._held or self._unweighed or self._given_up)
+
+    # -- a block is finished -------------------------------------------------------------------------------
+
+    def passes(self, candidate: Candidate, absent: Iterable[int]) -> bool:
+        """Whether it counts at once. Otherwise ``count`` or ``discard`` will be called."""
+        if not self.active:
+            return True
+        nbytes = self._layout.vector_bytes
+        if nbytes > INLINE_WEIGH_BYTES:
+            self._unweighed.append(candidate)
+            return False
+        return self._look(candidate, self._aggregator.weigh(candidate.grant.block, candidate.suppliers))
+
+    def _look(self, candidate: Candidate, norms: dict[int, float]) -> bool:
+        """With its norms known: counts at once, or is held."""
+        grant, step = candidate.grant, self._aggregator.step
+        assert step is not None
+        candidate.norms = norms
+        others = any(worker != grant.worker for worker in self.machines)
+        why = None if (grant.step, grant.block.start) in self._unsettled else self._why(candidate)
+        if why is None and others and self._auditor.draw(grant.step, grant.block, step.plan.num_leaves, grant.worker):
+            why = Why.SAMPLED
+        if why is None or not others:
+            self._learn(candidate)
+            return True
+        candidate.held = HeldBlock(grant.step, grant.block, grant.worker, why, candidate.suppliers)
+        self._held.append(candidate)
+        if why is not Why.SAMPLED:
+            self._bus.publish(
+                ResultHeld(worker_id=grant.worker, name=candidate.session.name, step=grant.step, why=why.value)
+            )
+        return False
+
+    def _why(self, candidate: Candidate) -> Why | None:
+        if not all(map(math.isfinite, candidate.norms.values())):
+            return Why.NOT_FINITE
+        samples = self._samples(candidate)
+        for role, norm in self._sizes(candidate).items():
+            gate = self._gates[role]
+            if gate.cold:
+                return Why.FIRST
+            if norm > gate.bound(samples):
+                return Why.NORM
+        return None
+
+    def _sizes(self, candidate: Candidate) -> dict[str, float]:
+        """A block's norm by role, as of a mean over its samples."""
+        squares: dict[str, float] = {}
+        buckets, groups = self._layout.result_buckets, self._layout.groups
+        scale = 1.0 / (self._samples(candidate) * self._aggregator.rule.loss_scale)
+        for bucket, norm in candidate.norms.items():
+            role = groups[buckets[bucket].group].role
+            if role in self._gates:
+                squares[role] = squares.get(role, 0.0) + (norm * scale) ** 2
+        return {role: math.sqrt(square) for role, square in squares.items()}
+
+    def _samples(self, candidate: Candidate) -> int:
+        step = self._aggregator.step
+        assert step is not None
+        return sum(step.plan.samples_in(leaf) for leaf in range(*candidate.grant.block))
+
+    def _learn(self, candidate: Candidate) -> None:
+        if all(map(math.isfinite, candidate.norms.values())):
+            for role, norm in self._sizes(candidate).items():
+                self._gates[role].learn(norm, self._samples(candidate))
+
+    # -- the second computation ----------------------------------------------------------------------------
+
+    def leases(self, ready: Sequence[str], deadline_s: Callable[[str, int], float]) -> list[Grant]:
+        """Audits to lease now. ``ready``: workers that take work."""
+        granted = []
+        for candidate in tuple(self._held):
+            held = candidate.held
+            assert held is not None
+            if candidate.other is not None:
+                continue
+            if held.lease is not None and not self._renewed(held):
+                continue
+            choices = [
+                Choice(worker, self._alike(worker, held.worker), self._ledger.num_held(worker)) for worker in ready
+            ]
+            worker = self._auditor.choose(held, choices)
+            if worker is None:
+                # What is odd waits for workers that are here but take no work just now.
+                there = ready if held.why in (Why.SAMPLED, Why.FIRST) else self.machines
+                if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
+                    self._held.remove(candidate)
+                    self._given_up.append(candidate)
+                    self._wake()
+                continue
+            if (
+                sum(c.held is not None and c.held.lease is not None for c in self._held)
+                >= self._auditor.config.most_open
+            ):
+                continue
+            leaves = held.block.num_leaves
+            grant = self._ledger.audit(
+                held.step, held.block, worker, now=self._clock(), deadline_s=deadline_s(worker, leaves)
+            )
+            held.lease, held.second = grant.lease, worker
+            granted.append(grant)
+        return granted
+
+    def _renewed(self, held: HeldBlock) -> bool:
+        """Whether its audit's lease ended without a result, and its memory is free again."""
+        assert held.lease is not None
+        if self._ledger.get(held.lease) is not None or self.being_received(held.lease):
+            return False
+        self._aggregator.end_second(held.lease)
+        held.asked.add(held.second)
+        held.lease = None
+        return True
+
+    def _alike(self, worker: str, other: str) -> bool:
+        mine = self.machines.get(worker)
+        return mine is not None and mine == self.machines.get(other)
+
+    def seconded(self, session: Session, done: Done) -> None:
+        """An audit is done; ``settle`` compares."""
+        for candidate in self._held:
+            if candidate.held is not None and candidate.held.lease == done.lease:
+                candidate.other = done
+
+    def left(self, worker: str) -> None:
+        """The worker is gone; blocks that it has finished stay."""
+        self.machines.pop(worker, None)
+        self._auditor.forget(worker)
+
+    # -- judgement, in the task that drives the aggregator -------------------------------------------------
+
+    async def settle(self) -> bool:
+        """Judge whatever can be judged. False when there was nothing."""
+        judged = False
+        while self._unweighed:
+            judged, candidate = True, self._unweighed[0]
+            norms = await self._aggregator.submit(partial(self._weighed, candidate))
+            if candidate in self._unweighed:  # nobody was put out of the run meanwhile
+                self._unweighed.remove(candidate)
+                if self._look(candidate, norms):
+                    self.count(candidate)
+        while self._given_up:
+            judged = True
+            await self._give_up(self._given_up[0])
+        while (seconded := next((c for c in self._held if c.other is not None), None)) is not None:
+            judged = True
+            await self._compare(seconded)
+        return judged
+
+    def _weighed(self, candidate: Candidate) -> dict[int, float]:
+        return self._aggregator.weigh(candidate.grant.block, candidate.suppliers)
+
+    async def _give_up(self, candidate: Candidate) -> None:
+        """Nobody else can compute it: without anyone to compare with it counts, unless others tried and it is odd."""
+        held = candidate.held
+        assert held is not None
+        if held.asked and held.why in (Why.NORM, Why.NOT_FINITE) and self.referee is not None:
+            await self._arbitrate(candidate, None)
+        else:
+            self._take(candidate)
+
+    async def _compare(self, candidate: Candidate) -> None:
+        held, other = candidate.held, candidate.other
+        assert held is not None
+        assert held.lease is not None
+        assert other is not None
+        mine, theirs = self._aggregator.vector(held.block), self._aggregator.second(held.lease)
+        absent = frozenset(other.absent)
+        deviation = await self._run(lambda: self._deviation(candidate, mine, theirs, other, absent))
+        if candidate not in self._held:
+            return  # a worker that had a hand in it was put out of the run meanwhile
+        alike = self._alike(held.worker, held.second)
+        equal_cpus = alike and self.machines[held.worker].device.startswith("cpu")
+        tolerance = self._tolerance(equal_cpus=equal_cpus)
+        overflow = self._precision == "fp16" and not alike and math.isinf(deviation.relative)
+        agreed = deviation.relative <= tolerance or (overflow and held.why is Why.NOT_FINITE)
+        self._bus.publish(
+            Audited(
+                step=held.step, worker_id=held.worker, second_id=held.second, why=held.why.value, agreed=agreed,
+                same_bits=deviation.same_bits, relative=deviation.relative,
+            )
+        )  # fmt: skip
+        if not agreed:
+            await self._arbitrate(candidate, deviation)
+            return
+        if equal_cpus and not deviation.same_bits and not self._warned:
+            self._warned = True
+            self._bus.publish(Warned(text=f"equal machines computed a block with other last bits ({deviation})"))
+        self._auditor.agreed(held.worker, held.second)
+        self._take(candidate)
+
+    async def _arbitrate(self, candidate: Candidate, between: Deviation | None) -> None:
+        held, step = candidate.held, self._aggregator.step
+        assert held is not None
+        assert step is not None
+        judgement = None if self.referee is None else await self.referee.judge(step.plan, held.block)
+        if candidate not in self._held and candidate not in self._given_up:
+            return
+        if judgement is None:
+            self._unsettled.add((held.step, held.block.start))
+            self._bus.publish(
+                Warned(text=f"two computations of a block of step {held.step} differ ({between}); it is done again")
+            )
+            self._drop(candidate, "another worker computed something else")
+            return
+        mine = self._aggregator.vector(held.block)
+        own = await self._run(lambda: self._against(candidate, mine, judgement))
+        second = None
+        if candidate.other is not None and held.lease is not None:
+            theirs, words = self._aggregator.second(held.lease), candidate.other
+            present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
+            second = await self._run(lambda: self._distance(theirs, present, words, judgement))
+        tolerance = self._tolerance(equal_cpus=False)
+        wrong = self._auditor.wrong(held, own, second, tolerance)
+        if own.relative <= tolerance:
+            self._take(candidate)
+        else:
+            self._drop(candidate, f"the coordinator computed something else ({own})")
+        for worker in wrong:
+            found = second if worker == held.second and second is not None else own
+            session = candidate.session if worker == candidate.session.worker_id else None
+            self.quarantine(worker, session, f"its result for step {held.step} is not what the block gives ({found})")
+
+    def disbelieve(self, worker: str) -> None:
+        """Blocks that this worker had a hand in and that are still held are done again."""
+        for candidate in (*self._held, *self._unweighed, *self._given_up):
+            if worker == candidate.grant.worker or worker in candidate.suppliers.values():
+                self._drop(candidate, "it was put out of the run")
+
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self._forget(candidate)
+        self.discard(candidate, reason)
+
+    def _take(self, candidate: Candidate) -> None:
+        self._forget(candidate)
+        self._learn(candidate)
+        self.count(candidate)
+
+    def _forget(self, candidate: Candidate) -> None:
+        for known in (self._held, self._unweighed, self._given_up):
+            if candidate in known:
+                known.remove(candidate)
+        held = candidate.held
+        if held is not None and held.lease is not None and candidate.other is not None:
+            self._aggregator.end_second(held.lease)
+            held.lease = None
+
+    # -- numbers -------------------------------------------------------------------------------------------
+
+    def _tolerance(self, *, equal_cpus: bool) -> float:
+        return self._auditor.tolerance(equal_cpus=equal_cpus, reduced_precision=self._precision != "fp32")
+
+    async def _run(self, call: Callable[[], Deviation]) -> Deviation:
+        if self._layout.vector_bytes <= INLINE_WEIGH_BYTES:
+            return call()
+        return await self._aggregator.submit(call)
+
+    def _deviation(
+        self, candidate: Candidate, mine: ResultVector, theirs: ResultVector, other: Done, absent: frozenset[int]
+    ) -> Deviation:
+        everything = frozenset(range(len(self._layout.result_buckets)))
+        found = compare(self._layout, mine, frozenset(candidate.suppliers), theirs, everything - absent)
+        return _with_words(found, candidate.done.losses, candidate.done.untouched, other.losses, other.untouched)
+
+    def _against(self, candidate: Candidate, mine: ResultVector, judgement: Judgement) -> Deviation:
+        return self._distance(mine, frozenset(candidate.suppliers), candidate.done, judgement)
+
+    def _distance(self, vector: ResultVector, present: frozenset[int], words: Done, judgement: Judgement) -> Deviation:
+        found = compare(self._layout, vector, present, judgement.vector, judgement.present)
+        return _with_words(found, words.losses, words.untouched, judgement.losses, judgement.untouched)
+
+
+def compare(
+    layout: Layout, mine: ResultVector, mine_present: frozenset[int], theirs: ResultVector,
+    theirs_present: frozenset[int],
+) -> Deviation:  # fmt: skip
+    """How far two results of one block are apart; a bucket that is not present is zero everywhere."""
+    sums: dict[str, list[float]] = {"grad": [0.0] * 4, "mean": [0.0] * 4}  # |a|^2, |b|^2, a.b, |a-b|^2
+    worst, largest, same, whole = -1, 0.0, True, True
+    for bucket in layout.result_buckets:
+        number, role = bucket.index, layout.groups[bucket.group].role
+        here, there = number in mine_present, number in theirs_present
+        if not (here or there):
+            continue
+        a = mine.buckets[number] if here else torch.zeros_like(theirs.buckets[number])
+        b = theirs.buckets[number] if there else torch.zeros_like(mine.buckets[number])
+        if role == "max":
+            if here != there or not torch.equal(a, b):
+                worst, same, whole = (number if worst < 0 else worst), False, False
+            continue
+        equal = here == there and torch.equal(a.view(torch.int32), b.view(torch.int32))
+        same = same and equal
+        length = float(torch.linalg.vector_norm(a)) ** 2
+        if equal:
+            terms = (length, length, length, 0.0)
+        else:
+            other, gap = float(torch.linalg.vector_norm(b)) ** 2, float(torch.linalg.vector_norm(a - b)) ** 2
+            terms = (length, other, float(torch.dot(a, b)), gap)
+            size = math.inf if math.isnan(gap) else gap
+            if size > largest:
+                worst, largest = number, size
+        for index, term in enumerate(terms):
+            sums[role][index] += term
+    lengths = [value for role in sums.values() for value in role[:2]]
+    finite = [all(map(math.isfinite, lengths[0::2])), all(map(math.isfinite, lengths[1::2]))]
+    if finite == [False, False]:
+        return Deviation(0.0, 1.0, max(worst, 0), same)
+    if not all(finite) or not whole:
+        return Deviation(math.inf, 0.0, max(worst, 0), False)
+    relative = max(_ratio(gap, length) for _, length, _, gap in sums.values())
+    aa, bb, ab, _ = sums["grad"]
+    cosine = ab / math.sqrt(aa * bb) if aa and bb else float(aa == bb)
+    return Deviation(relative, cosine, max(worst, 0), same)
+
+
+def _ratio(gap: float, length: float) -> float:
+    return 0.0 if gap == 0 else math.inf if length == 0 else math.sqrt(gap / length)
+
+
+def _with_words(
+    found: Deviation, mine: Sequence[float], mine_untouched: Sequence[int], theirs: Sequence[float],
+    theirs_untouched: Sequence[int],
+) -> Deviation:  # fmt: skip
+    """Losses and untouched parameters belong to a result too."""
+    if set(mine_untouched) != set(theirs_untouched):
+        return found._replace(relative=math.inf, same_bits=False)
+    gap = 0.0
+    for a, b in zip(mine, theirs, strict=True):
+        if a == b or (not math.isfinite(a) and not math.isfinite(b)):
+            continue
+        gap = max(gap, abs(a - b) / max(abs(b), 1.0) if math.isfinite(a - b) else math.inf)
+    return found._replace(relative=max(found.relative, gap))
