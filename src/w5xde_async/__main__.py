@@ -31,9 +31,10 @@ _NO_JOIN_SECRET = (
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
        w5xde worker --server HOST:PORT [options]
+       w5xde status [--server HOST:PORT | --run-dir DIR] [--watch]
 
-Each has its own --help. The same as python -m w5xde_async.coordinator and
-python -m w5xde_async.worker.
+Each has its own --help. The same as python -m w5xde_async.coordinator,
+python -m w5xde_async.worker and python -m w5xde_async.status.
 """
 
 
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from w5xde_async.worker.__main__ import main as worker
 
     given = sys.argv[1:] if arguments is None else list(arguments)
-    programs = {"coordinator": coordinator, "worker": worker}
+    from w5xde_async.status import main as status
+
+    programs = {"coordinator": coordinator, "worker": worker, "status": status}
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
     if given and given[0] == "--version":

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2] / "src" / "w5xde_async"
 #: Higher numbers may import lower ones. ``__main__`` stands above everything, wherever it lies.
 LEVELS = {
     "settings": 9,
+    "status": 9,
     "facade": 8,
     "cluster": 8,
     "coordinator": 7,

@@ -19,9 +19,9 @@ __all__ = ["counting_flops"]
 _T = TypeVar("_T")
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(

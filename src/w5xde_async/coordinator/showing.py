@@ -21,16 +21,15 @@ from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import write_private_line
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 from w5xde_async.telemetry.trackers import Tracking
 
 if TYPE_CHECKING:
     from w5xde_async.telemetry.dashboard.server import Dashboard
     from w5xde_async.telemetry.dashboard.view import LogHandler
 
-__all__ = ["LINK_FILE", "Showing"]
+__all__ = ["Showing"]
 
-#: In the run directory while the dashboard answers: its link, token and all, and its certificate's hash. Mode 0600.
-LINK_FILE = "dashboard"
 _LOGGER = "w5xde_async"
 
 
@@ -115,7 +114,7 @@ class Showing:
             await dashboard.start()
             if self._run_path is not None:
                 self._link_file = self._run_path / LINK_FILE
-                content = f"{dashboard.link} {certificate.hex()}".strip()
+                content = DashboardLink(dashboard.link, certificate).line()
                 await loop.run_in_executor(None, write_private_line, self._link_file, content)
         except OSError as error:
             self._notes.append(f"no dashboard: {self._config.dashboard}: {error.strerror or error}")

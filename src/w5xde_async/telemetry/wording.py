@@ -23,7 +23,10 @@ from w5xde_async.telemetry.events import (
     WorkerQuarantined,
 )
 
-__all__ = ["Paint", "clean", "colored", "header", "line", "phases", "plain", "status", "summary"]
+__all__ = [
+    "Paint", "brief", "clean", "colored", "duration", "header", "line", "phases", "plain", "short", "size", "status",
+    "summary",
+]  # fmt: skip
 
 Paint = Callable[[str, str], str]
 
@@ -63,7 +66,7 @@ def _plural(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three significant figures: 12.4k."""
     for unit in ("", "k", "M", "G"):
         if abs(value) < 999.5:
@@ -72,7 +75,8 @@ def _short(value: float) -> str:
     return f"{value:.3g}T"
 
 
-def _bytes(value: float) -> str:
+def size(value: float) -> str:
+    """Bytes in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 999.5:
             return f"{value:.3g} {unit}"
@@ -80,7 +84,8 @@ def _bytes(value: float) -> str:
     return f"{value:.3g} TB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """1:02:03."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -91,7 +96,8 @@ def _duration(seconds: float) -> str:
     return f"{days} d {clock}" if days else clock
 
 
-def _brief(seconds: float) -> str:
+def brief(seconds: float) -> str:
+    """Seconds, milliseconds or microseconds, three figures."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1 or unit == "µs":
             return f"{seconds * factor:.3g} {unit}"
@@ -123,12 +129,12 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
         batch += f" in {event.leaves_per_step} leaves"
     epochs = f"{_count(event.steps_per_epoch)} per epoch" if event.steps_per_epoch else ""
     title = f"{paint('bold', 'w5xde-async')} {event.version}{_SEPARATOR}run {paint('bold', _name(event.run_name))}"
-    size = f"{_count(event.num_parameters)} parameters"
+    parameters = f"{_count(event.num_parameters)} parameters"
     lines = [
         "",
         f"{title}{_SEPARATOR}{paint('dim', f'{event.run_id}, term {event.term}')}",
         "",
-        row("model", _name(event.model), size, f"fingerprint {event.fingerprint[:16]}"),
+        row("model", _name(event.model), parameters, f"fingerprint {event.fingerprint[:16]}"),
         row("data", _name(event.dataset), _plural(event.num_samples, "sample"), batch),
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
         row("steps", f"to step {_count(event.total_steps)}", epochs, resumed),
@@ -163,10 +169,10 @@ def line(event: object, paint: Paint) -> str | None:
             done = "put out of the run" if event.put_out else "wrong, and kept"
             return f"{paint('bad', '!')} {_name(event.name)} {done}: {clean(event.reason, limit=300)}"
         case Evaluated():
-            took = paint("dim", f"({_brief(event.seconds)})")
+            took = paint("dim", f"({brief(event.seconds)})")
             return f"{paint('accent', '*')} step {_count(event.step)} evaluated: {_metrics(event.metrics)} {took}"
         case CheckpointSaved():
-            cost = paint("dim", f"({_bytes(event.nbytes)}, {_brief(event.seconds)}, paused {_brief(event.pause_s)})")
+            cost = paint("dim", f"({size(event.nbytes)}, {brief(event.seconds)}, paused {brief(event.pause_s)})")
             return f"{paint('dim', '*')} step {_count(event.step)} saved: {clean(event.path)} {cost}"
         case CheckpointFailed():
             text = f"no checkpoint of step {_count(event.step)}: {clean(event.reason)}"
@@ -174,11 +180,11 @@ def line(event: object, paint: Paint) -> str | None:
                 text += f"; it is tried again, a crash before that goes back to step {_count(event.safe_step)}"
             return f"{paint('warn', '!')} {text}"
         case JournalFailed():
-            since = f" for {_duration(event.seconds)}" if event.seconds else ""
+            since = f" for {duration(event.seconds)}" if event.seconds else ""
             text = f"nothing is journalled{since} after step {_count(event.step)}: {clean(event.reason)}"
             return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to the last checkpoint"
         case JournalRestored():
-            text = f"the journal counts again from step {_count(event.step)}, after {_duration(event.seconds)}"
+            text = f"the journal counts again from step {_count(event.step)}, after {duration(event.seconds)}"
             return f"{paint('good', '*')} {text}"
         case _:
             return None
@@ -198,23 +204,23 @@ def status(
     parts = [f"loss {_value(event.loss)}"]
     if waiting:
         return _SEPARATOR.join([*parts, f"waiting: {clean(waiting, limit=60)}"])
-    rate = "-" if samples_per_s is None else _short(samples_per_s)
+    rate = "-" if samples_per_s is None else short(samples_per_s)
     parts.append(f"{rate} samples/s" if wide else f"{rate}/s")
     if terse < 2:
         parts.append(_plural(num_workers, "worker") if wide else f"{num_workers} w")
     if terse < 3 and eta_s != 0:
-        parts.append(f"ETA {'-' if eta_s is None else _duration(eta_s)}")
+        parts.append(f"ETA {'-' if eta_s is None else duration(eta_s)}")
     return _SEPARATOR.join(parts)
 
 
 def phases(event: StepCommitted, paint: Paint) -> str:
     """Where one step's time went, for ``verbose``."""
-    spent = "  ".join(f"{name} {_brief(seconds)}" for name, seconds in event.phases_s.items())
+    spent = "  ".join(f"{name} {brief(seconds)}" for name, seconds in event.phases_s.items())
     norm = "" if event.gradient_norm is None else f"  |g| {event.gradient_norm:.3g}"
-    traffic = f"out {_bytes(event.bytes_sent)}  in {_bytes(event.bytes_received)}"
+    traffic = f"out {size(event.bytes_sent)}  in {size(event.bytes_received)}"
     skipped = f"  skipped (scale {event.loss_scale:g})" if event.skipped else ""
     text = f"step {_count(event.step)}  loss {_value(event.loss)}  lr {event.learning_rate:.3g}{norm}"
-    return paint("dim", f"{text}  {_brief(event.seconds)}: {spent}  {traffic}{skipped}")
+    return paint("dim", f"{text}  {brief(event.seconds)}: {spent}  {traffic}{skipped}")
 
 
 # --- the end
@@ -234,7 +240,7 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     rate = (
         ""
         if not event.session_samples
-        else f"{_short(event.session_samples / event.seconds)} samples/s"
+        else f"{short(event.session_samples / event.seconds)} samples/s"
         if event.seconds > 0
         else ""
     )
@@ -244,8 +250,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))
     lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]
-    lines.append(row("time", _duration(event.seconds)))
-    lines.append(row("network", f"{_bytes(event.bytes_sent)} sent", f"{_bytes(event.bytes_received)} received"))
+    lines.append(row("time", duration(event.seconds)))
+    lines.append(row("network", f"{size(event.bytes_sent)} sent", f"{size(event.bytes_received)} received"))
     if event.leaves_in_vain:
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
         leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
@@ -270,8 +276,8 @@ def _shares(event: RunFinished, paint: Paint) -> list[str]:
             _count(share.leaves),
             _count(share.samples),
             f"{100 * share.compute_s / busy:.0f} %" if (busy := share.compute_s + share.wait_s) > 0 else "-",
-            _bytes(share.bytes_sent),
-            _bytes(share.bytes_received),
+            size(share.bytes_sent),
+            size(share.bytes_received),
         )
         for share in sorted(event.shares, key=lambda share: -share.leaves)
     ]

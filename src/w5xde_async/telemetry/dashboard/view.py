@@ -108,11 +108,11 @@ class View:
 
     def _rare(self, event: Event) -> None:
         line = wording.line(event, wording.plain)
-        if line is not None:
+        if line is not None and not isinstance(event, Evaluated):  # these have a table, and may be many
             self.log("warning" if isinstance(event, CheckpointFailed | JournalFailed) else "info", line)
         match event:
             case RunStarted():
-                self._run = to_record(event, omit=_SECRET)
+                self._run = _without(to_record(event), _SECRET)
                 self._status |= {"step": event.resumed_step, "total_steps": event.total_steps, "state": "waiting"}
                 self._row_at = self._wall()
                 self.log("info", f"run {event.run_name} began at step {event.resumed_step:,}, term {event.term}")

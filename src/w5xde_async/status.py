@@ -1,0 +1,307 @@
+"""``python -m w5xde_async.status``: a running coordinator as a table in the terminal, once or live.
+
+It asks the dashboard, found by its address or by the run directory, and needs neither torch nor the job. Exit codes are
+those of the other programs: 2 wrong usage, 3 nobody answers, 4 the token or the certificate is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import ssl
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import parse_qs, urlsplit
+
+from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError
+from w5xde_async.telemetry import wording
+from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
+
+__all__ = ["main"]
+
+_LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token
+_DEFAULT_PORT = 5556
+_TIMEOUT_S = 5.0
+_PATIENCE_S = 15.0  # while watching, nobody may answer for so long
+_MOST_BYTES = 16 << 20
+_HEAD = (
+    "worker",
+    "state",
+    "device",
+    "busy",
+    "leaves/s",
+    "share",
+    "round trip",
+    "sent",
+    "received",
+    "memory",
+    "waits for",
+)
+_NUMBERS = range(3, 10)
+
+
+class _Denied(W5xdeError):
+    """The dashboard's token or certificate is not the right one."""
+
+    exit_code = ExitCode.AUTHENTICATION
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.status") -> int:
+    """Show the run; the result is the exit code."""
+    parser = _Parser(prog=prog, description=(__doc__ or "").split("\n\n")[0].split(": ", 1)[-1].capitalize())
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--server", metavar="ADDRESS", help="the dashboard, HOST:PORT; where it needs a token, set W5XDE_DASHBOARD_LINK"
+    )
+    where.add_argument("--run-dir", metavar="DIR", type=Path, help="directory of the run; default: the newest in runs/")
+    parser.add_argument("--watch", action="store_true", help="show it again and again, until the run ends")
+    parser.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="how often, with --watch [2]")
+    parser.add_argument("--json", action="store_true", help="print what the dashboard answers, as JSON")
+    try:
+        given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+        if not 0.1 <= given.interval <= 3600:
+            raise UsageError(f"--interval {given.interval:g}: give seconds from 0.1 to 3600")
+        link = _of_server(given.server) if given.server else _of_run(given.run_dir)
+        dashboard = _Dashboard(link)
+        if given.json:
+            print(json.dumps(dashboard.read()))  # noqa: T201 - the answer that was asked for
+        elif given.watch:
+            _watch(dashboard, given.interval)
+        else:
+            _Screen().show(dashboard.read())
+    except W5xdeError as error:
+        sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.OK
+    return ExitCode.OK
+
+
+# -- where
+
+
+def _of_server(server: str) -> DashboardLink:
+    if "token=" in server:
+        raise UsageError(
+            f"--server: others can read the token in the list of processes; give --run-dir, or set {_LINK}"
+        )
+    return DashboardLink(_url(server))
+
+
+def _url(server: str) -> str:
+    if "://" in server:
+        return server
+    host = server if server.startswith("[") or server.count(":") < 2 else f"[{server}]"
+    return f"http://{host}" if host.rpartition("]")[2].count(":") else f"http://{host}:{_DEFAULT_PORT}"
+
+
+def _of_run(run_dir: Path | None) -> DashboardLink:
+    if run_dir is None and (told := os.environ.get(_LINK)):
+        return DashboardLink(_url(told))
+    if run_dir is None:
+        found = sorted(Path("runs").glob(f"*/{LINK_FILE}"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise UsageError("no run in ./runs shows a dashboard; give --run-dir DIR or --server HOST:PORT")
+        path = found[-1]
+    else:
+        path = run_dir / LINK_FILE
+    try:
+        return DashboardLink.parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path.parent} shows no dashboard: it does not run, or runs with --no-dashboard") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
+class _Dashboard:
+    """Asks over one short connection at a time."""
+
+    def __init__(self, link: DashboardLink) -> None:
+        parts = urlsplit(link.url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if parts.scheme not in ("http", "https") or not host:
+            raise UsageError(f"--server {link.url!r} is no address; it looks like 127.0.0.1:{_DEFAULT_PORT}")
+        self._host, self._port = host, port or (443 if parts.scheme == "https" else 80)
+        self._secure, self._certificate = parts.scheme == "https", link.certificate
+        self._token = (parse_qs(parts.query).get("token") or [""])[0]
+
+    def read(self) -> dict[str, Any]:
+        """Raises Unreachable, or what ends the program with 4."""
+        try:
+            connection = self._connect()
+            try:
+                return {name: self._get(connection, name) for name in ("run", "status", "workers")}
+            finally:
+                connection.close()
+        except ssl.SSLCertVerificationError as error:
+            text = (
+                f"its certificate cannot be verified ({error.verify_message}); give --run-dir, where its hash is kept"
+            )
+            raise _Denied(text) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unreachable(f"{self._host}:{self._port}", str(error) or type(error).__name__, _TIMEOUT_S) from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if not self._secure:
+            return http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+        context = ssl.create_default_context()
+        if self._certificate:  # its own: known by its hash
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(self._host, self._port, timeout=_TIMEOUT_S, context=context)
+        connection.connect()
+        if self._certificate:
+            seen = connection.sock.getpeercert(binary_form=True) or b""
+            if not hmac.compare_digest(hashlib.sha256(seen).digest(), self._certificate):
+                connection.close()
+                raise _Denied("the dashboard's certificate is not the one that the run directory names")
+        return connection
+
+    def _get(self, connection: http.client.HTTPConnection, name: str) -> Any:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        connection.request("GET", f"/api/v1/{name}", headers=headers)
+        answer = connection.getresponse()
+        body = answer.read(_MOST_BYTES)
+        if answer.status in (401, 403):
+            raise _Denied(f"the dashboard says: {body.decode(errors='replace').strip()[:200]}")
+        if answer.status != 200:
+            raise ValueError(f"it answers {answer.status} {answer.reason}: no dashboard of this project?")
+        return json.loads(body)
+
+
+# -- what is shown
+
+
+def _summary(found: dict[str, Any]) -> list[str]:
+    run, status = found["run"], found["status"]
+    step, total = status.get("step") or 0, status.get("total_steps") or 0
+    lines = [f"{run.get('run_name', '')}: {status.get('state')}, step {step:,} of {total:,}"
+             + (f" ({100 * step / total:.0f} %)" if total else "")]  # fmt: skip
+    parts = []
+    if status.get("loss") is not None:
+        parts.append(f"loss {float(status['loss']):.4f}")
+    if status.get("samples_per_s") is not None:
+        parts.append(f"{wording.short(float(status['samples_per_s']))} samples/s")
+    vain, leaves = status.get("leaves_in_vain") or 0, status.get("leaves") or 0
+    if vain:
+        parts.append(f"{100 * vain / (vain + leaves):.1f} % in vain")
+    parts.append(f"up {wording.duration(float(status.get('uptime_s') or 0))}")
+    lines.append(" · ".join(parts))
+    if status.get("waits_for"):
+        lines.append(f"waiting: {status['waits_for']}")
+    return [wording.clean(line) for line in lines]
+
+
+def _rows(workers: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    for worker in sorted(workers, key=lambda worker: (bool(worker.get("left")), str(worker.get("name")))):
+
+        def figure(name: str, show: Any, worker: dict[str, Any] = worker) -> str:
+            value = worker.get(name)
+            return "-" if value is None else str(show(float(value)))
+
+        memory = worker.get("device_bytes") or worker.get("host_bytes")
+        cells = [
+            str(worker.get("name", "")), str(worker.get("state", "")), str(worker.get("device", "")),
+            figure("busy", lambda value: f"{100 * value:.0f} %"), figure("leaves_per_s", wording.short),
+            figure("share", lambda value: f"{100 * value:.0f} %"), figure("rtt_s", wording.brief),
+            figure("bytes_sent", wording.size), figure("bytes_received", wording.size),
+            wording.size(float(memory)) if memory else "-", str(worker.get("waits_for") or ""),
+        ]  # fmt: skip
+        yield [wording.clean(cell.replace("\n", " "), limit=100) for cell in cells]
+
+
+class _Screen:
+    """Text to standard output: by rich where it is installed, plain otherwise."""
+
+    def __init__(self) -> None:
+        try:
+            from rich.console import Console
+        except ImportError:
+            self._console = None
+            sys.stderr.write("plain text: rich is not installed (pip install 'w5xde-async[dashboard]')\n")
+        else:
+            self._console = Console(no_color=bool(os.environ.get("NO_COLOR")) or None, highlight=False)
+
+    @property
+    def live(self) -> bool:
+        """Whether what was shown can be replaced."""
+        return self._console is not None and self._console.is_terminal
+
+    def show(self, found: dict[str, Any]) -> None:
+        if self._console is not None:
+            self._console.print(self.content(found))
+            return
+        lines = _summary(found)
+        rows = [list(_HEAD), *_rows(found["workers"])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+
+    def content(self, found: dict[str, Any]) -> Any:
+        """For rich."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        title, *rest = _summary(found)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, name in enumerate(_HEAD):
+            table.add_column(name, justify="right" if number in _NUMBERS else "left", no_wrap=number < len(_HEAD) - 1)
+        for row in _rows(found["workers"]):
+            gone = row[1] in ("left", "lost")
+            table.add_row(*(Text(cell) for cell in row), style="dim" if gone else None)
+        if not found["workers"]:
+            rest.append("no worker has joined")
+        return Group(Text(title, style="bold"), *(Text(line) for line in rest), table if found["workers"] else Text(""))
+
+
+def _watch(dashboard: _Dashboard, interval_s: float) -> None:
+    screen = _Screen()
+    if not screen.live:
+        for found in _again(dashboard, interval_s):
+            screen.show(found)
+        return
+    from rich.live import Live
+
+    with Live(console=screen._console, auto_refresh=False) as live:
+        for found in _again(dashboard, interval_s):
+            live.update(screen.content(found), refresh=True)
+
+
+def _again(dashboard: _Dashboard, interval_s: float) -> Iterator[dict[str, Any]]:
+    """Until the run ends. Raises Unreachable where nobody answers for long, unless the run had ended."""
+    found: dict[str, Any] | None = None
+    answered = time.monotonic()
+    while True:
+        try:
+            found, answered = dashboard.read(), time.monotonic()
+        except Unreachable:
+            if found is None or time.monotonic() - answered > _PATIENCE_S:
+                raise
+        else:
+            yield found
+            if found["status"].get("state") in ("finished", "stopped", "failed"):
+                return
+        time.sleep(interval_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
