@@ -90,6 +90,7 @@ def test_programs_run(tmp_path: Path) -> None:
     said = [f"{name_of(example)}: {(folder / 'output.txt').read_text()}"
             for example, folder in zip(programs, folders, strict=True)]  # fmt: skip
     assert ended.returncode == 0, "\n".join([*said, ended.stderr])
+    assert not [text for text in said if "Traceback" in text]  # of a subscriber, say, which ends no run
 
 
 @pytest.mark.slow
