@@ -3,16 +3,21 @@
 - A blocking call of this package inside a running event loop raises (blockbuster).
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
+- ``@pytest.mark.processes`` starts programs; they are forked from a server that has imported everything (forking.py).
 - ``--rewrite-golden`` writes ``tests/golden`` anew instead of comparing with it.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import gc
 import inspect
+import linecache
+import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +27,7 @@ from typing import Any
 
 import pytest
 from blockbuster import BlockBuster
+from tests.support import forking
 
 GOLDEN = Path(__file__).parent / "golden"
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -36,10 +42,62 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "both_loops: run on asyncio's own loop and on uvloop")
     config.addinivalue_line("markers", "allow_leaks: the leak check is not for this test")
+    config.addinivalue_line("markers", "processes: starts programs, by fork from one that has imported everything")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs here would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    linecache.checkcache = _checked_once
+    if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2):
+        ast.parse = _parsed_alone
     if sys.platform != "win32":
         import uvloop
 
         uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
+
+
+_check_file = linecache.checkcache
+_checked: set[str] = set()
+
+
+def _checked_once(filename: str | None = None) -> None:
+    """asyncio's debug mode notes the stack of every future; it would ask the disk about each of its files each time."""
+    if filename is None or filename not in _checked:
+        _check_file(filename)
+        if filename is not None:
+            _checked.add(filename)
+
+
+_parse = ast.parse
+_parsing = threading.RLock()
+
+
+def _parsed_alone(*args: Any, **kwargs: Any) -> Any:
+    """Before 3.11.8 and 3.12.2 a collection inside ast.parse may let another thread in, and both fail (gh-106905).
+
+    Tracing parses in a thread of its own, pytest wherever it shows source.
+    """
+    with _parsing:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return _parse(*args, **kwargs)
+        finally:
+            if collecting:
+                gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            # pytest puts its handlers on every logger that does not, six times a test; torch has forty.
+            logger.propagate = True
+    if sys.platform == "linux" and any(item.get_closest_marker("processes") for item in session.items):
+        forking.running = forking.ForkServer()  # now, so that it imports while other tests run
+
+
+def pytest_sessionfinish() -> None:
+    if forking.running is not None:
+        forking.running.close()
+        forking.running = None
 
 
 def pytest_asyncio_loop_factories(
@@ -109,6 +167,7 @@ def _watched(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    _checked.clear()
     item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
     return (yield)
 

@@ -340,6 +340,47 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
     assert not any(isinstance(event, JournalFailed | CheckpointFailed) for event in events)
 
 
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_of_two_coordinators_of_a_run_the_later_alone_commits(
+    tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a shared disk whose locks do not reach the other machine; each has a worker, and goes on as it can."""
+    monkeypatch.setattr("w5xde_async.store.rundir._take_lock", lambda path: path.mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr("w5xde_async.store.rundir._drop_lock", lambda lock: None)
+    run, reached = tmp_path / "run", asyncio.Event()
+    begun = False
+    told: list[int] = []  # steps that the earlier told of after the later had begun
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            if event.step == 6:
+                reached.set()
+            if begun:
+                told.append(event.step)
+
+    bus = Bus()
+    bus.subscribe(see)
+    config = settings(durability=durability, checkpoint_every=3)
+    async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus) as earlier:
+        one = asyncio.create_task(Worker(earlier.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        await reached.wait()
+        async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config) as later:
+            begun = True
+            with pytest.raises(Superseded):
+                await earlier.wait()
+            other = asyncio.create_task(Worker(later.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+            result = await later.wait()
+            await other
+        one.cancel()
+        await asyncio.gather(one, return_exceptions=True)
+    assert result.digest == expected("mlp_sgd")
+    assert [line["step"] for line in lines(run)] == list(range(1, result.step + 1)), "0 of its commits stay"
+    if durability == "journal":
+        assert told == [], "what is told has to be durable first, and that can no longer be"
+    found = await asyncio.to_thread(prepared, jobs.mlp_sgd, run, durability=durability)
+    assert (found.first_step, found.state.digest()) == (result.step, result.digest)
+
+
 async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None:
     left = tmp_path / "left"
     told = await crash(jobs.mlp_sgd, tmp_path / "run", at=7, left=left, durability="checkpoint", checkpoint_every=500)

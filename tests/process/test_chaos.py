@@ -13,7 +13,7 @@ import torch
 from tests.support import jobs, reference
 from tests.support.chaos import Stage, at_steps, show
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(200)]
 
 #: A stopped worker is silent for longer than this.
 SILENCE = ("--heartbeat", "500ms", "--silence", "2s")

@@ -22,7 +22,6 @@ import pytest
 import torch
 from tests.support import jobs, reference
 from tests.support.processes import programs
-from tests.support.zygote import Zygote
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -30,7 +29,7 @@ from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.params.flat import named_digest
 from w5xde_async.store.failpoints import FAILPOINTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
 
 STEPS_EACH = 6  # room for one death: its step, the checkpoints that it waits for
 JOURNAL_ONLY = ("journal.", "segment.", "replay.")
@@ -104,25 +103,25 @@ def test_it_dies_everywhere_and_nothing_is_lost(
     torch.set_num_threads(1)
     deaths = places(durability, everything=request.config.getoption("--all-failpoints"))
     steps = STEPS_EACH * len(deaths)
-    digests, run, log, port = expected(steps), tmp_path / "run", tmp_path / "log", free_port()
+    digests, run, port = expected(steps), tmp_path / "run", free_port()
     command = [
-        "tests/support/jobs.py:mlp_adamw", "--run-dir", str(run), "--port", str(port), "--threads", "1",
-        "--max-steps", str(steps), "--durability", durability, "--checkpoint-every", "3", "--keep-checkpoints", "2",
-        "--log-format", "json", "--log", "verbose",
+        "w5xde_async.coordinator", "tests/support/jobs.py:mlp_adamw", "--run-dir", str(run), "--port", str(port),
+        "--threads", "1", "--max-steps", str(steps), "--durability", durability, "--checkpoint-every", "3",
+        "--keep-checkpoints", "2", "--log-format", "json", "--log", "verbose",
     ]  # fmt: skip
-    with programs() as start, Zygote() as zygote:
+    with programs() as start:
         worker = start(
             "w5xde_async.worker", "--server", f"127.0.0.1:{port}", "--job", "tests/support/jobs.py:mlp_adamw",
             "--threads", "1", "--connect-timeout", "120",
         )  # fmt: skip
         fired = []
         for name, passing in deaths:
-            log.write_bytes(b"")
-            code = zygote.run(*command, log=log, W5XDE_FAILPOINTS=f"{name}=kill@{passing}")
-            said = log.read_text()
+            dying = start(*command, W5XDE_FAILPOINTS=f"{name}=kill@{passing}")
+            code, said = dying.finish(), "".join(dying.text)
+            dying.close()
             assert code == -signal.SIGKILL, f"{name}@{passing}: exit code {code}\n{said[-3000:]}"
             assert f"failpoint {name}: kill" in said
-            committed = [json.loads(line)["step"] for line in said.splitlines() if '"step_committed"' in line]
+            committed = [event["step"] for event in dying.events if event["event"] == "step_committed"]
             found = taken_up(run, tmp_path / "copy", durability)
             assert found.state.digest() == digests[found.first_step], f"{name}@{passing}"
             assert found.samples == sum(_samples(found, step) for step in range(found.first_step))
@@ -130,9 +129,9 @@ def test_it_dies_everywhere_and_nothing_is_lost(
                 assert found.first_step >= max(committed, default=0), f"{name}@{passing}"
                 assert found.first_step >= max((line["step"] for line in told(run)), default=0)
             fired.append((name, passing, found.first_step))
-        log.write_bytes(b"")
-        assert zygote.run(*command, log=log) == 0, log.read_text()[-3000:]
-        ended = [json.loads(line) for line in log.read_text().splitlines() if '"run_finished"' in line][-1]
+        last = start(*command)
+        assert last.finish() == 0, "".join(last.text[-30:])
+        ended = last.last("run_finished")
         assert worker.finish() == 0
     record_property("deaths", [f"{name}@{passing} at step {step}" for name, passing, step in fired])
     assert len(fired) == len(deaths)

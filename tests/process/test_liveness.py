@@ -21,7 +21,7 @@ from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat, Ready
 from w5xde_async.worker.joining import join
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(200)]
 
 JOB = "tests/support/jobs.py:mlp_sgd"  # 32 steps of 9 leaves
 FOUND_WITHIN_S = 15.0
@@ -108,8 +108,9 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(tmp_pat
         left = stage.kept("log", "left reason", f'"by": "{worker.name}"')[0]
         stale = leases(left, "leases_stale")
         show(f"stale leases {stale}, longest gap {record.longest_gap_s:.2f} s")
-        # The one it was at; and the one it held ahead, since nothing that could tell it otherwise came through.
-        assert 1 <= stale <= 2, left
+        # The one it was at; the one it held ahead, since nothing that could tell it otherwise came through; and where
+        # the machine is busy one that came between its stop and the hold.
+        assert 1 <= stale <= 3, left
         assert stage.kept("log", "leases not applied", f'"by": "{worker.name}"')
         assert record.longest_gap_s < 5.0, "nobody waits longer than the shortest deadline"
         (seen,) = stage.kept("worker_left", worker.name)
@@ -222,7 +223,8 @@ async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tm
         await asyncio.to_thread(stage.until, lambda: stage.step >= 20, "20 steps")
         before = await asyncio.to_thread(measure, stage, 1.0)
         peers = [Silent(number, ready=ready) for number in range(NUM_SILENT)]
-        step, peak, rounds = stage.step, 0, 16
+        step, peak = stage.step, 0
+        rounds = 16 if ready else 6  # the workers go on when the leases of all the others are given up
         try:
             for peer in peers:
                 await peer.join(stage.port)

@@ -18,7 +18,7 @@ from tests.support.processes import ROOT, Program, programs
 
 from w5xde_async.errors import ExitCode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(120)]
 
 DIGITS = f"{ROOT}/examples/digits.py:job"
 JOBS = """
@@ -86,13 +86,9 @@ def coordinate(job: str, run_dir: Path, *more: str) -> tuple[str, ...]:
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
-    env |= {"W5XDE_DASHBOARD": "false"} | environment
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], env=env, capture_output=True, text=True, timeout=60, cwd=ROOT,
-        stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stderr
+    with programs() as start:
+        program = start(*arguments, **environment)
+        return program.finish(), "".join(program.text)
 
 
 def token_file(path: Path, text: str) -> str:
@@ -128,7 +124,7 @@ def test_digits_with_two_local_workers_and_again_when_it_is_complete(
     start: Callable[..., Program], tmp_path: Path
 ) -> None:
     command = coordinate(DIGITS, tmp_path / "digits", "--workers", "2")
-    program = start(*command)
+    program = start(*command, fresh=True)
     assert program.finish() == ExitCode.OK
     finished = program.last("run_finished")
     assert finished["outcome"] == "finished"
@@ -176,9 +172,9 @@ def test_a_second_ctrl_c_ends_everything_at_once(start: Callable[..., Program], 
 def test_workers_end_with_a_coordinator_that_is_killed(
     start: Callable[..., Program], jobs: str, tmp_path: Path
 ) -> None:
-    program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "2"))
+    program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1"))
     address = program.wait_for("run_started")["address"]
-    program.wait_for("worker_joined", num_workers=2)
+    program.wait_for("worker_joined")
     program.signal(signal.SIGKILL)
     program.finish()
     assert_all_gone(address)

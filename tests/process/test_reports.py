@@ -15,7 +15,7 @@ from tests.support.processes import ROOT, programs
 
 from w5xde_async.errors import ExitCode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(120)]
 
 
 def test_a_start_that_fails_says_what_and_what_to_do_rl_swarm_64(tmp_path: Path) -> None:

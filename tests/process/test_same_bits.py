@@ -4,6 +4,7 @@ that is interrupted in the middle of an epoch and goes on."""
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from tests.support import jobs, reference
 from tests.support.processes import Gate, Program, programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
+
+Start = Callable[..., Program]
 
 COORDINATOR = "w5xde_async.coordinator"
 WORKER = "w5xde_async.worker"
@@ -39,14 +42,32 @@ def test_digest_is_the_plain_loops(name: str, tmp_path: Path) -> None:
         assert run(name, tmp_path / run.__name__) == expected, run.__name__
 
 
+def worker(start: Start, name: str, server: str, label: str, leaf_s: float = 0.0) -> Program:
+    return start(
+        WORKER, "--server", server, "--job", f"tests/support/jobs.py:{name}", "--threads", "1", "--name", label,
+        "--log-format", "json", leaf_s=leaf_s,
+    )  # fmt: skip
+
+
+def begun(start: Start, name: str, run: Path, workers: int, leaf_s: float = 0.0) -> tuple[Program, list[Program]]:
+    """A coordinator and so many workers."""
+    coordinator = start(*arguments(name, run, "--min-workers", str(workers)))
+    server = coordinator.wait_for("run_started")["address"]
+    return coordinator, [worker(start, name, server, f"worker-{number}", leaf_s) for number in range(workers)]
+
+
 def one_worker(name: str, run: Path) -> str:
     with programs() as start:
-        return finished(start(*arguments(name, run, "--workers", "1", "--worker-threads", "1")))[0]
+        coordinator, (one,) = begun(start, name, run, 1)
+        digest, _ = finished(coordinator)
+        assert one.finish() == 0
+        return digest
 
 
 def three_workers(name: str, run: Path) -> str:
     with programs() as start:
-        digest, event = finished(start(*arguments(name, run, "--workers", "3", "--worker-threads", "1")))
+        coordinator, _ = begun(start, name, run, 3)
+        digest, event = finished(coordinator)
         assert len([share for share in event["shares"] if share["leaves"]]) == 3
         return digest
 
@@ -57,16 +78,8 @@ def killed_and_late(name: str, run: Path) -> str:
         host, port = coordinator.wait_for("run_started")["address"].rsplit(":", 1)
         gate = Gate((host, int(port)))
         try:
-
-            def worker(server: str, label: str) -> Program:
-                program: Program = start(
-                    WORKER, "--server", server, "--job", f"tests/support/jobs.py:{name}", "--threads", "1", "--name",
-                    label, "--log-format", "json", leaf_s=0.01,
-                )  # fmt: skip
-                return program
-
-            late = worker(f"127.0.0.1:{gate.port}", "late")
-            early = [worker(f"{host}:{port}", f"early-{number}") for number in range(3)]
+            late = worker(start, name, f"127.0.0.1:{gate.port}", "late", 0.01)
+            early = [worker(start, name, f"{host}:{port}", f"early-{number}", 0.01) for number in range(3)]
             assert gate.knocked.wait(60)
             coordinator.wait_for("step_committed", step=4)
             early[0].signal(signal.SIGKILL)
@@ -85,16 +98,15 @@ def killed_and_late(name: str, run: Path) -> str:
 
 
 def interrupted_and_resumed(name: str, run: Path) -> str:
-    command = arguments(name, run, "--workers", "2", "--worker-threads", "1")
     with programs() as start:
-        first = start(*command, leaf_s=0.01)
+        first, _ = begun(start, name, run, 2, 0.01)
         first.wait_for("step_committed", step=11)
         first.signal(signal.SIGINT)
         assert first.finish() == 0, "".join(first.text[-30:])
         stopped = first.last("run_finished")
         assert stopped["outcome"] == "stopped"
         assert 11 <= stopped["step"] < 32
-        second = start(*command)
+        second, _ = begun(start, name, run, 2)
         digest, event = finished(second)
         assert second.last("run_started")["resumed_step"] == stopped["step"]
         assert event["outcome"] == "finished"

@@ -86,8 +86,12 @@ class Stage:
         environment: Sequence[Mapping[str, str]] = (),
         coordinator_environment: Mapping[str, str] | None = None,
         keep_files: bool = False,
+        fresh: bool = False,
     ) -> None:
-        """The first ``proxied`` workers have a fault proxy each; ``environment[n]`` is more of worker n's."""
+        """The first ``proxied`` workers have a fault proxy each; ``environment[n]`` is more of worker n's.
+
+        ``fresh``: every process starts an interpreter of its own, also where there is a server that forks.
+        """
         self.job, self.run_dir, self.num_workers, self.leaf_s, self.seed = job, run_dir, workers, leaf_s, seed
         self.flags, self.worker_flags, self.num_proxied = flags, worker_flags, proxied
         self.keep, self.environment = frozenset(keep), environment
@@ -106,7 +110,7 @@ class Stage:
         self._stopped: set[int] = set()
         self.spared: frozenset[int] = frozenset()  # places whose workers no action is aimed at
         self._leaving: list[Process] = []
-        self._keep_files = keep_files
+        self._keep_files, self._fresh = keep_files, fresh
 
     def __enter__(self) -> Stage:
         try:
@@ -157,7 +161,7 @@ class Stage:
 
     def _start(self, *arguments: str, leaf_s: float = 0.0, more: Mapping[str, str] | None = None) -> Process:
         with _environment(more or {}):
-            process = Process(*arguments, leaf_s=leaf_s)
+            process = Process(*arguments, leaf_s=leaf_s, fresh=self._fresh)
         self._all.append(process)
         return process
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support import forking
+
 ROOT = Path(__file__).resolve().parents[2]
 LEAF_DELAY = "W5XDE_TEST_LEAF_S"  # tests/support/jobs.py: seconds that every leaf takes longer
 
@@ -25,16 +27,26 @@ Event = dict[str, Any]
 class Program:
     """One of our programs as a process; its stderr is JSON lines."""
 
-    def __init__(self, *arguments: str, leaf_s: float = 0.0, cwd: Path = ROOT, code_free: bool = False) -> None:
-        """``code_free``: the coordinator traces the job for workers without it, which takes seconds of a core."""
+    def __init__(
+        self, *arguments: str, leaf_s: float = 0.0, cwd: Path = ROOT, code_free: bool = False, fresh: bool = False,
+        **environment: str,
+    ) -> None:  # fmt: skip
+        """``code_free``: the coordinator traces the job for workers without it, which takes seconds of a core.
+
+        ``fresh``: an interpreter of its own, as people start it, also where there is a server that forks (forking.py).
+        """
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)  # thread counts come from the flags, as they do for people
         env |= {"PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s), "W5XDE_CODE_FREE": str(code_free).lower()}
-        env["W5XDE_DASHBOARD"] = "false"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+        env |= {"W5XDE_DASHBOARD": "false"} | environment
+        self.process: subprocess.Popen[str] | forking.Forked
+        if forking.running is None or fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        else:
+            self.process = forking.running.start(*arguments, cwd=cwd, env=env)
         self.events: list[Event] = []
         self.text: list[str] = []
         self._new: queue.Queue[Event | None] = queue.Queue()
@@ -86,6 +98,8 @@ class Program:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+        if isinstance(self.process, forking.Forked):
+            self.process.close()
 
 
 @contextlib.contextmanager

@@ -124,7 +124,6 @@ async def test_a_config_of_ones_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-@pytest.mark.both_loops
 async def test_a_reference_is_trained_by_processes(tmp_path: Path) -> None:
     (tmp_path / "small_job.py").write_text(
         "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom w5xde_async import Job\n"

@@ -83,7 +83,9 @@ def computed(engine: Engine, job: Job, samples: tuple[int, ...]) -> tuple[Outcom
 
 @pytest.mark.parametrize("name", programs.QUICK_AND_SLOW)
 def test_an_engine_without_code_gives_the_same_bits(name: str) -> None:
-    job = traced(name)[0]
+    """And what is parsed is encoded the same."""
+    job, layout, document = traced(name)
+    assert encode(parse(document, layout)) == document
     local, free = engines(name)
     samples = (job.leaf_samples, job.leaf_samples - 1)
     for _ in range(2):
@@ -96,12 +98,6 @@ def test_an_engine_without_code_gives_the_same_bits(name: str) -> None:
         assert sums
     for engine in (local, free):
         engine.close()
-
-
-@pytest.mark.parametrize("name", programs.QUICK_AND_SLOW)
-def test_what_is_parsed_is_encoded_the_same(name: str) -> None:
-    _, layout, document = traced(name)
-    assert encode(parse(document, layout)) == document
 
 
 def test_one_graph_holds_for_all_numbers_of_samples_where_the_model_leaves_them_free() -> None:

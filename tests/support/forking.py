@@ -1,0 +1,217 @@
+"""Programs by fork from one process that has imported everything: a start costs tenths of a second, not seconds.
+
+Each is a process of its own, in a session of its own, with its own environment, directory and pipes, runs the same
+``__main__`` and waits for its threads and exit functions at the end. What differs from ``python -m``: modules are there
+already and are not taken apart at the end, pages are shared until they are written, and torch has one thread until it
+is told otherwise. A test that is about these things starts a real one.
+
+Between a program and the server stands a small process that waits for it: it tells how the program ended, and kills it
+where the tests are gone. Run as a module, this is the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_MESSAGE_BYTES = 1 << 17
+
+
+class Forked:
+    """A process that the server forked, as far as tests use subprocess.Popen."""
+
+    def __init__(self, status: socket.socket, stdout: IO[str], stderr: IO[str]) -> None:
+        self.stdout, self.stderr = stdout, stderr
+        self.returncode: int | None = None
+        self._status = status
+        self._told = status.makefile("rb", buffering=0)  # nothing is read ahead of what select() is asked for
+        self.pid = int(self._told.readline())
+        self._asking = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            select.select([self._status], [], [], 0.1)
+        assert self.returncode is not None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with self._asking:
+            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+                self.returncode = int(self._told.readline())
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # its number is not given to another before close(): whoever waits for it does not reap
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """After its end."""
+        self._told.close()
+        self._status.close()
+
+
+class ForkServer:
+    """Starts programs."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
+        env.pop("OMP_NUM_THREADS", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.forking", str(theirs.fileno())], cwd=ROOT, pass_fds=[theirs.fileno()],
+            env=env | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self._socket = ours
+
+    def start(self, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> Forked:
+        """``python -m`` with these arguments; text of both its outputs is in pipes, its input is empty."""
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        status, status_end = socket.socketpair()
+        told = {"arguments": arguments, "cwd": str(cwd), "env": dict(env)}
+        try:
+            socket.send_fds(self._socket, [json.dumps(told).encode()], [out_end, err_end, status_end.fileno()])
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+            status_end.close()
+        return Forked(status, os.fdopen(out), os.fdopen(err))
+
+    def close(self) -> None:
+        """End it, and with it all of them."""
+        self._socket.close()
+        self._process.wait(30)
+
+
+#: The one that tests/conftest.py keeps for tests with processes; without it (in benches) programs are not forked.
+running: ForkServer | None = None
+
+
+# -- the server
+
+
+def _serve(asked: socket.socket) -> None:
+    """Returns in a program that is to run, when it has its arguments, files and directory, and at the end."""
+    _prepare()
+    while True:
+        data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
+        if not data:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those whose programs have ended
+                pass
+        if not os.fork():
+            asked.close()
+            _wait_for_it(json.loads(data), *files)
+            return
+        for file in files:
+            os.close(file)
+
+
+#: What programs import, early or late.
+_IMPORTED = (
+    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "uvloop", "w5xde_async.coordinator.local",
+    "w5xde_async.coordinator.service", "w5xde_async.job", "w5xde_async.settings", "w5xde_async.telemetry.progress",
+    "w5xde_async.worker.service",
+)  # fmt: skip
+
+
+def _prepare() -> None:
+    """No thread may start here: none would be there after a fork."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    import torch
+    from tests.support import jobs
+
+    from w5xde_async.coordinator.config import CoordinatorConfig
+    from w5xde_async.coordinator.preparation import prepare
+
+    torch.set_num_threads(1)
+    # The first model and the first optimizer import more, most of a second.
+    prepare(jobs.mlp_adamw(), CoordinatorConfig(), None, lambda: "0" * 16)
+    gc.collect()
+    gc.freeze()  # a collection would copy every page that it looks at
+
+
+def _wait_for_it(told: dict[str, Any], out: int, err: int, status: int) -> None:
+    """Returns in the program."""
+    program = os.fork()
+    if not program:
+        os.close(status)
+        _become(told, out, err)
+        return
+    os.close(out)
+    os.close(err)
+    os.write(status, b"%d\n" % program)
+    ended = os.pidfd_open(program)
+    ready, _, _ = select.select([ended, status], [], [])
+    if ended in ready:
+        how = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
+        assert how is not None
+        code = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+        with contextlib.suppress(OSError):
+            os.write(status, b"%d\n" % code)
+            os.read(status, 1)  # until nobody asks for it any more
+    else:
+        os.kill(program, signal.SIGKILL)
+    os.waitpid(program, 0)
+    os._exit(0)
+
+
+def _become(told: dict[str, Any], out: int, err: int) -> None:
+    os.setsid()
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.closerange(3, max(out, err) + 1)
+    os.chdir(told["cwd"])
+    os.environ.clear()
+    os.environ.update(told["env"])
+    sys.argv = told["arguments"]
+
+
+def _run() -> int:
+    """As ``python -m`` does; the exit code."""
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+        return ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    code = _run()
+    threading._shutdown()  # waits for threads, as the end of an interpreter does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking every module apart would copy most of the memory, and takes a second
