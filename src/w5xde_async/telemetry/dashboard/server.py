@@ -118,6 +118,7 @@ class Dashboard:
                     raise
                 sock.bind((host, 0))
                 self.moved = True
+            sock.listen(128)  # who comes from now on waits until it is served
             self.port = sock.getsockname()[1]
         except BaseException:
             sock.close()

@@ -1,0 +1,145 @@
+"""The dashboard in a real browser, on a real run: somebody joins late and watches a worker go and come back."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.processes import Program, programs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+
+#: WCAG contrast of every visible text against what lies behind it; those below 4.5 (3 for large text).
+CONTRAST = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => {
+    const linear = (v) => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+    const [x, y, z] = [r, g, b].map(linear);
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color.length && (color.length < 4 || color[3] > 0.99)) return color;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.offsetParent || node.closest(".hidden, [hidden]")) continue;
+    const style = getComputedStyle(node);
+    const [a, b] = [light(parse(style.color)), light(behind(node))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05), large = parseFloat(style.fontSize) >= 24;
+    const named = `${node.tagName} ${node.textContent.trim().slice(0, 30)}`;
+    if (ratio < (large ? 3 : 4.5)) poor.push(`${named} ${ratio.toFixed(2)}`);
+  }
+  return poor;
+}"""
+#: Controls and pictures without a name.
+NAMELESS = """() => [...document.querySelectorAll("button, a, input, canvas, meter, progress, [role=img]")]
+  .filter((node) => !(node.matches("[role=img] canvas") || node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length))
+  .map((node) => node.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if not os.path.exists(CHROMIUM):
+        pytest.skip("chromium is not installed (apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+PROGRAM = "tests/support/jobs.py:mlp_sgd"
+
+
+@pytest.mark.allow_leaks  # the browser's driver
+def test_late_viewer_sees_a_worker_leave_and_come_back(browser: Any, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    with programs() as start:
+        coordinator: Program = start(
+            "w5xde_async.coordinator", PROGRAM, "--run-dir", str(tmp_path / "run"), "--port", "0",
+            "--dashboard", "--dashboard-address", "127.0.0.1:0", "--max-steps", "100000", "--log-format", "json",
+            "--min-workers", "2", "--silence", "4", "--heartbeat", "1",
+        )  # fmt: skip
+        started = coordinator.wait_for("run_started")
+
+        def worker(name: str) -> Program:
+            found: Program = start(
+                "w5xde_async.worker", "--server", started["address"], "--job", PROGRAM, "--name", name,
+                "--threads", "1", leaf_s=0.02,
+            )  # fmt: skip
+            return found
+
+        first = worker("first")
+        second = worker("second")
+        coordinator.wait_for("step_committed", step=10)
+
+        trouble: list[str] = []
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.on(
+            "console", lambda message: trouble.append(message.text) if message.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.goto(started["dashboard"])  # late: ten steps have been
+        expect(page.locator("#state")).to_have_text("running")
+        loss = page.locator("#tiles div", has_text="Loss").first.locator("dd")
+        before = re.compile(re.escape(loss.inner_text()))
+        expect(loss).not_to_have_text(before)
+        assert page.locator("#chart-loss canvas").count() == 1
+
+        page.keyboard.press("2")
+        row = page.locator("#workers tbody tr", has_text="second")
+        expect(page.locator("#workers .badge.good")).to_have_count(2)
+        second.signal(signal.SIGKILL)
+        row.locator(".badge", has_text="lost").wait_for(timeout=20_000)
+        assert page.locator("#workers .badge.good").count() == 1
+        worker("second")
+        row.locator(".badge.good").wait_for(timeout=40_000)
+        assert row.count() == 1  # the same row, not a second one
+
+        page.keyboard.press("3")
+        expect(page.locator("#timeline canvas")).to_have_count(2)
+        assert "computing" in page.locator("#timeline canvas").first.get_attribute("aria-label")
+
+        for theme in ("light", "dark"):
+            page.evaluate(
+                "theme => document.documentElement.dataset.theme !== theme && document.querySelector('#theme').click()",
+                theme,
+            )
+            for name in ("status", "workers", "timeline", "checkpoints", "config", "logs"):
+                page.evaluate("name => { location.hash = name }", name)
+                expect(page.locator(f"#page-{name}")).to_be_visible()
+                page.wait_for_timeout(100)
+                assert page.evaluate(CONTRAST) == [], (theme, name)
+                assert page.evaluate(NAMELESS) == [], (theme, name)
+        page.set_viewport_size({"width": 390, "height": 844})
+        for name in ("status", "workers", "logs"):
+            page.evaluate("name => { location.hash = name }", name)
+            page.wait_for_timeout(100)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than a phone"
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none"
+        assert trouble == []
+
+        coordinator.signal(signal.SIGTERM)
+        expect(page.locator("#live")).to_have_text(re.compile("ended|not connected"), timeout=20_000)
+        assert coordinator.finish() == 0
+        first.signal(signal.SIGTERM)
+        page.close()

@@ -1,0 +1,330 @@
+"""The dashboard: what it makes of events, who may look, what a slow viewer costs, and the server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
+
+from w5xde_async.telemetry.dashboard.feed import Feed
+from w5xde_async.telemetry.dashboard.server import Dashboard
+from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View
+from w5xde_async.telemetry.events import CheckpointSaved, Evaluated, Waiting, Warned
+from w5xde_async.telemetry.metrics import Metrics
+
+
+class Wall:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def view_of(*events: Any) -> tuple[View, Wall]:
+    wall = Wall()
+    view = View({"coordinator": {"port": 5555}}, wall=wall)
+    for event in events:
+        view(event)
+    return view, wall
+
+
+# -- the view
+
+
+def test_steps_between_two_updates_are_one_row():
+    view, wall = view_of(STARTED)
+    wall.now += 0.5
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        view(committed(step, loss=loss))
+    update = view.update()
+    assert update is not None
+    (row,) = update["series"]
+    assert dict(zip(SERIES, row, strict=True)) == {
+        "step": 3, "time": 1000.5, "loss": 2.0, "loss_low": 1.0, "loss_high": 3.0, "samples_per_s": 60.0,
+        "num_workers": 1, "stale_share": None,
+    }  # fmt: skip
+    assert update["status"]["state"] == "running"
+    assert view.snapshot()["series"]["rows"] == [row]
+    assert view.update() is None  # nothing new
+
+
+def test_a_stall_is_seen():
+    view, wall = view_of(STARTED, committed(1))
+    view.update()
+    wall.now += 1.5
+    update = view.update()
+    assert update is not None
+    assert update["series"][0][5] == 0.0  # samples/s
+    assert update["series"][0][2] is None  # no loss
+
+
+def test_what_is_not_a_number_reaches_the_page_as_text():
+    view, wall = view_of(STARTED)
+    wall.now += 1
+    view(committed(1, loss=float("nan"), gradient_norm=float("inf")))
+    text = json.dumps(view.update(), allow_nan=False)
+    assert '"nan"' in text
+    assert '"inf"' in text
+
+
+def test_no_secret_is_shown():
+    view, _ = view_of(STARTED, joined("a"))
+    text = json.dumps(view.snapshot(), default=str)
+    assert "hush" not in text
+    assert "secret command" not in text
+
+
+def test_a_worker_that_comes_back_takes_its_row():
+    view, _ = view_of(STARTED, joined("a"), reported("a", 1.0), left("a"))
+    assert view.workers()[0]["state"] == "lost"
+    assert view.workers()[0]["waits_for"] == "killed"
+    view.update()
+    view(joined("b", name="name-a"))  # another process of the same name
+    assert [worker["worker_id"] for worker in view.workers()] == ["b"]
+    update = view.update()
+    assert update is not None
+    assert update["removed"] == ["a"]
+
+
+def test_workers_that_are_gone_are_forgotten_in_the_end():
+    view, _ = view_of(STARTED)
+    for n in range(100):
+        view(joined(str(n)))
+        view(left(str(n)))
+    assert len(view.workers()) <= 32
+
+
+def test_the_timeline_shows_all_computing_and_no_more():
+    """A lease of 3 s is told when it is done; what was shown meanwhile is not shown again."""
+    view, wall = view_of(STARTED, joined("a"))
+    told = [(1.0, 0.0, ""), (2.0, 0.0, ""), (3.0, 3.0, ""), (4.0, 3.0, "step 2: b computes"), (5.0, 3.5, "")]
+    for member_s, compute_s, waits_for in told:
+        wall.now += 1
+        view(reported("a", member_s, compute_s=compute_s, waits_for=waits_for))
+    rows = view.snapshot()["timelines"]["rows"]["a"]
+    assert [row[1] for row in rows] == [1.0, 1.0, 1.0, 0.0, 0.5]
+    assert sum(row[1] for row in rows) == 3.5
+
+
+def test_pages_have_what_happened():
+    view, _ = view_of(
+        STARTED, Waiting(reason="0 of 2 workers"), Evaluated(step=5, metrics={"accuracy": 0.9}, seconds=0.1),
+        CheckpointSaved(step=5, path="p", nbytes=10, pause_s=0.1, seconds=0.2), Warned(text="look\x1b[31m here"),
+        run_reported(leaves_in_vain=3),
+    )  # fmt: skip
+    shown = view.snapshot()
+    assert shown["status"]["state"] == "waiting"
+    assert shown["status"]["waits_for"] == "0 of 2 workers"
+    assert shown["status"]["leaves_in_vain"] == 3
+    assert shown["evaluations"][0]["metrics"] == {"accuracy": 0.9}
+    assert shown["checkpoints"][0]["nbytes"] == 10
+    assert shown["settings"] == {"coordinator": {"port": 5555}}
+    assert [line["level"] for line in shown["logs"] if "look" in line["text"]] == ["warning"]
+    assert not any("\x1b" in line["text"] for line in shown["logs"])
+    view(FINISHED)
+    assert view.snapshot()["finished"]["outcome"] == "finished"
+
+
+def test_log_records_reach_the_page():
+    view, _ = view_of(STARTED)
+    logger = logging.getLogger("w5xde_async.test_dashboard")
+    handler = LogHandler(view, lambda call, *arguments: call(*arguments))
+    logger.addHandler(handler)
+    try:
+        logger.warning("peer gone name=%s", "x")
+    finally:
+        logger.removeHandler(handler)
+    assert view.snapshot()["logs"][-1]["text"] == "peer gone name=x"
+
+
+# -- the feed
+
+
+def parsed(data: bytes) -> tuple[str, Any]:
+    lines = dict(line.split(": ", 1) for line in data.decode().strip().splitlines() if ": " in line)
+    return lines["event"], json.loads(lines["data"])
+
+
+async def test_a_late_viewer_misses_nothing_and_gets_nothing_twice():
+    view, wall = view_of(STARTED)
+    feed = Feed(view)
+    wall.now += 1
+    view(committed(1))
+    watching = feed.watch()
+    kind, snapshot = parsed(await anext(watching))
+    assert kind == "snapshot"
+    assert [row[0] for row in snapshot["series"]["rows"]] == [1]
+    wall.now += 1
+    view(committed(2))
+    feed.flush()
+    kind, update = parsed(await anext(watching))
+    assert (kind, [row[0] for row in update["series"]]) == ("update", [2])
+    feed.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(watching)
+    assert feed.num_viewers == 0
+
+
+async def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
+    view, wall = view_of(STARTED)
+    feed = Feed(view)
+    watching = feed.watch()
+    await anext(watching)
+    for step in range(1, 50):
+        wall.now += 1
+        view(committed(step))
+        feed.flush()
+    assert feed.dropped > 30
+    kinds = []
+    steps: list[int] = []
+    while not steps or steps[-1] < 49:
+        kind, data = parsed(await anext(watching))
+        rows = data["series"]["rows"] if kind == "snapshot" else data["series"]
+        steps = [row[0] for row in rows] if kind == "snapshot" else steps + [row[0] for row in rows]
+        kinds.append(kind)
+    assert "snapshot" in kinds
+    assert steps == list(range(1, 50))  # whole again, in order, without a gap
+    await watching.aclose()
+
+
+async def test_only_so_many_viewers():
+    view, _ = view_of(STARTED)
+    feed = Feed(view, max_viewers=1)
+    watching = feed.watch()
+    assert not feed.full
+    await anext(watching)
+    assert feed.full
+    await watching.aclose()
+    assert not feed.full
+
+
+# -- the server
+
+
+@asynccontextmanager
+async def served(token: str = "", *events: Any) -> AsyncIterator[tuple[Dashboard, View]]:
+    view, _ = view_of(STARTED, *events)
+    dashboard = Dashboard(view, Metrics(), host="127.0.0.1", port=0, token=token)
+    await dashboard.start()
+    try:
+        yield dashboard, view
+    finally:
+        await dashboard.aclose()
+        await dashboard.aclose()
+
+
+async def ask(
+    dashboard: Dashboard, path: str, *, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], str]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+    try:
+        sent = {"host": f"127.0.0.1:{dashboard.port}", "connection": "close"} | headers
+        lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode())
+        head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+        first, *rest = head.split("\r\n")
+        found = {name.lower(): value for name, value in (line.split(": ", 1) for line in rest)}
+        return int(first.split()[1]), found, body
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.both_loops
+async def test_pages_and_data():
+    async with served("", joined("a")) as (dashboard, _):
+        status, headers, body = await ask(dashboard, "/")
+        assert status == 200
+        assert "<title>" in body
+        assert "default-src 'none'" in headers["content-security-policy"]
+        for name in ("app.js", "charts.js", "format.js", "style.css", "uPlot.iife.min.js", "uPlot.LICENSE.txt"):
+            assert (await ask(dashboard, f"/static/{name}"))[0] == 200, name
+        assert (await ask(dashboard, "/static/..%2fserver.py"))[0] == 404
+        assert json.loads((await ask(dashboard, "/health"))[2]) == {"status": "ok"}
+        assert json.loads((await ask(dashboard, "/api/v1/workers"))[2])[0]["name"] == "name-a"
+        assert json.loads((await ask(dashboard, "/api/v1/snapshot"))[2])["run"]["run_name"] == "digits"
+        assert (await ask(dashboard, "/api/v1/secrets"))[0] == 404
+        assert "w5xde_steps_total" in (await ask(dashboard, "/metrics"))[2]
+
+
+async def test_nothing_can_be_changed():
+    async with served() as (dashboard, _):
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert (await ask(dashboard, "/api/v1/status", method=method))[0] == 405
+
+
+async def test_another_name_for_this_machine_is_turned_away():
+    """DNS rebinding: a page elsewhere has its own name point at 127.0.0.1."""
+    async with served() as (dashboard, _):
+        assert (await ask(dashboard, "/api/v1/status", host="evil.example:80"))[0] == 403
+        for host in ("localhost", "[::1]:5556", "127.0.0.1"):
+            assert (await ask(dashboard, "/api/v1/status", host=host))[0] == 200
+
+
+async def test_the_token_opens_and_leaves_the_address_bar(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG)
+    async with served("hush-hush") as (dashboard, _):
+        assert dashboard.link.endswith("/?token=hush-hush")
+        assert "hush" not in dashboard.address
+        for path in ("/", "/api/v1/status", "/metrics", "/events", "/static/app.js", "/?token=", "/?token=wrong"):
+            assert (await ask(dashboard, path))[0] == 401, path
+        assert (await ask(dashboard, "/health"))[0] == 200
+        status, headers, _ = await ask(dashboard, "/?token=hush-hush&x=1")
+        assert (status, headers["location"]) == (303, "/?x=1")
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "samesite=strict" in cookie.lower()
+        assert (await ask(dashboard, "/api/v1/status", cookie=cookie.partition(";")[0]))[0] == 200
+        assert (await ask(dashboard, "/api/v1/status", cookie="w5xde_1=hush-hush"))[0] == 401
+        assert (await ask(dashboard, "/metrics", authorization="Bearer hush-hush"))[0] == 200
+        assert (await ask(dashboard, "/metrics", authorization="Bearer hush"))[0] == 401
+    assert "hush" not in caplog.text
+
+
+async def test_events_live_and_the_end():
+    async with served() as (dashboard, view):
+        reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+        writer.write(f"GET /events HTTP/1.1\r\nhost: 127.0.0.1:{dashboard.port}\r\n\r\n".encode())
+        assert b"text/event-stream" in await reader.readuntil(b"\r\n\r\n")
+        assert b"event: snapshot" in await reader.readuntil(b"event: snapshot")
+        view(joined("late"))
+        dashboard.feed.flush()
+        assert await reader.readuntil(b"name-late")
+        view(FINISHED)
+        await dashboard.aclose()
+        assert b'"outcome":"finished"' in await reader.read()  # a last update, then the end
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_viewer_that_goes_is_forgotten():
+    async with served() as (dashboard, view):
+        _, writer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+        writer.write(f"GET /events HTTP/1.1\r\nhost: 127.0.0.1:{dashboard.port}\r\n\r\n".encode())
+        while not dashboard.feed.num_viewers:
+            await ask(dashboard, "/health")
+        writer.close()
+        await writer.wait_closed()
+        number = 0
+        while dashboard.feed.num_viewers:
+            view(joined(str(number := number + 1)))
+            dashboard.feed.flush()
+            await ask(dashboard, "/health")
+
+
+async def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        dashboard = Dashboard(view_of(STARTED)[0], Metrics(), host="127.0.0.1", port=taken)
+        await dashboard.start()
+        assert dashboard.moved
+        assert dashboard.port != taken
+        assert (await ask(dashboard, "/health"))[0] == 200
+        await dashboard.aclose()

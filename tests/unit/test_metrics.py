@@ -1,0 +1,84 @@
+"""/metrics: what Prometheus' own parser reads, under names that its conventions allow."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
+
+from w5xde_async.telemetry.events import CheckpointFailed, CheckpointSaved, Evaluated, JournalFailed
+from w5xde_async.telemetry.metrics import Metrics
+
+EVENTS = [
+    STARTED, joined("a"), joined("b"), committed(1, seconds=0.02), committed(2, seconds=3.0, skipped=True),
+    Evaluated(step=2, metrics={"accuracy": 0.5}, seconds=0.1),
+    CheckpointSaved(step=2, path="p", nbytes=77, pause_s=0.1, seconds=0.2),
+    CheckpointFailed(step=3, reason="full"), JournalFailed(step=3, reason="full", seconds=1.0),
+    reported("a", 1.0, compute_s=0.5, rtt_s=0.002, flops_per_leaf=1e6), reported("b", 1.0),
+    run_reported(leaves=8, leaves_in_vain=2, leases_stale=1), left("b"),
+]  # fmt: skip
+#: Base units, and what stands without one: counts, ratios, numbers of a step.
+UNITS = ("_seconds", "_bytes", "_info", "_per_second")
+
+
+def filled() -> Metrics:
+    metrics = Metrics()
+    for event in EVENTS:
+        metrics(event)
+    return metrics
+
+
+def values(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.text().decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_figures():
+    found = values(filled())
+    assert found["w5xde_steps_total", ()] == 2
+    assert found["w5xde_steps_skipped_total", ()] == 1
+    assert found["w5xde_samples_total", ()] == 20
+    assert found["w5xde_step_duration_seconds_count", ()] == 2
+    assert found["w5xde_step_duration_seconds_sum", ()] == 3.02
+    assert found["w5xde_step_duration_seconds_bucket", (("le", "0.025"),)] == 1
+    assert found["w5xde_step_phase_seconds_total", (("phase", "wait"),)] == 0.16
+    assert found["w5xde_evaluation", (("metric", "accuracy"),)] == 0.5
+    assert found["w5xde_checkpoint_size_bytes", ()] == 77
+    assert found["w5xde_checkpoint_failures_total", ()] == 1
+    assert found["w5xde_leaves_total", (("outcome", "in_vain"),)] == 2
+    assert found["w5xde_leases_refused_total", (("verdict", "stale"),)] == 1
+    assert found["w5xde_workers_left_total", (("how", "lost"),)] == 1
+    assert found["w5xde_worker_compute_seconds_total", (("id", "a"), ("worker", "name-a"))] == 0.5
+    assert found["w5xde_worker_flops_per_second", (("id", "a"), ("worker", "name-a"))] == 2e6
+    assert ("w5xde_worker_leaves_total", (("id", "b"), ("worker", "name-b"))) not in found  # it has left
+
+
+def test_names_and_types_keep_the_conventions():
+    families = list(text_string_to_metric_families(filled().text().decode()))
+    assert len(families) > 40
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    for family in families:
+        assert re.fullmatch(r"w5xde_[a-z0-9_]+", family.name), family.name
+        assert family.documentation.endswith("."), family.name
+        assert family.type in ("counter", "gauge", "histogram"), family.name
+        for word in ("_ms", "_milliseconds", "_kb", "_mb", "_minutes", "_s"):
+            assert not family.name.endswith(word), family.name
+        for sample in family.samples:
+            assert (sample.name.endswith("_total")) == (family.type == "counter"), sample.name
+    timed = [name for name in names if re.search(r"seconds|duration", name)]
+    assert all(name.endswith(UNITS) for name in timed)
+
+
+def test_a_run_that_has_not_begun_and_one_that_has_ended():
+    assert b"w5xde_steps_total 0.0" in Metrics().text()
+    metrics = filled()
+    metrics(FINISHED)
+    assert values(metrics)["w5xde_run_finished", ()] == 1
+
+
+def test_two_in_one_process_do_not_meet():
+    one, other = filled(), Metrics()
+    assert values(one)["w5xde_steps_total", ()] == 2
+    assert values(other)["w5xde_steps_total", ()] == 0

@@ -1,0 +1,176 @@
+"""What is reported of a run, from a real one on loopback; and that nothing is where nobody asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from tests.support.events import committed, run_reported
+from tests.support.jobs import mlp_sgd
+
+from w5xde_async.compute.flops import counting_flops
+from w5xde_async.coordinator.observing import Observer
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
+from w5xde_async.telemetry.memory import MemoryReport, host_bytes
+from w5xde_async.worker.service import Worker
+
+
+def test_samples_go_to_those_who_asked():
+    bus = Bus()
+    plain: list[Event] = []
+    sampled: list[Event] = []
+    bus.subscribe(plain.append)
+    assert not bus.sampled
+    leave = bus.subscribe(sampled.append, samples=True)
+    assert bus.sampled
+    for event in (committed(1), run_reported()):
+        bus.publish(event)
+    assert [type(event) for event in plain] == [StepCommitted]
+    assert [type(event) for event in sampled] == [StepCommitted, RunReported]
+    leave()
+    leave()
+    assert not bus.sampled
+    assert bus.active
+
+
+async def test_a_callback_that_raises_is_named_and_left_out(caplog: pytest.LogCaptureFixture):
+    seen: list[Event] = []
+
+    def broken(event: Event) -> None:
+        seen.append(event)
+        raise RuntimeError("no such column")
+
+    async with Coordinator(mlp_sgd(), config=settings(max_steps=3), callbacks=[broken]) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await worker
+    assert result.outcome == "finished"
+    assert len(seen) == 1
+    assert any("removed after an error" in message for message in caplog.messages)
+
+
+async def test_a_worker_and_the_run_are_reported():
+    commits = Commits()
+    found: list[Any] = []
+    commits.bus.subscribe(found.append, samples=True)
+    config = settings(max_steps=10_000, heartbeat_s=0.05, silence_s=12.0)
+    async with Coordinator(mlp_sgd(), config=config, bus=commits.bus) as coordinator:
+        worker = Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER)
+        working = asyncio.create_task(worker.run())
+        await commits.reach(3)
+        training = coordinator._training
+        assert training is not None
+        (session,) = training.sessions.values()
+        while session.report is None:
+            await commits.reach(commits.step + 1)
+        observer = Observer(training)
+        found.clear()
+        observer.tick(training.clock() + 0.2)  # too early
+        assert not [event for event in found if isinstance(event, WorkerReported)]
+        observer.tick(training.clock() + 1.0)
+        (told,) = [event for event in found if isinstance(event, WorkerReported)]
+        (run,) = [event for event in found if isinstance(event, RunReported)]
+        worker.drain()
+        await working
+        coordinator.request_stop()
+        result = await coordinator.wait()
+    assert result.outcome == "stopped"
+    assert told.state == "ready"
+    assert told.leaves > 0
+    assert told.share == 1.0
+    assert told.bytes_received > told.bytes_sent / 100
+    assert told.rtt_s is None or 0 < told.rtt_s < 1
+    assert told.host_bytes > 10 << 20
+    assert told.cpu_s > 0
+    # Two multiplications of each weight forward; as many for the gradients of weights, and of hidden activations.
+    assert told.flops_per_leaf > 0
+    assert run.leaves == told.leaves
+    assert run.host_bytes > 10 << 20
+    assert run.num_workers == 1
+
+
+async def test_nobody_asked_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+    looked: list[float] = []
+    monkeypatch.setattr(Observer, "_run", lambda self, now: looked.append(now))
+    result = await train(mlp_sgd, max_steps=3)
+    assert result.outcome == "finished"
+    assert looked == []
+
+
+async def test_the_dashboard_of_a_coordinator(tmp_path: Path):
+    events: list[Event] = []
+    bus = Bus()
+    bus.subscribe(events.append)
+    config = settings(max_steps=5, dashboard="127.0.0.1:0", trackers=("tensorboard",))
+    async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=config, bus=bus) as coordinator:
+        link = coordinator.dashboard_link
+        port = int(link.rpartition(":")[2].strip("/"))
+        kept = tmp_path / "run" / "dashboard"
+        assert kept.read_text().strip() == link
+        assert kept.stat().st_mode & 0o777 == 0o600
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /api/v1/run HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        body = (await reader.read()).partition(b"\r\n\r\n")[2]
+        writer.close()
+        await writer.wait_closed()
+        assert json.loads(body)["dashboard"] == link
+        worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await worker
+    assert result.outcome == "finished"
+    assert not kept.exists()
+    assert [event.text for event in events if isinstance(event, Warned)] == []
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert not [handler for handler in logging.getLogger("w5xde_async").handlers if "LogHandler" in repr(type(handler))]
+
+
+async def test_without_the_extra_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "w5xde_async.telemetry.dashboard.server", None)
+    events: list[Event] = []
+    result = await train(mlp_sgd, max_steps=2, events=events, dashboard="127.0.0.1:0")
+    assert result.outcome == "finished"
+    (text,) = [event.text for event in events if isinstance(event, Warned)]
+    assert "pip install 'w5xde-async[dashboard]'" in text
+
+
+def test_arithmetic_is_counted_and_the_bits_stay():
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = run()
+    counted, flops = counting_flops(run)
+    assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
+    forward = 2 * 32 * (8 * 16 + 16 * 4)
+    assert flops == 2 * forward + 2 * 32 * 16 * 4  # the input needs no gradient
+
+
+def test_memory_report(tmp_path: Path):
+    report = MemoryReport()
+    report.begin()
+    report.begin()
+    try:
+        kept = [bytearray(1 << 20) for _ in range(8)]
+        path = report.write(tmp_path / "reports", "worker-1")
+    finally:
+        report.end()
+        report.end()
+    found = json.loads(path.read_text())
+    assert found["resident_bytes"] == pytest.approx(host_bytes(), rel=0.5)
+    assert found["traced_bytes"] >= len(kept) << 20
+    assert any("test_observing" in entry["line"] and entry["bytes"] >= 8 << 20 for entry in found["largest"])
+    assert "largest" not in json.loads(report.write(tmp_path / "after", "worker-1").read_text())

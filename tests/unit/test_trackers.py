@@ -1,0 +1,181 @@
+"""Trackers: what reaches them, and that none of them can hold up or end a run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tests.support.events import FINISHED, STARTED, committed
+
+from w5xde_async.errors import UsageError
+from w5xde_async.telemetry import trackers
+from w5xde_async.telemetry.events import Evaluated
+from w5xde_async.telemetry.trackers import TRACKERS, Tracker, Tracking
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Kept(Tracker):
+    """Remembers what it is told."""
+
+    package = extra = "kept"
+    said: list[Any]
+
+    def begin(self, name: str, config: dict[str, object]) -> None:
+        type(self).said = [("begin", name, config)]
+
+    def log(self, step: int, values: Any) -> None:
+        self.said.append((step, dict(values)))
+
+    def end(self, outcome: str) -> None:
+        self.said.append(outcome)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **kinds: type[Tracker]) -> None:
+    monkeypatch.setattr(trackers, "TRACKERS", {**TRACKERS, **kinds})
+
+
+def test_fast_steps_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    use(monkeypatch, kept=Kept)
+    clock = Clock()
+    tracking = Tracking(["kept"], tmp_path, clock=clock)
+    tracking(STARTED)
+    for step, at, loss in ((1, 0.1, 1.0), (2, 0.2, 2.0), (3, 0.7, 4.0), (4, 0.8, 8.0)):
+        clock.now = at
+        tracking(committed(step, loss=loss))
+    tracking(Evaluated(step=3, metrics={"accuracy": 0.5, "worst": float("nan")}, seconds=0.1))
+    tracking(FINISHED)
+    tracking.close()
+    tracking.close()
+    begin, *rows, end = Kept.said
+    assert begin[:2] == ("begin", "digits")
+    assert "hush" not in str(begin)
+    assert "secret command" not in str(begin)
+    assert [(step, values.get("loss")) for step, values in rows] == [(1, 1.0), (3, 3.0), (3, None), (4, 8.0)]
+    assert rows[1][1]["samples_per_s"] == pytest.approx(20 / 0.6)
+    assert rows[2][1] == {"evaluated/accuracy": 0.5}  # no tracker is given what is not a number
+    assert end == "finished"
+
+
+def test_one_that_fails_is_left_out_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    class Broken(Kept):
+        extra = "broken"
+
+        def log(self, step: int, values: Any) -> None:
+            raise ConnectionError("no server")
+
+    use(monkeypatch, kept=Kept, broken=Broken)
+    tracking = Tracking(["broken", "kept"], tmp_path, interval_s=0.0)
+    tracking(STARTED)
+    tracking(committed(1))
+    tracking(committed(2))
+    tracking(FINISHED)
+    tracking.close()
+    assert [message for message in caplog.messages if "broken" in message] == [
+        "tracker left out name=broken error=ConnectionError: no server"
+    ]
+    assert [entry[0] for entry in Kept.said[1:-1]] == [1, 2]
+
+
+def test_one_that_hangs_costs_the_run_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    go_on = threading.Event()
+
+    class Slow(Kept):
+        def log(self, step: int, values: Any) -> None:
+            go_on.wait(10)
+            super().log(step, values)
+
+    use(monkeypatch, slow=Slow)
+    monkeypatch.setattr(trackers, "_CAPACITY", 10)
+    tracking = Tracking(["slow"], tmp_path, interval_s=0.0)
+    tracking(STARTED)
+    for step in range(1, 100):
+        tracking(committed(step))  # returns at once
+    assert tracking.dropped >= 85
+    go_on.set()
+    tracking(FINISHED)
+    tracking.close()
+    assert Slow.said[-1] in ("finished", "stopped")
+
+
+def test_a_name_that_is_none(tmp_path: Path):
+    with pytest.raises(UsageError, match="there is no tracker 'tensorbord'"):
+        Tracking(["tensorbord"], tmp_path)
+
+
+def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    tracking = Tracking(["tensorboard"], tmp_path)
+    tracking(STARTED)
+    tracking(committed(1))
+    tracking(FINISHED)
+    tracking.close()
+    assert caplog.messages == ["no tensorboardX: it is not installed (pip install 'w5xde-async[tensorboard]')"]
+
+
+def test_tensorboard_files(tmp_path: Path):
+    pytest.importorskip("tensorboardX")
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)
+    tracking = Tracking(["tensorboard"], tmp_path, interval_s=0.0)
+    tracking(STARTED)
+    tracking(committed(7, loss=0.25))
+    tracking(FINISHED)
+    tracking.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"learning_rate" in file.read_bytes()
+
+
+def fake(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    for key, value in members.items():
+        setattr(module, key, value)
+    return module
+
+
+class Recording:
+    """Stands for a package: every call is kept with its arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls.append((name, arguments, named))
+            return self
+
+        return call
+
+    def named(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(arguments, named) for called, arguments, named in self.calls if called == name]
+
+
+def test_wandb_stays_offline_and_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    wandb = Recording()
+    monkeypatch.setitem(sys.modules, "wandb", fake("wandb", init=wandb.init, Settings=dict))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    tracker = TRACKERS["wandb"](tmp_path, "")
+    tracker.begin("digits", {})
+    tracker.log(5, {"loss": 1.0})
+    tracker.log(3, {"evaluated/accuracy": 1.0})  # an evaluation that comes late
+    tracker.end("failed")
+    ((_, told),) = wandb.named("init")
+    assert told["mode"] == "offline"
+    assert told["settings"]["x_disable_stats"] is True
+    assert [named["step"] for _, named in wandb.named("log")] == [5, 5]
+    assert wandb.named("finish") == [((), {"exit_code": 1})]
+    with pytest.raises(ValueError, match="online or offline"):
+        TRACKERS["wandb"](tmp_path, "elsewhere").begin("digits", {})
+    assert dict(TRACKERS["wandb"].quiet)["WANDB_ERROR_REPORTING"] == "false"
+    assert dict(TRACKERS["mlflow"].quiet)["MLFLOW_DISABLE_TELEMETRY"] == "true"
