@@ -1,0 +1,452 @@
+"""Slow links: two workers and a coordinator on an emulated wide-area network, beside PyTorch DDP on the same links.
+
+    python bench/wan.py                       # all cells, then table, figures and plots (root and Linux: netem.py)
+    python bench/wan.py --networks 100/40     # some of the cells; rows of others stay as they are
+    python bench/wan.py --rules local --codecs int8
+    python bench/wan.py --cells 0             # no measurement: table, figures and plots of what is there
+    python bench/wan.py --quick               # three cells of a few steps; nothing is kept
+
+The work: the GPT of ``text_job.py`` with 10.9M parameters, ``--steps`` optimizer steps of two leaves (one for each
+worker) of 4 x 128 bytes of text, or as many leaves under local steps; the loss is that of held-out text at the end.
+A network's name is Mbit/s of every host's line, each way, over ms of round trip; ``unequal``: one worker 20/100, the
+other and the coordinator 100/40; ``none``: loopback. Every cell is a **row** in ``--rows FILE`` (JSON lines; a newer
+one replaces an older one), so that a table can be measured in pieces. Processes have one torch thread each; on two
+cores, workers, coordinator and the emulator share them, for DDP as for us.
+
+What a row says:
+
+- ``wall_s``: from the first worker's first leaf to the last commit. ``start_s``: from the coordinator's start to then,
+  sending everyone the parameters included. DDP: seconds of its steps, after its broadcast
+- ``utilization``: seconds in forward, backward and inner optimizer, over ``wall_s``, of each worker. DDP: seconds of a
+  step without communication, both ranks at once, over seconds of a step
+- ``sent_mb``, ``received_mb``: of each worker's device, whole IP packets, start included
+- ``steps_measured``: less than ``steps`` where a slow link would take very long. Such a row's ``wall_s`` and bytes are
+  those of a measured step times ``steps``, and it has no loss of its own: DDP's and exact sync's mathematics do not
+  depend on the link, so their loss is that of the same work without a network
+
+Figures: ``utilization_100_40``, ``loss_over_sync_100_40``, ``bytes_over_ddp_100_40``, ``wall_over_ddp_100_40`` of the
+best cell at 100/40 (utilization of the worker that waited more; DDP's bytes and wall time over ours; our loss over
+that of exact sync), and ``utilization_20_100``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import uvloop
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import netem
+from models import Reply, Rig, serve
+from netem import Line, Network
+from report import parser
+from text_job import collate, held_out_loss, text_job
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import Unreachable
+from w5xde_async.job import Job, build_model
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.telemetry.events import Bus, Evaluated, Event, RunFinished, StepCommitted, WorkerReported
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Worker
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS = ("worker-0", "worker-1")
+PORT = 5555
+TOKEN = "of this bench"
+TOKENS_A_STEP = 2 * 4 * 128
+_FAST, _HOME, _FAR = (
+    Line(rate_mbit=1000, round_trip_s=0.010),
+    Line(rate_mbit=100, round_trip_s=0.040),
+    Line(rate_mbit=20, round_trip_s=0.100),
+)
+#: Lines of the coordinator and both workers.
+NETWORKS: dict[str, list[Line]] = {
+    "none": [],
+    "1000/10": [_FAST] * 3,
+    "100/40": [_HOME] * 3,
+    "20/100": [_FAR] * 3,
+    "unequal": [_HOME, _HOME, _FAR],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run. ``measured``: steps where the whole budget would take very long; 0 for all."""
+
+    network: str
+    rule: str
+    codec: str = "raw"
+    inner_steps: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    measured: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.network} {self.rule} {self.codec} {self.inner_steps} {json.dumps(self.settings, sort_keys=True)}"
+
+
+def cells() -> list[Cell]:
+    """The table. DDP and exact sync on slow links: a few steps."""
+    found = [Cell(network="none", rule="ddp"), Cell(network="none", rule="sync")]
+    for network, few in (("1000/10", 12), ("100/40", 5), ("20/100", 2), ("unequal", 2)):
+        found.append(Cell(network=network, rule="ddp", measured=few))
+    for network, few in (("1000/10", 12), ("100/40", 5)):
+        found.append(Cell(network=network, rule="sync", measured=few))
+    return found
+
+
+# -- what children do
+
+
+class Marks:
+    """When a worker's job was first called, on the clock that all processes share."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def watch(self, job: Job) -> Job:
+        inner = job.step
+        assert inner is not None
+
+        def step(model: nn.Module, batch: Any) -> Any:
+            if self.first is None:
+                self.first = time.monotonic()
+            return inner(model, batch)
+
+        return dataclasses.replace(job, step=step)
+
+
+def move(reply: Reply, *, namespace: str) -> None:
+    """Enter a namespace; empty: the one that the bench was started in."""
+    netem.enter(namespace)
+    reply(moved=True)
+
+
+def coordinate(reply: Reply, *, host: str, job: dict[str, Any], config: dict[str, Any]) -> None:
+    """One run. Answers when it listens, and at its end."""
+    commits: list[tuple[float, float, int]] = []
+    ended: dict[str, Any] = {}
+    shares: dict[str, dict[str, Any]] = {}
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            commits.append((time.monotonic(), event.loss, event.samples))
+        elif isinstance(event, Evaluated):
+            ended["loss"] = event.metrics["val_loss"]
+        elif isinstance(event, WorkerReported):  # behind a slow link a worker may still be there at the end
+            shares[event.name] = {"compute_s": event.compute_s, "wait_s": event.wait_s, "leaves": event.leaves}
+        elif isinstance(event, RunFinished):
+            shares.update({share.name: asdict(share) for share in event.shares})
+
+    async def run() -> None:
+        bus = Bus()
+        bus.subscribe(on_event, samples=True)
+        settings = CoordinatorConfig(
+            host=host, port=PORT, token=TOKEN, insecure=True, resume="never", min_workers=2, silence_s=60.0, **config
+        )
+        async with Coordinator(text_job(**job), config=settings, bus=bus) as coordinator:
+            reply(listens=time.monotonic())
+            ended["outcome"] = (await coordinator.wait()).outcome
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    reply(**ended, shares=shares, commits=commits)
+
+
+def work(reply: Reply, *, host: str, name: str, job: dict[str, Any]) -> None:
+    """One worker, until the run is over."""
+    marks = Marks()
+
+    async def run() -> None:
+        config = WorkerConfig(name=name, token=TOKEN, insecure=True, device="cpu", threads=1, connect_timeout_s=20.0)
+        try:
+            await Worker(f"{host}:{PORT}", job=marks.watch(text_job(**job)), config=config).run()
+        except Unreachable:  # the run ended while it looked for it
+            pass
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    reply(first=marks.first)
+
+
+def ddp(reply: Reply, *, host: str, device: str, rank: int, steps: int, measured: int) -> None:
+    """One rank: ``measured`` of ``steps`` steps after two that warm up, then a few without communication."""
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(PORT + 1), "GLOO_SOCKET_IFNAME": device}
+    job = text_job(steps=steps)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    model: Any = DistributedDataParallel(build_model(job))
+    optimizer = job.optimizer(model)
+    assert job.scheduler is not None
+    assert job.step is not None
+    scheduler = job.scheduler(optimizer)
+    warm = 0 if measured == steps else 2
+    sampler = Sampler(num_samples=len(job.dataset), batch_size=8, leaf_samples=4, seed=job.seed)
+    losses: list[float] = []
+    times: list[float] = []
+
+    def one(number: int) -> None:
+        assert job.step is not None
+        optimizer.zero_grad()
+        loss = job.step(model, collate(job, sampler.plan(number).leaf_indices(rank)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), job.gradient_clip_val or 0.0)
+        optimizer.step()
+        losses.append(loss.item())
+
+    for number in range(warm + measured):
+        if number == warm:
+            dist.barrier()
+            times.append(time.monotonic())
+        one(number)
+        scheduler.step()
+        if number >= warm:
+            times.append(time.monotonic())
+    found = held_out_loss(model.module)["val_loss"] if measured == steps else None
+    dist.barrier()
+    began = time.monotonic()
+    with model.no_sync():
+        for number in range(6):
+            one(number)
+    reply(times=times, losses=losses, loss=found, compute_s=(time.monotonic() - began) / 6)
+    del model, optimizer, scheduler  # a rank may abort where its reducer outlives the group
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- measuring
+
+
+class Meter:
+    """Bytes of every host over time: (when, [sent and received of each])."""
+
+    def __init__(self, network: Network | None) -> None:
+        self._network = network
+        self.samples: list[tuple[float, list[tuple[int, int]]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._note()
+        self._thread.start()
+
+    def _note(self) -> None:
+        hosts = self._network.hosts if self._network else []
+        self.samples.append((time.monotonic(), [(host.sent_bytes, host.received_bytes) for host in hosts]))
+
+    def _run(self) -> None:
+        while not self._over.wait(0.1):
+            self._note()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._note()
+
+    def at(self, when: float) -> list[tuple[int, int]]:
+        """Sent and received by each host, by the sample before ``when``."""
+        before = [bytes_of for then, bytes_of in self.samples if then <= when]
+        return before[-1] if before else self.samples[0][1]
+
+    def megabytes(self, host: int, way: int, since: float = 0.0) -> float:
+        """Of one host since then (its start), to the end."""
+        if self._network is None:
+            return 0.0
+        return (self.samples[-1][1][host][way] - (self.at(since)[host][way] if since else 0)) / 1e6
+
+
+def measure(cell: Cell, steps: int) -> dict[str, Any]:
+    """Run one cell in processes of its own."""
+    with ExitStack() as stack:
+        lines = NETWORKS[cell.network]
+        network = stack.enter_context(Network(lines)) if lines else None
+        rig = stack.enter_context(Rig(__file__, ["coordinator", *WORKERS]))
+        for child, host in zip(("coordinator", *WORKERS), network.hosts if network else (), strict=False):
+            rig[child].tell("move", namespace=host.namespace)
+            rig[child].answer()
+        meter = Meter(network)
+        try:
+            row = (measure_ddp if cell.rule == "ddp" else measure_ours)(cell, steps, rig, network, meter)
+        finally:
+            meter.stop()
+    row |= {"steps": steps, "tokens": steps * TOKENS_A_STEP, "tokens_s": steps * TOKENS_A_STEP / row["wall_s"]}
+    return {**asdict(cell), **row, "key": cell.key}
+
+
+def measure_ddp(cell: Cell, steps: int, rig: Rig, network: Network | None, meter: Meter) -> dict[str, Any]:
+    measured = cell.measured or steps
+    hosts = network.hosts[1:] if network else []
+    for rank, child in enumerate(WORKERS):
+        device = hosts[rank].device if hosts else "lo"
+        rig[child].tell(
+            "ddp", host=hosts[0].address if hosts else "127.0.0.1", device=device, rank=rank, steps=steps,
+            measured=measured,
+        )  # fmt: skip
+    answers = [rig[child].answer(1200.0) for child in WORKERS]
+    times = answers[0]["times"]
+    meter.stop()
+    step_s = (times[-1] - times[0]) / measured
+    before, after = meter.at(times[0]), meter.at(times[-1] + 0.2)
+    moved = [[(b - a) / 1e6 for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
+    start = [[value / 1e6 for value in host] for host in before]
+    whole = [[first + more * steps / measured for first, more in zip(*pair, strict=True)] for pair in
+             zip(start, moved, strict=True)]  # fmt: skip
+    losses = [sum(pair) / 2 for pair in zip(*(answer["losses"][: len(times) - 1] for answer in answers), strict=True)]
+    return {
+        "steps_measured": measured, "wall_s": step_s * steps, "start_s": None, "step_s": step_s,
+        "utilization": [answer["compute_s"] / step_s for answer in answers],
+        "compute_s": [answer["compute_s"] * steps for answer in answers],
+        "sent_mb": [host[0] for host in whole[1:]], "received_mb": [host[1] for host in whole[1:]],
+        "start_mb": [sum(host) for host in start[1:]],
+        "loss": answers[0]["loss"],
+        "samples_s": [after - before for before, after in pairwise(times)],
+        "curve": [[when - times[0], sum(map(sum, meter.at(when)[1:])) / 1e6, loss]
+                  for when, loss in zip(times[1:], losses, strict=True)],
+    }  # fmt: skip
+
+
+def shape(cell: Cell, steps: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The job's options, the coordinator's settings, and the optimizer steps that are done."""
+    config: dict[str, Any] = dict(cell.settings)
+    measured = cell.measured or steps
+    return {"steps": steps, "commits": measured}, config, measured
+
+
+def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, meter: Meter) -> dict[str, Any]:
+    job, config, measured = shape(cell, steps)
+    host = network.hosts[0].address if network else "127.0.0.1"
+    began = time.monotonic()
+    rig["coordinator"].tell("coordinate", host=host, job=job, config={**config, "evaluate": measured == steps})
+    rig["coordinator"].answer(60.0)
+    for name in WORKERS:
+        rig[name].tell("work", host=host, name=name, job=job)
+    ended = rig["coordinator"].answer(1200.0)
+    firsts = [rig[name].answer(60.0)["first"] for name in WORKERS]
+    meter.stop()
+    if ended["outcome"] != "finished":
+        raise SystemExit(f"{cell.key}: the run is {ended['outcome']}")
+    first, commits = min(firsts), ended["commits"]
+    if measured < steps:  # the first commits still wait for what the start left in the queues
+        first, commits = commits[0][0], commits[1:]
+    wall_s = commits[-1][0] - first
+    shares = [ended["shares"][name] for name in WORKERS]
+    scale = steps / len(commits) if measured < steps else 1.0
+    part = len(commits) / measured
+    since = first if measured < steps else 0.0
+    start = meter.at(first)
+    row = {
+        "steps_measured": len(commits) if measured < steps else steps,
+        "wall_s": wall_s * scale, "start_s": min(firsts) - began,
+        "utilization": [share["compute_s"] * part / wall_s for share in shares],
+        "compute_s": [share["compute_s"] * part * scale for share in shares],
+        "leaves": [share["leaves"] for share in shares],
+        "loss": ended.get("loss"),
+        "curve": [[when - first, sum(map(sum, meter.at(when)[1:])) / 1e6, loss] for when, loss, _ in commits],
+        "start_mb": [sum(host) / 1e6 for host in start[1:]],
+        "samples_s": [b[0] - a[0] for a, b in pairwise(commits)],
+    }  # fmt: skip
+    for name, way in (("sent_mb", 0), ("received_mb", 1)):
+        row[name] = [
+            meter.megabytes(host, way, since) * scale + (start[host][way] / 1e6 if since else 0.0)
+            for host in ((1, 2) if network else ())
+        ]
+    return row
+
+
+# -- showing
+
+
+def load(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows by key, the newest of each."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {row["key"]: row for row in rows}
+
+
+def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
+    lines = [
+        "| network | rule | codec | wall s | tokens/s | utilization | MB up | MB down | loss | over sync | steps measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        rule = row["rule"] + (f", H {row['inner_steps']}" if row["inner_steps"] else "")
+        loss, over = "as without a network", ""
+        if row["loss"] is not None:
+            loss = f"{row['loss']:.3f}"
+            over = f"{row['loss'] / exact:.3f}" if exact else ""
+        lines.append(
+            f"| {row['network']} | {rule} | {row['codec']} | {row['wall_s']:,.0f} | {row['tokens_s']:,.0f} | "
+            f"{_pair(row['utilization'], '.2f')} | {_pair(row['sent_mb'], ',.0f')} | "
+            f"{_pair(row['received_mb'], ',.0f')} | {loss} | {over} | {row['steps_measured']} of {row['steps']} |"
+        )
+    return lines
+
+
+def _pair(values: Sequence[float], form: str) -> str:
+    texts = [format(value, form) for value in values]
+    return " / ".join(texts if len(set(texts)) > 1 else texts[:1])
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--steps", type=int, default=160, help="optimizer steps of the whole budget")
+    flags.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="only these")
+    flags.add_argument("--rules", nargs="+", help="only these")
+    flags.add_argument("--codecs", nargs="+", help="only these")
+    flags.add_argument("--cells", type=int, help="at most so many of them")
+    flags.add_argument(
+        "--rows", type=Path, default=ROOT / "bench" / "results" / "wan.jsonl", help="where rows are kept"
+    )
+    flags.add_argument("--images", type=Path, help="make the plots there")
+    flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.child:
+        serve({"move": move, "coordinate": coordinate, "work": work, "ddp": ddp})
+        return
+    if reason := netem.why_not():
+        print(f"no emulated network here: {reason}", file=sys.stderr)
+        if args.cells != 0:
+            raise SystemExit(2)
+    steps = 6 if args.quick else args.steps
+    chosen = [
+        cell
+        for cell in (quick_cells() if args.quick else cells())
+        if cell.network in args.networks
+        and (not args.rules or cell.rule in args.rules)
+        and (not args.codecs or cell.codec in args.codecs)
+    ][: args.cells]
+    rows: dict[str, dict[str, Any]] = {} if args.quick else load(args.rows)
+    for cell in chosen:
+        began = time.monotonic()
+        row = measure(cell, steps)
+        rows[row["key"]] = row
+        print(*table([row], None)[2:], f"({time.monotonic() - began:.0f} s)", flush=True)
+        if not args.quick:
+            args.rows.parent.mkdir(parents=True, exist_ok=True)
+            with args.rows.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+    print(*table(list(rows.values()), None), sep="\n")
+
+
+def quick_cells() -> list[Cell]:
+    return [Cell(network="100/40", rule="ddp", measured=2)]
+
+
+if __name__ == "__main__":
+    main()
