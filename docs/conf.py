@@ -22,7 +22,8 @@ release = version = w5xde_async.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
-nitpicky = False
+smartquotes = False  # -- stands for itself: flags
+add_module_names = False
 
 html_theme = "furo"
 html_title = f"w5xde_async {version}"
@@ -39,7 +40,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
 _PAGES = {"README.md": "start.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
-_COLUMN = re.compile(r"^(\S+(?:,? \S+)*)\s{2,}(\S.*)$")
+_COLUMN = re.compile(r"^(?!\.\.\.|>>>)(\S+(?:,? \S+)*)\s{2,}(\S.*)$")
 
 
 def inside(text: str) -> str:

@@ -8,11 +8,12 @@ A test runs the check. torch is not imported.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from w5xde_async.settings.flags import Program, described
+from w5xde_async.settings.flags import described, programs
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\
@@ -54,7 +55,7 @@ The secret is looked for in this order: join file or `W5XDE_JOIN`; `--token-file
 
 
 def tables() -> Iterator[str]:
-    for program in sorted(Program.__subclasses__(), key=lambda kind: kind.table):
+    for program in programs():
         yield f"\n## `w5xde {program.table}`\n\nThe same as `python -m w5xde_async.{program.table}`."
         yield f" TOML table: `[{program.table}]`.\n"
         group = ""
@@ -62,10 +63,15 @@ def tables() -> Iterator[str]:
             if row.group != group:
                 group = row.group
                 yield f"\n### {group[:1].upper()}{group[1:]}: {program.table}\n\n"
-                yield "| flag | variable | TOML key | default | give | meaning |\n|---|---|---|---|---|---|\n"
-            cells = [f"`{row.flag}`", f"`{row.variable}`", f"`{row.key}`" if row.key else "", row.default, row.accepts]
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in [*cells, row.meaning]) + " |\n"
+                yield "| flag, variable, TOML key | default | meaning | give |\n|---|---|---|---|\n"
+            names = [f"`{name}`" for name in (row.flag, row.variable, row.key) if name]
+            cells = ["<br>".join(names), code_flags(row.default), code_flags(row.meaning), row.accepts]
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     yield "\n" + TAIL
+
+
+def code_flags(text: str) -> str:
+    return re.sub(r"--[a-z][a-z-]*[a-z]", r"`\g<0>`", text)
 
 
 def main(arguments: list[str]) -> int:

@@ -22,13 +22,13 @@ from tests.meta.test_docs import DOCUMENTS, ROOT, environment, name_of, write_fi
 
 from w5xde_async.errors import UsageError
 from w5xde_async.settings import Answer, read
-from w5xde_async.settings.flags import Program, flag_names
+from w5xde_async.settings.flags import flag_names, programs
 
 _BLOCK = re.compile(r"^```(?:sh|bash|console)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 README = DOCUMENTS[0]
-PROGRAMS = {program.table: program for program in Program.__subclasses__()}
+PROGRAMS = {program.table: program for program in programs()}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 FLAGS = {flag for program in PROGRAMS.values() for flag in flag_names(program)}
 #: Commands that are not ours: nothing about them is checked but that somebody put them here on purpose.

@@ -22,7 +22,7 @@ import w5xde_async
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.store.toml import to_toml
 
-__all__ = ["Answer", "Described", "Program", "described", "flag_names", "read", "setting", "to_mapping"]
+__all__ = ["Answer", "Described", "Program", "described", "flag_names", "programs", "read", "setting", "to_mapping"]
 
 _PREFIX = "W5XDE_"
 _NO_TOKEN_FLAG = (
@@ -92,6 +92,17 @@ def setting(
         "positional": positional,
     }  # fmt: skip
     return Field(default, description=meaning, json_schema_extra=extra)
+
+
+def programs() -> list[type[Program]]:
+    """The programs whose settings have been imported: those that name their table, by its name."""
+    found: list[type[Program]] = []
+    waiting = list(Program.__subclasses__())
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        found += [kind] if "table" in vars(kind) else []
+    return sorted(found, key=lambda kind: kind.table)
 
 
 class Described(NamedTuple):
@@ -271,7 +282,7 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from error
-    tables = [kind.table for kind in Program.__subclasses__()]
+    tables = [kind.table for kind in programs()]
     for name in document:
         if name not in tables:
             raise UsageError(f"{path}: {name!r} stands outside of the tables [{'], ['.join(tables)}]")
