@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from w5xde_async import status
 from w5xde_async.settings.flags import described, programs
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -43,6 +44,7 @@ TAIL = """\
 | variable | read by | meaning |
 |---|---|---|
 | `W5XDE_TOKEN` | all programs | the shared secret itself; no flag takes it, since other users can list arguments |
+| `W5XDE_DASHBOARD_LINK` | status | the dashboard's link as it was printed, with its token |
 | `OMP_NUM_THREADS` | coordinator, torch | threads of each local worker, where `--worker-threads` is not given |
 | `CUDA_VISIBLE_DEVICES` | torch | which GPUs a worker may see |
 | `NO_COLOR` | all programs | any value: no colours |
@@ -67,6 +69,11 @@ def tables() -> Iterator[str]:
             names = [f"`{name}`" for name in (row.flag, row.variable, row.key) if name]
             cells = ["<br>".join(names), code_flags(row.default), code_flags(row.meaning), row.accepts]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    yield "\n## `w5xde status`\n\nThe same as `python -m w5xde_async.status`. Arguments alone.\n\n"
+    yield "| flag | meaning |\n|---|---|\n"
+    for action in status.parser("status")._actions:
+        flag = " ".join(name for name in (action.option_strings[-1], action.metavar) if name)
+        yield f"| `{flag}` | {code_flags(action.help or '')} |\n"
     yield "\n" + TAIL
 
 

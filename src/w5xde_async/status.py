@@ -24,7 +24,7 @@ from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token
 _DEFAULT_PORT = 5556
@@ -58,8 +58,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.status") -> int:
-    """Show the run; the result is the exit code."""
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Of the command line; its ``parse_args`` raises UsageError."""
     parser = _Parser(prog=prog, description=(__doc__ or "").split("\n\n")[0].split(": ", 1)[-1].capitalize())
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -69,8 +69,13 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     parser.add_argument("--watch", action="store_true", help="show it again and again, until the run ends")
     parser.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="how often, with --watch [2]")
     parser.add_argument("--json", action="store_true", help="print what the dashboard answers, as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.status") -> int:
+    """Show the run; the result is the exit code."""
     try:
-        given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+        given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
         if not 0.1 <= given.interval <= 3600:
             raise UsageError(f"--interval {given.interval:g}: give seconds from 0.1 to 3600")
         link = _of_server(given.server) if given.server else _of_run(given.run_dir)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 from tests.meta.test_docs import DOCUMENTS, ROOT, environment, name_of, write_files
 
+from w5xde_async import status
 from w5xde_async.errors import UsageError
 from w5xde_async.settings import Answer, read
 from w5xde_async.settings.flags import flag_names, programs
@@ -31,6 +32,7 @@ README = DOCUMENTS[0]
 PROGRAMS = {program.table: program for program in programs()}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 FLAGS = {flag for program in PROGRAMS.values() for flag in flag_names(program)}
+FLAGS |= set(status.parser("status")._option_string_actions)
 #: Commands that are not ours: nothing about them is checked but that somebody put them here on purpose.
 FOREIGN = {
     ".",
@@ -127,6 +129,9 @@ def check(words: list[str]) -> None:
 
 def parse(program: str, arguments: list[str]) -> None:
     given = [argument for argument in arguments if argument != "..."]
+    if program == "status":
+        status.parser("status").parse_args(given)
+        return
     assert program in PROGRAMS, program
     if not given:  # the program's name and no more
         return
