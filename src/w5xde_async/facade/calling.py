@@ -44,7 +44,10 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(main())
+        try:
+            return runner.run(main())
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # where the loop stood is no news
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
