@@ -25,6 +25,7 @@ from tests.simulator.model import SHAPES, Shape, expected_run, job_of
 from tests.simulator.network import ADDRESS, Network
 from tests.simulator.patches import in_virtual_world
 
+from w5xde_async.coordinator import making as coordinator_making
 from w5xde_async.coordinator import service as coordinator_service
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.training import Training
@@ -285,8 +286,8 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     logging.getLogger("stamina").setLevel(logging.CRITICAL)
-    real = coordinator_service.Training
-    coordinator_service.Training = WatchedTraining  # type: ignore[misc]
+    real = coordinator_making.Training
+    coordinator_making.Training = WatchedTraining  # type: ignore[misc]
     try:
         with in_virtual_world(world.loop, world.network, str(seed), world.random):
             try:
@@ -302,7 +303,7 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
                 host.die()
                 host.discard()
     finally:
-        coordinator_service.Training = real  # type: ignore[misc]
+        coordinator_making.Training = real  # type: ignore[misc]
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

@@ -61,7 +61,7 @@ class Bench:
         self.state = FlatState(self.layout)
         self.state.copy_from(self.model)
         self.state.adopt(self.model)
-        self.rule = SyncRule(job(**changes), self.model, self.layout, self.state)
+        self.rule = SyncRule.of(job(**changes), self.model, self.layout, self.state)
         self.names = [entry.name for entry in self.layout.entries]
 
     def apply(self, sums: dict[str, Tensor], samples: int = 8, buffers: dict[str, Tensor] | None = None) -> Any:
@@ -253,4 +253,4 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
     model = Model().requires_grad_(False)
     layout = Layout.of(model)
     with pytest.raises(JobError, match="no trainable parameter"):
-        SyncRule(job(), model, layout, FlatState(layout))
+        SyncRule.of(job(), model, layout, FlatState(layout))

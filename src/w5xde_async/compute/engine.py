@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
+from w5xde_async.compute.block import Block, Emit, Task
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.program.replica import Replica
@@ -38,10 +39,6 @@ from w5xde_async.randomness import random_state, seed_all
 
 __all__ = ["Emit", "Engine", "LeafError", "Outcome", "Task", "choose_device"]
 
-Emit = Callable[[int, ResultVector], None]
-"""Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
-
-_MAX_METRICS = 64
 _MAX_TRACEBACK = 8000
 
 
@@ -52,19 +49,6 @@ class LeafError(W5xdeError):
         self.leaf, self.error = leaf, f"{type(error).__name__}: {error}"[:1000]
         self.traceback = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
         super().__init__(f"leaf {leaf}: {self.error}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One block to compute. ``tensors`` lie in host memory; ``samples`` counts each leaf's samples."""
-
-    step: int
-    start: int
-    samples: tuple[int, ...]
-    loss_scale: float
-    structure: bytes
-    packed: bool
-    tensors: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +137,7 @@ class Engine:
         self._weights: dict[float, Tensor] = {}
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
         self._autocast = None if dtype is None else partial(torch.autocast, self.device.type, dtype=dtype)
+        self._keeps = False
         self._bound: ResultVector | None = None
         self._pieces = 1  # halvings of a microbatch that lack of memory has forced so far, as a factor
         # On after the first block has shown that each gradient arrives once a backward pass. Where one comes in parts
@@ -160,7 +145,7 @@ class Engine:
         self._overlap = False
         self._in_parts = False
         self._fires: dict[int, int] = {}
-        self._block: _Block | None = None
+        self._block: Block | None = None
         # With one gradient bucket nothing is to be sent before backward ends: noting who came is enough, and a list's
         # own append is the cheapest note there is (small models spend most of a leaf outside their kernels).
         self._notes: list[Tensor] = []
@@ -177,6 +162,28 @@ class Engine:
     def load(self, buckets: Iterable[int]) -> None:
         """``incoming`` holds a new version, of which ``buckets`` came: make the model compute with it."""
         self._transfer.load()
+        self.refresh(buckets)
+
+    @property
+    def live(self) -> FlatState:
+        """What the model computes with, on its device."""
+        return self._transfer.live
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The model's own tensors, in layout order."""
+        return list(self._live)
+
+    def keep_results(self) -> None:
+        """From now on blocks' results stay on the device: ``emit`` gets them there, for use before the next block."""
+        self._keeps = True
+
+    def unbind(self) -> None:
+        """Somebody else has set the parameters' gradients."""
+        self._bound = None
+
+    def refresh(self, buckets: Iterable[int]) -> None:
+        """``live`` has new values in these buckets."""
         self._buffers.refresh(entry for number in buckets for entry in self.layout.buckets[number].entries)
 
     def compile_step(self) -> None:
@@ -196,7 +203,7 @@ class Engine:
     def compute(self, task: Task, emit: Emit) -> Outcome:
         """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
         began = time.perf_counter()
-        block = self._block = _Block(task, emit)
+        block = self._block = Block(task, emit)
         while True:
             try:
                 self._run(block)
@@ -225,7 +232,7 @@ class Engine:
             vectors=(*block.spent, block.host_vector),
         )
 
-    def _run(self, block: _Block) -> None:
+    def _run(self, block: Block) -> None:
         task = block.task
         self._notes.clear()
         last = len(task.samples) - 1
@@ -270,7 +277,7 @@ class Engine:
         # A leaf of several microbatches is summed by itself first; other dtypes are cast on the way.
         return self._accumulate == 1 and self._pieces == 1 and not self._native and not self._in_parts
 
-    def _leaf(self, block: _Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
+    def _leaf(self, block: Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
         seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
         self._buffers.restore()
@@ -333,11 +340,11 @@ class Engine:
                 self._finish(block, self.layout.buckets[number])
 
     @property
-    def _block_now(self) -> _Block:
+    def _block_now(self) -> Block:
         assert self._block is not None
         return self._block
 
-    def _finish(self, block: _Block, bucket: Bucket) -> None:
+    def _finish(self, block: Block, bucket: Bucket) -> None:
         """Fold one bucket over the open halves, right to left, and emit it (absent ones are only noted)."""
         if bucket.index in block.emitted:
             return
@@ -350,16 +357,19 @@ class Engine:
         for left, right in zip(reversed(pieces[:-1]), reversed(pieces[1:]), strict=True):
             _add(left, right)
         block.emitted.add(bucket.index)
-        self._transfer.send(block.open[0], block.host_vector, bucket.index, block.emit)
+        if self._keeps:
+            block.emit(bucket.index, block.open[0])
+        else:
+            self._transfer.send(block.open[0], block.host_vector, bucket.index, block.emit)
 
-    def _fold_all(self, block: _Block) -> None:
+    def _fold_all(self, block: Block) -> None:
         right = block.open.pop()
         for mine, theirs in zip(block.open[-1].groups, right.groups, strict=True):
             if mine is not None and theirs is not None:
                 _add(mine, theirs)
         self._pool.give(right)
 
-    def _abandon(self, block: _Block) -> None:
+    def _abandon(self, block: Block) -> None:
         """Backward broke off: nothing in the open vectors can be trusted."""
         self._bound = None
         for _, parameter in self._parameters:
@@ -396,7 +406,7 @@ class Engine:
         for view in self._native.values():
             view.fill_(-0.0)
 
-    def _cast(self, buckets: Sequence[Bucket], block: _Block) -> None:
+    def _cast(self, buckets: Sequence[Bucket], block: Block) -> None:
         """Bring own-dtype gradients into the block's float32 vector; whole entries, each once a leaf."""
         if self._native:
             for index in {i for bucket in buckets for i in bucket.entries if i in self._native}:
@@ -423,56 +433,6 @@ class Engine:
 
 class _AgainOtherwise(Exception):
     """A block drew from ``random`` or numpy unseeded, or got gradients in parts: it is computed again."""
-
-
-class _Block:
-    """The state of one block while it is computed."""
-
-    __slots__ = (
-        "changed", "emit", "emitted", "host", "leaf", "losses", "metric_names", "metrics", "open", "pending", "spent",
-        "task", "touched",
-    )  # fmt: skip
-
-    def __init__(self, task: Task, emit: Emit) -> None:
-        self.task, self.emit = task, emit
-        self.emitted: set[int] = set()
-        self.spent: list[ResultVector] = []  # hosts of attempts that had emitted before they broke off
-        self.host: ResultVector | None = None
-        self.open: list[ResultVector] = []
-        self.begin()
-
-    def begin(self) -> None:
-        self.leaf = 0
-        self.losses: list[Tensor] = []
-        self.metric_names: tuple[str, ...] | None = None
-        self.metrics: list[Tensor | float] = []
-        self.touched: set[int] = set()
-        self.changed: set[int] = set()
-        self.pending: dict[int, int] | None = None
-
-    @property
-    def host_vector(self) -> ResultVector:
-        assert self.host is not None
-        return self.host
-
-    def count_down(self, buckets: Sequence[Bucket]) -> None:
-        """The last backward begins: from now on hooks finish buckets."""
-        self.pending = {bucket.index: len(bucket.entries) for bucket in buckets}
-
-    def note_metrics(self, metrics: Mapping[str, Any], share: float, *, first: bool) -> None:
-        names = tuple(metrics)
-        if self.metric_names is None:
-            if len(names) > _MAX_METRICS or not all(type(name) is str for name in names):
-                raise TypeError(f"a step returns at most {_MAX_METRICS} metrics with string names")
-            self.metric_names = names
-        if names != self.metric_names:
-            raise TypeError(f"the step returned metrics {names} after {self.metric_names}; return the same every time")
-        values = [v.detach().float().reshape(()) if isinstance(v, Tensor) else float(v) for v in metrics.values()]
-        if first:
-            self.metrics.extend(value * share if share != 1 else value for value in values)
-        else:
-            for offset, value in enumerate(values, start=len(self.metrics) - len(names)):
-                self.metrics[offset] = self.metrics[offset] + value * share
 
 
 def _run_backward(loss: Tensor, weight: Tensor) -> None:

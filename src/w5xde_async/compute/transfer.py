@@ -33,6 +33,7 @@ class Transfer:
         self.on_host = device.type == "cpu"
         self.incoming = FlatState(layout, pinned=self._cuda)
         self._state = self.incoming if self.on_host else FlatState(layout, device)
+        self.live = self._state
         self.origin: list[Tensor] = self._state.views
         self.host_pool = VectorPool(layout, spare=3, make=lambda layout: ResultVector(layout, pinned=self._cuda))
         self._side: Any = _cuda.Stream(device) if self._cuda else None

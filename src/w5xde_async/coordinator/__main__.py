@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.__main__ import attach, launch, signals
+from w5xde_async.__main__ import attach, launch, memory_reports, signals
 from w5xde_async.errors import ExitCode, W5xdeError
 from w5xde_async.settings import CoordinatorSettings, to_mapping
 from w5xde_async.store.failpoints import arm
@@ -88,6 +88,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
         async with AsyncExitStack() as stack:
             stack.callback(progress.close)
             stack.enter_context(signals(stop, abandon=abandon))
+            stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
             if hasattr(signal, "SIGUSR1"):
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGUSR1, coordinator.request_checkpoint)

@@ -9,8 +9,11 @@ from pathlib import Path
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.tls import TlsFiles, is_loopback
+from w5xde_async.plan.audit import AuditConfig
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.trackers import check_trackers
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.norm_gate import NormGateConfig
 
 __all__ = ["CoordinatorConfig"]
 
@@ -46,10 +49,16 @@ class CoordinatorConfig:
     grace_s                 a stop waits that long for the step under way
     max_leaf_failures       attempts on one leaf before the run stops
     max_nonfinite_steps     steps in a row with a non-finite gradient before the run stops
+    norm_gate               a block whose norm is over the median of the last ones by more than that many median
+                            deviations is computed by a second worker before it counts; 0: no such check
+    audit_fraction          blocks for each step, on average, that are drawn by chance and computed by a second worker
+    audit_tolerance         relative distance that two honest computations of a block on unlike machines may have
+    quarantine              put a worker out of the run whose result was proven wrong; False: only say so
     evaluate                False switches the job's evaluation off
     dashboard               ``host:port`` of the dashboard; empty: none. Port 0 picks a free one. Off loopback it asks
                             for a token and speaks TLS (not with ``insecure``)
     trackers                names of experiment trackers, each with its target behind a colon (telemetry.trackers)
+    update                  how results become parameters, and how both travel (``UpdateConfig``)
     code_free               make a program of the step, for workers that start without the job's code
     """
 
@@ -82,11 +91,16 @@ class CoordinatorConfig:
     grace_s: float = 10.0
     max_leaf_failures: int = 3
     max_nonfinite_steps: int = 50
+    norm_gate: float = 6.0
+    audit_fraction: float = 0.01
+    audit_tolerance: float = 0.01
+    quarantine: bool = True
     evaluate: bool = True
     dashboard: str = ""
     trackers: tuple[str, ...] = ()
     code_free: bool = False
     pacing: PacingConfig = field(default_factory=PacingConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
 
     def __post_init__(self) -> None:
         def need(holds: bool, text: str) -> None:
@@ -101,11 +115,18 @@ class CoordinatorConfig:
             need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give >= 1")
         for name in ("heartbeat_s", "silence_s", "handshake_s", "join_s"):
             need(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; give seconds > 0")
+        need(self.norm_gate >= 0, f"norm_gate is {self.norm_gate}; give a number >= 0 (0: no gate)")
+        need(0 <= self.audit_fraction <= 1, f"audit_fraction is {self.audit_fraction}; give a number from 0 to 1")
+        need(0 < self.audit_tolerance < 1, f"audit_tolerance is {self.audit_tolerance}; give one between 0 and 1")
         need(self.credit_bytes >= 0, f"credit_bytes is {self.credit_bytes}; give a number >= 0")
         need(self.grace_s >= 0, f"grace_s is {self.grace_s}; give seconds >= 0")
         need(
             self.durability in ("checkpoint", "journal"),
             f"durability is {self.durability!r}; give checkpoint or journal",
+        )
+        need(
+            self.update.rule == "sync" or self.durability == "checkpoint",
+            f"a journal keeps the gradients of the sync rule; update {self.update.rule} has --durability checkpoint",
         )
         need(self.min_workers <= self.max_workers, "min_workers is more than max_workers")
         need(self.silence_s > self.heartbeat_s, "silence_s must be longer than heartbeat_s")
@@ -125,3 +146,13 @@ class CoordinatorConfig:
             not (self.insecure and (self.tls.cert or self.tls.ca or self.join_file)),
             "--insecure and TLS's settings contradict each other; leave out one of them",
         )
+
+    @property
+    def gate(self) -> NormGateConfig | None:
+        """The norm gate's own settings; None where it is off."""
+        return NormGateConfig(deviations=self.norm_gate) if self.norm_gate else None
+
+    @property
+    def audit(self) -> AuditConfig:
+        """The audits' own settings."""
+        return AuditConfig(fraction=self.audit_fraction, tolerance=self.audit_tolerance)

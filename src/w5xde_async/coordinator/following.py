@@ -20,6 +20,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.hosting import Commit
 from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
 from w5xde_async.coordinator.preparation import Prepared, record_of
+from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import StoreError
 from w5xde_async.params.flat import state_of
@@ -35,7 +36,7 @@ __all__ = ["Following"]
 class Following:
     """Checkpoints and evaluations of one run. ``save_error`` is what the last attempt to save met, if anything."""
 
-    def __init__(self, prepared: Prepared, training: Training, config: CoordinatorConfig, bus: Bus) -> None:
+    def __init__(self, prepared: Prepared, training: Training | Rounds, config: CoordinatorConfig, bus: Bus) -> None:
         self._prepared, self._training, self._config, self._bus = prepared, training, config, bus
         self.metrics: dict[str, float] = {}
         self.save_error: StoreError | None = None
@@ -51,14 +52,14 @@ class Following:
 
     def on_commit(self, commit: Commit, tasks: asyncio.TaskGroup) -> None:
         """Runs before anything else can touch the parameters: what is submitted to the aggregator sees this version."""
-        due = self.checkpoint_wanted or commit.step % self._config.checkpoint_every == 0 or self._again()
+        due = self.checkpoint_wanted or commit.passes(self._config.checkpoint_every) or self._again()
         if due and self._prepared.store is not None:
             self.checkpoint_wanted = self._saving is not None and not self._saving.done()
             if not self.checkpoint_wanted:
                 saving = self._save(commit.step, self._rotate(commit.step))
                 self._saving = tasks.create_task(saving, name=f"checkpoint {commit.step}")
         every = self._prepared.job.evaluate_every
-        due = commit.last_of_epoch if every is None else commit.step % every == 0
+        due = commit.passes(self._prepared.sampler.steps_per_epoch if every is None else every)
         if due and self._prepared.evaluator is not None and (self._evaluating is None or self._evaluating.done()):
             self._evaluating = tasks.create_task(self._evaluate(commit.step), name=f"evaluate {commit.step}")
 

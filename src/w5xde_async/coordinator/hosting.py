@@ -20,12 +20,13 @@ from w5xde_async.coordinator.liveness import Held, Leases, Liveness
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.programs import Programs
 from w5xde_async.coordinator.results import Place
-from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.session import Session, quarantined
 from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.membership import Member, Membership, Standing
-from w5xde_async.telemetry.events import Bus, Waiting, Warned, WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.events import Bus, Waiting, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.handshake import State
 from w5xde_async.wire.messages import (
     ByeCode,
     Done,
@@ -55,10 +56,14 @@ class NonFinite(W5xdeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One commit, for whoever follows the run. ``step`` is how far the run is, in steps of the sampler, from 1."""
+    """One commit, for whoever follows the run: how far it is now, and was before, in steps of the sampler."""
 
     step: int
-    last_of_epoch: bool
+    before: int
+
+    def passes(self, every: int) -> bool:
+        """Whether a multiple of ``every`` steps lies in it."""
+        return self.step // every > self.before // every
 
 
 class Counts(NamedTuple):
@@ -97,6 +102,9 @@ class Hosting(ABC):
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
         self.membership = Membership(config.silence_s)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
+        #: A worker is put out: the name it has proved or else its id, and why.
+        self.on_quarantine: Callable[[str, str], None] = lambda name, reason: None
+        self._put_out_ids: set[str] = set()
         self.journaling: Journaling | None = None
         self.programs = Programs(layout, config, bus)
         self.accounts = Accounts()
@@ -111,6 +119,7 @@ class Hosting(ABC):
         self._stopping = False
         self._stop_at = 0.0
         self._devices: set[tuple[str, int]] = set()
+        self._bytes_before = (0, 0)
         loader.on_ready = self._schedule
         loader.on_error = self.fail
 
@@ -198,6 +207,39 @@ class Hosting(ABC):
             if name in (session.identity, session.worker_id):
                 session.abort(reason)
 
+    def _put_out(self, worker_id: str, session: Session | None, reason: str) -> bool:
+        """A worker's result was proven wrong: end its link and keep it out. False where that is not wanted.
+
+        ``session``: its own, where it may have left already.
+        """
+        if worker_id in self._put_out_ids:
+            return True
+        session = self.sessions.get(worker_id) or session
+        name, identity = (worker_id, "") if session is None else (session.name, session.identity)
+        wanted = self.config.quarantine
+        self.bus.publish(WorkerQuarantined(worker_id=worker_id, name=name, reason=reason, put_out=wanted))
+        if not wanted:
+            return False
+        self._put_out_ids.add(worker_id)
+        self.on_quarantine(identity or worker_id, reason)
+        member = self.membership.members.get(worker_id)
+        if session is None or self.sessions.get(worker_id) is not session or member is None:
+            return True
+        if session.receiving is not None or session.state is not State.READY:
+            session.abort(f"put out of the run: {reason}")  # it is told why when it comes back
+        else:
+            member.standing = Standing.OUT
+            self._take_back(session)
+            session.refuse(quarantined(reason))
+            asyncio.get_running_loop().call_later(1.0, session.abort, f"put out of the run: {reason}")
+        return True
+
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes sent and received since the last call."""
+        sent, received = self.accounts.traffic(self.sessions.values())
+        before, self._bytes_before = self._bytes_before, (sent, received)
+        return sent - before[0], received - before[1]
+
     def _warn(self, text: str) -> None:
         self.bus.publish(Warned(text=text))
 
@@ -278,6 +320,7 @@ class Hosting(ABC):
                 threads=ready.threads, num_workers=len(self.sessions),
             )
         )  # fmt: skip
+        self._put_out_ids.discard(session.worker_id)  # somebody has let it in again
         self._introduce(session)
         self._schedule()
         return None

@@ -69,12 +69,16 @@ class Judging:
         self.discard: Callable[[Candidate, str], None] = lambda candidate, reason: None
         #: A worker is proven wrong: its id, its session where that is known, the reason.
         self.quarantine: Callable[[str, Session | None, str], None] = lambda worker, session, reason: None
+        self.revoke: Callable[[Grant, str], None] = lambda grant, reason: None
         self.being_received: Callable[[int], bool] = lambda lease: False
         self._layout, self._ledger, self._aggregator, self._auditor = layout, ledger, aggregator, auditor
         self._precision, self._clock, self._bus, self._wake = precision, clock, bus, wake
-        self._gates = {} if gate is None else {role: BlockGate(gate) for role in ("grad", "mean")}
+        roles = {group.role for group in layout.groups} & {"grad", "mean"}
+        self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
         self._held: list[Candidate] = []
         self._unweighed: list[Candidate] = []
+        self._waiting: list[Candidate] = []  # for the very first norm to be confirmed
+        self._orphans: set[int] = set()  # audits of blocks that were dropped meanwhile
         self._given_up: list[Candidate] = []  # nobody is there who could compute it again
         self._unsettled: set[tuple[int, int]] = set()  # (step, first leaf) of what the referee could not settle
         self._warned = False
@@ -82,7 +86,7 @@ class Judging:
     @property
     def holding(self) -> bool:
         """True while a finished block does not count yet."""
-        return bool(self._held or self._unweighed or self._given_up)
+        return bool(self._held or self._unweighed or self._waiting or self._given_up)
 
     # -- a block is finished -------------------------------------------------------------------------------
 
@@ -108,6 +112,9 @@ class Judging:
         if why is None or not others:
             self._learn(candidate)
             return True
+        if why is Why.FIRST and any(c.held is not None and c.held.why is Why.FIRST for c in self._held):
+            self._waiting.append(candidate)
+            return False
         candidate.held = HeldBlock(grant.step, grant.block, grant.worker, why, candidate.suppliers)
         self._held.append(candidate)
         if why is not Why.SAMPLED:
@@ -153,6 +160,10 @@ class Judging:
 
     def leases(self, ready: Sequence[str], deadline_s: Callable[[str, int], float]) -> list[Grant]:
         """Audits to lease now. ``ready``: workers that take work."""
+        for lease in tuple(self._orphans):
+            if self._ledger.get(lease) is None and not self.being_received(lease):
+                self._aggregator.end_second(lease)
+                self._orphans.discard(lease)
         granted = []
         for candidate in tuple(self._held):
             held = candidate.held
@@ -173,10 +184,8 @@ class Judging:
                     self._given_up.append(candidate)
                     self._wake()
                 continue
-            if (
-                sum(c.held is not None and c.held.lease is not None for c in self._held)
-                >= self._auditor.config.most_open
-            ):
+            at_once = sum(c.held is not None and c.held.lease is not None for c in self._held) + len(self._orphans)
+            if at_once >= self._auditor.config.most_open:
                 continue
             leaves = held.block.num_leaves
             grant = self._ledger.audit(
@@ -223,6 +232,10 @@ class Judging:
                 self._unweighed.remove(candidate)
                 if self._look(candidate, norms):
                     self.count(candidate)
+        while self._waiting and not any(c.held is not None and c.held.why is Why.FIRST for c in self._held):
+            judged, candidate = True, self._waiting.pop(0)
+            if self._look(candidate, candidate.norms):
+                self.count(candidate)
         while self._given_up:
             judged = True
             await self._give_up(self._given_up[0])
@@ -306,10 +319,13 @@ class Judging:
             self.quarantine(worker, session, f"its result for step {held.step} is not what the block gives ({found})")
 
     def disbelieve(self, worker: str) -> None:
-        """Blocks that this worker had a hand in and that are still held are done again."""
-        for candidate in (*self._held, *self._unweighed, *self._given_up):
+        """Held blocks that this worker had a hand in are done again; what it computed of others' counts for nothing."""
+        for candidate in (*self._held, *self._unweighed, *self._waiting, *self._given_up):
             if worker == candidate.grant.worker or worker in candidate.suppliers.values():
                 self._drop(candidate, "it was put out of the run")
+            elif candidate.held is not None and candidate.held.second == worker:
+                self._end_audit(candidate.held)
+                candidate.other = None
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._forget(candidate)
@@ -321,13 +337,21 @@ class Judging:
         self.count(candidate)
 
     def _forget(self, candidate: Candidate) -> None:
-        for known in (self._held, self._unweighed, self._given_up):
+        for known in (self._held, self._unweighed, self._waiting, self._given_up):
             if candidate in known:
                 known.remove(candidate)
-        held = candidate.held
-        if held is not None and held.lease is not None and candidate.other is not None:
-            self._aggregator.end_second(held.lease)
-            held.lease = None
+        if candidate.held is not None:
+            self._end_audit(candidate.held)
+
+    def _end_audit(self, held: HeldBlock) -> None:
+        """Whatever comes of the second computation is not wanted any more; its memory is freed when nobody writes."""
+        if held.lease is None:
+            return
+        if (grant := self._ledger.get(held.lease)) is not None:
+            self._ledger.give_back(held.lease)
+            self.revoke(grant, "the block is done anew")
+        self._orphans.add(held.lease)
+        held.lease, held.second = None, ""
 
     # -- numbers -------------------------------------------------------------------------------------------
 

@@ -135,7 +135,9 @@ def _holders(training: Training, step: int, worker: str) -> str:
     ]
     if not held:
         return "its last results are being added"
-    return f"{_names([name for name, _ in held])} computes its last {sum(leaves for _, leaves in held)} leaves"
+    number = sum(leaves for _, leaves in held)
+    verb = "computes" if len(held) == 1 else "compute"
+    return f"{_names([name for name, _ in held])} {verb} the last {number} {'leaf' if number == 1 else 'leaves'}"
 
 
 def _names(names: Sequence[str]) -> str:

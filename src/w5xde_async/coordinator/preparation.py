@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.compute.inner import Schedule, describe_inner
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -33,6 +35,8 @@ from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
+from w5xde_async.updates.norm_gate import NormGateConfig
+from w5xde_async.updates.outer import OuterRule, make_rule
 from w5xde_async.updates.sync import SyncRule
 
 __all__ = ["Prepared", "prepare", "record_of"]
@@ -48,7 +52,7 @@ class Prepared:
     evaluator: nn.Module | None
     layout: Layout
     state: FlatState
-    rule: SyncRule
+    rule: SyncRule | OuterRule
     run_dir: RunDir | None
     store: CheckpointStore | None
     run_id: str
@@ -63,6 +67,8 @@ class Prepared:
     journal: Journal | None = None  # has begun, where the run keeps one
     replayed: list[Mapping[str, object]] = field(default_factory=list)  # records for metrics.jsonl
     loss: float | None = None  # of the last step that was replayed
+    schedule: Schedule | None = None  # under rules of local steps, of the workers' optimizers
+    inner: bytes = b""  # and what those are: ``compute.inner``, as msgpack
 
 
 def prepare(
@@ -97,12 +103,12 @@ def prepare(
     state = FlatState(layout)
     state.copy_from(model)
     state.adopt(model)
-    rule = SyncRule(job, model, layout, state)
+    rule, schedule, inner = _rule(job, config, model, layout, state)
     pack_state(rule.state_dict())  # an optimizer that cannot be saved is refused now, not at the first checkpoint
     prepared = Prepared(
         job=job, sampler=sampler, model=model, evaluator=evaluator, layout=layout, state=state, rule=rule, run_dir=None,
         store=None, run_id="", term=1, first_step=0, total_steps=total_steps, samples=0, notes=[],
-        program=program, untraceable=untraceable,
+        program=program, untraceable=untraceable, schedule=schedule, inner=inner,
     )  # fmt: skip
     if run_path is None:
         if config.resume not in ("auto", "never"):
@@ -118,6 +124,30 @@ def prepare(
         run_dir.close()
         raise
     return prepared
+
+
+def _rule(
+    job: Job, config: CoordinatorConfig, model: nn.Module, layout: Layout, state: FlatState
+) -> tuple[SyncRule | OuterRule, Schedule | None, bytes]:
+    """The update rule; under rules of local steps also what workers are told of their optimizer."""
+    rule, update = SyncRule.of(job, model, layout, state), config.update
+    if job.precision == "fp16" and not update.plain:
+        raise JobError(
+            "precision",
+            "fp16 scales its losses by the version, which late or encoded results do not keep",
+            "use precision='bf16', or --update sync --codec raw",
+        )
+    if update.rule == "sync":
+        return rule, None, b""
+    gate = NormGateConfig(deviations=config.norm_gate) if config.norm_gate else None
+    outer = make_rule(update, rule, state, min_workers=config.min_workers, gate=gate)
+    if not update.local:
+        return outer, None, b""
+    schedule = Schedule(rule.optimizer, rule.scheduler)
+    described = describe_inner(rule.optimizer, layout, model, scheduled=schedule.scheduled)
+    streaming = [update.fragments, update.overlap, update.mixing] if update.rule == "streaming" else None
+    inner = msgpack.packb({**described, "clip": job.gradient_clip_val, "streaming": streaming})
+    return outer, schedule, bytes(inner)
 
 
 def _trace(job: Job, model: nn.Module, layout: Layout) -> tuple[Document | None, str]:
@@ -237,10 +267,11 @@ def _replay(
 
 def _apply_all(prepared: Prepared, journal: Journal, position: Position | None, replay: Replay) -> None:
     began, base, notes = time.perf_counter(), prepared.first_step, prepared.notes
-    vector = ResultVector(prepared.layout)
+    vector, rule = ResultVector(prepared.layout), prepared.rule
+    assert isinstance(rule, SyncRule), "a journal is kept of no other rule"
     differ = 0
     for entry in journal.read(base, position, replay):
-        done = apply_entry(entry, prepared.layout, prepared.rule, vector)
+        done = apply_entry(entry, prepared.layout, rule, vector)
         differ += not done.same
         prepared.replayed.append(done.line)
         prepared.samples, prepared.loss = done.samples_applied, number(done.line.get("loss"))
@@ -321,6 +352,8 @@ def _restore(prepared: Prepared, record: Record, where: str) -> None:
             prepared.notes.append(f"the checkpoint's optimizer setting {name}={value} counts, not {ours.get(name)}")
     prepared.first_step = prepared.saved_step = record.step
     prepared.samples, prepared.loss = samples, None
+    if isinstance(prepared.rule, OuterRule):  # what it was offered since that commit counts too
+        prepared.first_step, prepared.samples = len(prepared.rule.done), prepared.rule.samples
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -4,6 +4,9 @@ A result is received straight into the memory of its (block, bucket) slot, by on
 explains, what is there already and what another session is just receiving into the same slot is turned away into the
 session's scratch. A lease whose result is being received is never given to another: only the end of that link frees the
 memory.
+
+Nothing of a block is added before the whole of it has been judged (``judging``), unless every check is switched off:
+then buckets are added as they come.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple
 
 from w5xde_async.coordinator.aggregator import Aggregator
 from w5xde_async.coordinator.dispatch import Dispatch
+from w5xde_async.coordinator.judging import Candidate, Judging
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import LeafFailed, RemoteError
@@ -25,7 +29,7 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
 
-__all__ = ["Finished", "Place", "Results"]
+__all__ = ["Place", "Results"]
 
 
 class Place(NamedTuple):
@@ -35,29 +39,29 @@ class Place(NamedTuple):
     explained: bool
 
 
-class Finished(NamedTuple):
-    """A block is complete; ``other`` is the lease of whoever computed it too, void from now on."""
-
-    grant: Grant
-    other: Grant | None
-
-
 class Results:
     """The way of the current step's results from sessions to slots."""
 
     def __init__(
         self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, dispatch: Dispatch, loader: Loader,
-        sampler: Sampler, clock: Callable[[], float], wake: Callable[[], None], warn: Callable[[str], None],
-        fail: Callable[[BaseException], None],
+        sampler: Sampler, judging: Judging, clock: Callable[[], float], wake: Callable[[], None],
+        warn: Callable[[str], None], fail: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
+        #: A block counts: its session, lease and DONE.
+        self.on_counted: Callable[[Session, Grant, Done], None] = lambda session, grant, done: None
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.leaves = 0  #: leaves that were computed and used
         self.leaves_in_vain = 0  #: leaves that were computed and not used
+        self.leaves_audited = 0  #: leaves that were computed a second time, to compare
         self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
-        self._dispatch, self._loader, self._sampler = dispatch, loader, sampler
+        self._dispatch, self._loader, self._sampler, self._judging = dispatch, loader, sampler, judging
         self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
-        self._writing: dict[tuple[int, int], Session] = {}  # (first leaf, bucket) of the current step -> who sends it
+        # (first leaf, or minus an audit's lease; bucket) of the current step -> who sends it
+        self._writing: dict[tuple[int, int], Session] = {}
         self._slots: dict[Session, tuple[int, int]] = {}  # the same the other way round
+        self._suppliers: dict[
+            int, dict[int, str]
+        ] = {}  # first leaf of a block that does not count yet -> bucket -> who
         self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Place:
@@ -77,10 +81,13 @@ class Results:
             return Place(None, True)  # the run has ended
         if grant.step != step.plan.step:
             raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
-        slot = (grant.block.start, result.bucket)
+        audit = self._ledger.is_audit(result.lease)
+        slot = (-grant.lease if audit else grant.block.start, result.bucket)
         if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
             return Place(None, True)
         self._writing[slot], self._slots[session] = session, slot
+        if audit:
+            return Place(self._aggregator.second(grant.lease).bucket_bytes[result.bucket], True)
         return Place(self._aggregator.memory(grant.block, result.bucket), True)
 
     def arrived(self, session: Session, result: Result) -> None:
@@ -88,6 +95,8 @@ class Results:
         del self._writing[self._slots.pop(session)]
         grant = self._ledger.get(result.lease)
         if grant is not None and grant.worker == session.worker_id:
+            if not self._ledger.is_audit(result.lease):
+                self._suppliers.setdefault(grant.block.start, {})[result.bucket] = session.worker_id
             self._fill(result.lease, grant.block, result.bucket, present=True)
 
     def left(self, session: Session) -> None:
@@ -97,11 +106,17 @@ class Results:
             del self._writing[slot]
 
     def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
-        if self._ledger.fill(lease, bucket) and self._aggregator.fill(block, bucket, present=present):
+        if not self._ledger.fill(lease, bucket) or self._judging.active:
+            return
+        if self._aggregator.fill(block, bucket, present=present):
             self._wake()
 
-    def done(self, session: Session, done: Done) -> Finished | None:
-        """A lease is done. None where that finishes nothing: it was stale, or another is about to finish it."""
+    def being_received(self, lease: int) -> bool:
+        """True while something is received into the memory of an audit."""
+        return any(place == -lease for place, _ in self._writing)
+
+    def done(self, session: Session, done: Done) -> Grant | None:
+        """A lease is done. Returns the other lease on its block, void from now on, where there was one."""
         grant = self._ledger.get(done.lease)
         if grant is None or grant.worker != session.worker_id:
             past = self._ledger.past(session.worker_id, done.lease)
@@ -128,20 +143,53 @@ class Results:
             return None
         for bucket in missing:
             self._fill(done.lease, block, bucket, present=False)
-        now = self._clock()
+        self._dispatch.observe(grant, done.compute_s, self._clock())
+        if self._ledger.is_audit(done.lease):
+            self._ledger.finish(done.lease)
+            self.leaves_audited += block.num_leaves
+            self._judging.seconded(session, done)
+            self._wake()
+            return None
         other = self._ledger.finish(done.lease)
-        self._loader.finished(grant.step, block)
-        step.note(session, block, done)
-        self._dispatch.observe(grant, done.compute_s, now)
+        candidate = Candidate(session, grant, done, self._suppliers.pop(block.start, {}))
+        if self._judging.passes(candidate, missing):
+            self.count(candidate)
         if done.splits and session.worker_id not in self._halved:
             self._halved.add(session.worker_id)
             self._warn(
                 f"{session.name} lacks memory for a whole microbatch and computes it in {1 << done.splits} pieces: the "
                 "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
             )
-        self.leaves += block.num_leaves
         self._wake()
-        return Finished(grant, other)
+        return other
+
+    def count(self, candidate: Candidate) -> None:
+        """A finished block counts from now on."""
+        session, grant, done = candidate.session, candidate.grant, candidate.done
+        step, block = self._aggregator.step, grant.block
+        assert step is not None
+        if self._judging.active:
+            for bucket in range(len(self._layout.result_buckets)):
+                self._aggregator.fill(block, bucket, present=bucket in candidate.suppliers)
+        self._loader.finished(grant.step, block)
+        step.note(session, block, done)
+        self.leaves += block.num_leaves
+        self.on_counted(session, grant, done)
+
+    def discard(self, candidate: Candidate, reason: str) -> None:
+        """A finished block did not hold: it is leased again."""
+        self._ledger.reopen(candidate.grant.step, candidate.grant.block, candidate.grant.worker)
+        self._refuse(candidate.session, candidate.done, VerdictCode.REJECTED, reason)
+
+    def disbelieve(self, worker: str) -> None:
+        """What this worker has sent of blocks that are not finished is computed by others."""
+        step = self._aggregator.step
+        for start, suppliers in list(self._suppliers.items()):
+            theirs = [bucket for bucket, who in suppliers.items() if who == worker]
+            if theirs and step is not None:
+                self._ledger.unfill(step.plan.step, start, theirs)
+                for bucket in theirs:
+                    del suppliers[bucket]
 
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
         if not done.losses:

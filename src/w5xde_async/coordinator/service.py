@@ -24,8 +24,10 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.making import make_training
 from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.result import RunResult
+from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.security import Security
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.showing import Showing
@@ -40,7 +42,7 @@ from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Subscribe
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
-from w5xde_async.wire.messages import ByeCode, Welcome
+from w5xde_async.wire.messages import ByeCode
 
 __all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
 
@@ -80,7 +82,7 @@ class Coordinator:
         for callback in callbacks:
             self.bus.subscribe(callback)
         self._prepared: Prepared | None = None
-        self._training: Training | None = None
+        self._training: Training | Rounds | None = None
         self._listener: Listener | None = None
         self._recorder: Recorder | None = None
         self._bulk: ThreadPoolExecutor | None = None
@@ -175,6 +177,17 @@ class Coordinator:
             raise LocalError("the coordinator has not been started")
         self._security.credentials.revoke(worker)
         self._training.drop(worker, reason)
+
+    def _keep_out(self, name: str, reason: str) -> None:
+        """A worker was put out of the run: it stays out until ``revoked`` does not name it any more."""
+        assert self._security is not None
+        self._security.credentials.quarantine(name, reason)
+        noting = asyncio.get_running_loop().run_in_executor(None, self._security.note_quarantine, name, reason)
+        noting.add_done_callback(self._noted)
+
+    def _noted(self, noting: asyncio.Future[None]) -> None:
+        if not noting.cancelled() and (error := noting.exception()) is not None:
+            self.bus.publish(Warned(text=str(error)))
 
     async def reload_access(self) -> None:
         """Take up what the run directory's ``secret`` and ``revoked`` say now. Raises UsageError, StoreError."""
@@ -271,28 +284,12 @@ class Coordinator:
             prefetch_leaves=config.prefetch_leaves,
             reference=self._reference or None,
         )
-        welcome = Welcome(
-            prepared.run_id, self.name, prepared.term, job.seed, job.precision, job.microbatch_samples,
-            job.accumulate_grad_batches, config.bucket_bytes, prepared.layout.fingerprint, config.heartbeat_s,
-            config.silence_s,
-        )  # fmt: skip
-        self._training = Training(
-            sampler=prepared.sampler,
-            loader=loader,
-            layout=prepared.layout,
-            state=prepared.state,
-            rule=prepared.rule,
-            welcome=welcome,
-            config=config,
-            bus=self.bus,
-            first_step=prepared.first_step,
-            total_steps=prepared.total_steps,
-        )
-        self._training.samples_applied, self._training.last_loss = prepared.samples, prepared.loss
-        if prepared.journal is not None:
+        self._training = training = make_training(prepared, loader, self.name, config, self.bus)
+        training.on_quarantine = self._keep_out
+        if prepared.journal is not None and isinstance(training, Training):
             self._journaling = Journaling(prepared.journal, prepared.layout, self.bus, step=prepared.first_step)
-            self._journaling.on_error = self._training.fail
-            self._training.journaling, self._training.aggregator.keep = self._journaling, self._journaling.pool
+            self._journaling.on_error = training.fail
+            training.journaling, training.aggregator.keep = self._journaling, self._journaling.pool
         self._following = Following(prepared, self._training, config, self.bus)
         if prepared.run_dir is not None:
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
@@ -329,7 +326,7 @@ class Coordinator:
             batch_size=job.batch_size,
             leaves_per_step=plan.num_leaves,
             update_rule=prepared.rule.name,
-            codec="raw",
+            codec=config.update.codec,
             precision=job.precision,
             address=format_address(self.host, self.port),
             worker_command=f"python -m w5xde_async.worker {where}{given}",
@@ -370,7 +367,7 @@ class Coordinator:
             raise failure
         return result
 
-    async def _tick(self, training: Training) -> None:
+    async def _tick(self, training: Training | Rounds) -> None:
         config = self.config
         ends = None if config.max_time_s is None else self._began + config.max_time_s
         while True:
@@ -395,7 +392,7 @@ class Coordinator:
     # -- the end -------------------------------------------------------------------------------------------
 
     async def _finish(
-        self, training: Training, prepared: Prepared, following: Following, failure: BaseException | None
+        self, training: Training | Rounds, prepared: Prepared, following: Following, failure: BaseException | None
     ) -> RunResult:
         finished = failure is None and training.progress >= training.total_steps
         outcome = "failed" if failure is not None else "finished" if finished else "stopped"
@@ -449,7 +446,7 @@ class Coordinator:
             digest=digest, seconds=seconds, **paths,
         )  # fmt: skip
 
-    async def _wait_for_goodbyes(self, training: Training) -> None:
+    async def _wait_for_goodbyes(self, training: Training | Rounds) -> None:
         """Workers close when they have read the last message; nobody waits long for one that does not."""
         with suppress(TimeoutError):
             async with asyncio.timeout(2.0):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -20,13 +21,15 @@ from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.hosting import Commit, Counts, Hosting, NonFinite
+from w5xde_async.coordinator.judging import Judging, Machine
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Place, Results
 from w5xde_async.coordinator.session import Session
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.ledger import Ledger
+from w5xde_async.plan.audit import Auditor
+from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
@@ -75,10 +78,19 @@ class Training(Hosting):
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
+        self.judging = Judging(
+            layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
+            auditor=Auditor(config.audit, os.urandom(32)), precision=welcome.precision, clock=clock, bus=bus,
+            wake=self._wake.set,
+        )  # fmt: skip
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
-            sampler=sampler, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
+            sampler=sampler, judging=self.judging, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
         )  # fmt: skip
+        self.results.on_counted = self._counted
+        self.judging.count, self.judging.discard = self.results.count, self.results.discard
+        self.judging.revoke = self._revoke
+        self.judging.being_received, self.judging.quarantine = self.results.being_received, self._quarantine
         self._look_again: asyncio.TimerHandle | None = None
         self.begun = False  #: the first lease was given
         self._nonfinite = 0
@@ -132,9 +144,12 @@ class Training(Hosting):
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
         while self._failure is None:
-            if self.ledger.complete(self.version):
+            if self.ledger.complete(self.version) and not self.judging.holding:
                 return True
             if await self.aggregator.reduce():
+                continue
+            if await self.judging.settle():
+                self._schedule()
                 continue
             self._wake.clear()
             if not self._stopping:
@@ -209,7 +224,7 @@ class Training(Hosting):
             else:
                 self.bus.publish(event)
                 failpoint("commit.after")
-        self.on_commit(Commit(step=self.version, last_of_epoch=self.version % self.sampler.steps_per_epoch == 0))
+        self.on_commit(Commit(step=self.version, before=self.version - 1))
 
     # -- leases --------------------------------------------------------------------------------------------
 
@@ -230,6 +245,8 @@ class Training(Hosting):
             steps = steps[:1]
         now = self.clock()
         hungry = [worker for worker in (ready if only is None else [only]) if self._has_credit(worker)]
+        for grant in self.judging.leases(ready, self.pacing.deadline_s):
+            self.dispatch.send(grant)
         for worker, lease in self.dispatch.leases(ready, steps, now, hungry=hungry):
             self.sessions[worker].post_lease(lease.message, lease.buffers)
         if self._look_again is not None:
@@ -248,21 +265,29 @@ class Training(Hosting):
         self.results.arrived(session, result)
 
     def done(self, session: Session, done: Done) -> None:
-        finished = self.results.done(session, done)
+        other = self.results.done(session, done)
         member = self._answered(session, done.lease)
-        if finished is not None:
-            if finished.other is not None:
-                self._revoke(finished.other, "another worker was faster")
-                self._liveness.await_answer(finished.other.worker)
-            step, block = self.aggregator.step, finished.grant.block
-            if member is not None and step is not None:
-                member.leaves += block.num_leaves
-                member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*block))
-                member.compute_s += done.compute_s
-                member.wait_s += done.wait_s
+        if other is not None:
+            self._revoke(other, "another worker was faster")
+            self._liveness.await_answer(other.worker)
         if member is not None and member.standing is Standing.DRAINING and not self.ledger.num_held(session.worker_id):
             session.say_goodbye(ByeCode.LEAVING, "drained")
-        self._schedule(session.worker_id)
+        self._schedule(None if self.judging.holding else session.worker_id)
+
+    def _counted(self, session: Session, grant: Grant, done: Done) -> None:
+        """A block counts: credit to whoever did it."""
+        member, step = self.membership.members.get(session.worker_id), self.aggregator.step
+        if member is not None and step is not None:
+            member.leaves += grant.block.num_leaves
+            member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
+            member.compute_s += done.compute_s
+            member.wait_s += done.wait_s
+
+    def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
+        """A worker was proven wrong: nothing of its that does not count yet will."""
+        if self._put_out(worker, session, reason):
+            self.results.disbelieve(worker)
+            self.judging.disbelieve(worker)
 
     def failed(self, session: Session, failed: Failed) -> None:
         self._answered(session, failed.lease)
@@ -285,6 +310,11 @@ class Training(Hosting):
         self._schedule()
 
     def _introduce(self, session: Session) -> None:
+        said = session.ready
+        assert said is not None
+        self.judging.machines[session.worker_id] = Machine(
+            said.device, said.device_name, said.threads, said.torch_version
+        )
         self.publisher.welcome(session)
 
     def _forget(self, session: Session) -> None:
@@ -293,6 +323,7 @@ class Training(Hosting):
     def _take_back(self, session: Session) -> int:
         grants, culprit = self.ledger.lose(session.worker_id, died=not session.given_up)
         self.dispatch.forget(session.worker_id)
+        self.judging.left(session.worker_id)
         if culprit is not None and self._failure is None:
             self.results.blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")
         return len(grants)

@@ -2,7 +2,7 @@
 
 A finished block is **held** (nothing of it counts yet) while another worker computes it too:
 
-  sampled     drawn by chance: a part ``fraction`` of the steps has one such block, more for workers never checked yet
+  sampled     drawn by chance, on average one block in 1 / ``fraction`` steps, more often of workers never checked yet
   first       nothing is known yet of how large results are
   norm        its norm is over the gate's bound
   not finite  it holds an infinity or a NaN
@@ -42,9 +42,12 @@ class Why(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """``fraction``: part of the steps in which one block is sampled, 0 for none. ``tolerance``: the largest relative L2
-    distance that two honest computations on unequal machines may have; a hundredth of it on equal CPUs.
-    ``most_open``: blocks that are computed a second time at once; each takes one result vector of memory."""
+    """Knobs of the audits.
+
+    ``fraction``: blocks that are sampled for each step, on average; 0 for none. ``tolerance``: the largest relative L2
+    distance that two honest computations on unequal machines may have; a hundredth of it on equal CPUs. ``most_open``:
+    blocks that are computed a second time at once; each takes one result vector of memory.
+    """
 
     fraction: float = 0.01
     tolerance: float = 0.01
@@ -101,17 +104,11 @@ class Auditor:
     def __init__(self, config: AuditConfig, key: bytes) -> None:
         self.config, self._key = config, key
         self._known: set[str] = set()  # workers whose work has agreed with another's
-        self._sampled_step = -1
 
     def draw(self, step: int, block: Block, num_leaves: int, worker: str) -> bool:
-        """Whether this finished block of a step of ``num_leaves`` leaves is sampled; at most one of a step is."""
-        if self._sampled_step == step or not self.config.fraction:
-            return False
+        """Whether this finished block of a step of ``num_leaves`` leaves is sampled."""
         part = self.config.fraction * (1.0 if worker in self._known else _NEWCOMER)
-        chosen = self._chance(step, block.start) < part * block.num_leaves / num_leaves
-        if chosen:
-            self._sampled_step = step
-        return chosen
+        return self._chance(step, block.start) < part * block.num_leaves / num_leaves
 
     def _chance(self, *what: int) -> float:
         """In [0, 1), the same for the same arguments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -14,26 +14,29 @@ from w5xde_async.errors import UsageError
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import TlsFiles
 from w5xde_async.settings.flags import Program, setting
+from w5xde_async.settings.kinds import (
+    BYTES,
+    FROM_0,
+    FROM_1,
+    NAME,
+    SECONDS,
+    AtLeast0,
+    AtLeast1,
+    Durability,
+    LogFormat,
+    LogMode,
+    LoopKind,
+    Name,
+    Part,
+    Text,
+    Time,
+)  # fmt: skip
+from w5xde_async.settings.training import TrainingSettings
 from w5xde_async.settings.values import Duration, Size, WholeNumber, size_bytes
 from w5xde_async.telemetry.progress import ProgressConfig
 from w5xde_async.worker.config import WorkerConfig
 
 __all__ = ["CoordinatorSettings", "WorkerSettings"]
-
-_FROM_0, _FROM_1 = "a whole number >= 0", "a whole number >= 1"
-_SECONDS = "a time above 0, like 90, 90s, 5m or 2h"
-_BYTES = "a size like 512KiB, 4MiB or 1GB"
-_NAME = "a text of 1 to 100 characters without '/'"
-
-AtLeast0 = Annotated[WholeNumber, Field(ge=0)]
-AtLeast1 = Annotated[WholeNumber, Field(ge=1)]
-Time = Annotated[Duration, Field(gt=0, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^/\x00-\x1f]+$")]
-LogMode = Literal["silent", "normal", "verbose"]
-LogFormat = Literal["text", "json"]
-LoopKind = Literal["auto", "uvloop", "asyncio"]
-Durability = Literal["checkpoint", "journal"]
 
 _COORDINATOR, _WORKER = CoordinatorConfig(), WorkerConfig()
 _PRECEDENCE = """\
@@ -53,7 +56,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class CoordinatorSettings(Program):
+class CoordinatorSettings(TrainingSettings):
     """Settings of ``w5xde_async.coordinator``."""
 
     table: ClassVar[str] = "coordinator"
@@ -64,29 +67,21 @@ class CoordinatorSettings(Program):
         f"on from there. SIGUSR1 writes a checkpoint.\n\n{_EXIT_CODES}"
     )
 
-    job: Text | None = setting(
-        None, "what to train: FILE.py:NAME or MODULE:NAME, a Job or a function that returns one", group="the run",
-        metavar="JOB", accepts="FILE.py:NAME or MODULE:NAME", positional=True,
+    norm_gate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = setting(
+        _COORDINATOR.norm_gate, "a result larger than the median by so many median deviations is computed by a second "
+        "worker before it counts; 0: no such check", group="bad workers", metavar="X", accepts="a number >= 0",
     )  # fmt: skip
-    max_steps: AtLeast1 | None = setting(
-        None, "end at that step; with --epochs in place of what the job says", group="the run", accepts=_FROM_1,
-        shown="the job's",
+    audit_fraction: Part = setting(
+        _COORDINATOR.audit_fraction, "blocks for each step, on average, that are drawn by chance and computed by a "
+        "second worker, to compare; 0: none", group="bad workers", metavar="X", accepts="a number from 0 to 1",
     )  # fmt: skip
-    epochs: AtLeast1 | None = setting(
-        None, "end after so many passes over the data", group="the run", accepts=_FROM_1, shown="the job's"
-    )
-    max_time: Time | None = setting(
-        None, "stop in good order after that long", group="the run", metavar="TIME", accepts=_SECONDS
-    )
-    code_free: bool = setting(
-        True, "make a program of the job's step, for workers without --job", group="the run", accepts="true or false"
-    )
-    evaluate: bool = setting(
-        True, "run the job's evaluate, on the coordinator", group="the run", accepts="true or false"
-    )
-    max_leaf_failures: AtLeast1 = setting(
-        _COORDINATOR.max_leaf_failures, "attempts on a leaf whose code raises before the run stops", group="the run",
-        accepts=_FROM_1,
+    audit_tolerance: Annotated[float, Field(gt=0, lt=1)] = setting(
+        _COORDINATOR.audit_tolerance, "relative distance that two honest results on unlike machines may have",
+        group="bad workers", metavar="X", accepts="a number between 0 and 1",
+    )  # fmt: skip
+    quarantine: bool = setting(
+        _COORDINATOR.quarantine, "put a worker out of the run whose result was proven wrong", group="bad workers",
+        accepts="true or false",
     )  # fmt: skip
 
     host: Text = setting(
@@ -127,11 +122,11 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
     heartbeat: Time = setting(
         _COORDINATOR.heartbeat_s, "how often each side says that it lives", group="network", metavar="TIME",
-        accepts=_SECONDS, shown=f"{_COORDINATOR.heartbeat_s:g}s",
+        accepts=SECONDS, shown=f"{_COORDINATOR.heartbeat_s:g}s",
     )  # fmt: skip
     silence: Time = setting(
         _COORDINATOR.silence_s, "a peer that is silent for so long counts as gone", group="network", metavar="TIME",
-        accepts=_SECONDS, shown=f"{_COORDINATOR.silence_s:g}s",
+        accepts=SECONDS, shown=f"{_COORDINATOR.silence_s:g}s",
     )  # fmt: skip
     bucket_size: Annotated[Size, Field(ge=64 << 10, le=1 << 30)] = setting(
         _COORDINATOR.bucket_bytes, "piece of the parameters that travels at once", group="network", metavar="SIZE",
@@ -139,19 +134,19 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
     bulk_threads: AtLeast0 = setting(
         _COORDINATOR.bulk_threads, "threads that copy big payloads; 0: the event loop does", group="network",
-        accepts=_FROM_0, shown="2 from four cores on, else 0",
+        accepts=FROM_0, shown="2 from four cores on, else 0",
     )  # fmt: skip
 
-    workers: AtLeast0 = setting(0, "start so many worker processes on this machine", group="workers", accepts=_FROM_0)
+    workers: AtLeast0 = setting(0, "start so many worker processes on this machine", group="workers", accepts=FROM_0)
     worker_threads: AtLeast1 | None = setting(
-        None, "threads of each of them", group="workers", accepts=_FROM_1, shown="cores / workers"
+        None, "threads of each of them", group="workers", accepts=FROM_1, shown="cores / workers"
     )
     min_workers: AtLeast1 | None = setting(
-        None, "the first step waits for so many workers", group="workers", accepts=_FROM_1,
+        None, "the first step waits for so many workers", group="workers", accepts=FROM_1,
         shown="--workers, at least 1",
     )  # fmt: skip
     max_workers: AtLeast1 = setting(
-        _COORDINATOR.max_workers, "more workers are refused", group="workers", accepts=_FROM_1
+        _COORDINATOR.max_workers, "more workers are refused", group="workers", accepts=FROM_1
     )
     grace: Annotated[Duration, Field(ge=0, allow_inf_nan=False)] = setting(
         _COORDINATOR.grace_s, "a stop waits so long for the step under way", group="workers", metavar="TIME",
@@ -159,17 +154,17 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
 
     name: Name | None = setting(
-        None, "name of the run", group="files", metavar="NAME", accepts=_NAME, shown="the job's file or module"
+        None, "name of the run", group="files", metavar="NAME", accepts=NAME, shown="the job's file or module"
     )
     run_dir: Path | None = setting(
         None, "directory of the run", group="files", metavar="DIR", accepts="a path", shown="runs/NAME"
     )
     checkpoint_every: AtLeast1 = setting(
         _COORDINATOR.checkpoint_every, "steps between checkpoints; the end always writes one", group="files",
-        accepts=_FROM_1,
+        accepts=FROM_1,
     )  # fmt: skip
     keep_checkpoints: AtLeast1 = setting(
-        _COORDINATOR.keep_checkpoints, "how many are kept", group="files", accepts=_FROM_1
+        _COORDINATOR.keep_checkpoints, "how many are kept", group="files", accepts=FROM_1
     )
     durability: Durability = setting(
         "checkpoint", "what a crash goes back to: the newest checkpoint, or, with a journal of every step, nothing",
@@ -192,17 +187,17 @@ class CoordinatorSettings(Program):
     )  # fmt: skip
 
     loader_threads: AtLeast0 = setting(
-        _COORDINATOR.loader_threads, "threads that read the dataset", group="data", accepts=_FROM_0
+        _COORDINATOR.loader_threads, "threads that read the dataset", group="data", accepts=FROM_0
     )
     loader_processes: AtLeast0 = setting(
-        _COORDINATOR.loader_processes, "processes that read the dataset", group="data", accepts=_FROM_0
+        _COORDINATOR.loader_processes, "processes that read the dataset", group="data", accepts=FROM_0
     )
     prefetch_leaves: AtLeast1 = setting(
-        _COORDINATOR.prefetch_leaves, "microbatches that are read ahead", group="data", accepts=_FROM_1
+        _COORDINATOR.prefetch_leaves, "microbatches that are read ahead", group="data", accepts=FROM_1
     )
 
     threads: AtLeast1 | None = setting(
-        None, "torch's threads in the coordinator itself", group="program", accepts=_FROM_1, shown="torch's choice"
+        None, "torch's threads in the coordinator itself", group="program", accepts=FROM_1, shown="torch's choice"
     )
     loop: LoopKind = setting(
         "auto", "event loop: auto, uvloop or asyncio", group="program", metavar="KIND",
@@ -214,6 +209,10 @@ class CoordinatorSettings(Program):
     log_format: LogFormat = setting(
         "text", "text, or json: an object per line", group="program", metavar="HOW", accepts="text or json"
     )
+    profile_memory: Path | None = setting(
+        None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",
+        group="program", metavar="DIR", accepts="a path",
+    )  # fmt: skip
     config: Path | None = setting(
         None, "TOML file with the tables [coordinator] and [worker]", group="program", metavar="FILE", accepts="a path"
     )
@@ -282,6 +281,11 @@ class CoordinatorSettings(Program):
             max_leaf_failures=self.max_leaf_failures,
             evaluate=self.evaluate,
             code_free=self.code_free,
+            norm_gate=self.norm_gate,
+            update=self.update_config(),
+            audit_fraction=self.audit_fraction,
+            audit_tolerance=self.audit_tolerance,
+            quarantine=self.quarantine,
             dashboard=self.dashboard_address if self.dashboard else "",
             trackers=tuple(name.strip() for name in (self.tracker or "").split(",") if name.strip()),
         )
@@ -321,7 +325,7 @@ class WorkerSettings(Program):
         "shown in the coordinator's list",
         group="the run",
         metavar="NAME",
-        accepts=_NAME,
+        accepts=NAME,
         shown="host and process",
     )
     token_file: Path | None = setting(
@@ -357,10 +361,10 @@ class WorkerSettings(Program):
     )  # fmt: skip
     connect_timeout: Time = setting(
         _WORKER.connect_timeout_s, "how long to look for the coordinator, at the start and when it was lost",
-        group="the run", metavar="TIME", accepts=_SECONDS, shown=f"{_WORKER.connect_timeout_s:g}s",
+        group="the run", metavar="TIME", accepts=SECONDS, shown=f"{_WORKER.connect_timeout_s:g}s",
     )  # fmt: skip
     lifetime: Time | None = setting(
-        None, "leave in good order after that long", group="the run", metavar="TIME", accepts=_SECONDS
+        None, "leave in good order after that long", group="the run", metavar="TIME", accepts=SECONDS
     )
     grace: Annotated[Duration, Field(ge=0, allow_inf_nan=False)] = setting(
         _WORKER.grace_s, "asked to leave, finish the lease under way within that long or give it back",
@@ -371,9 +375,7 @@ class WorkerSettings(Program):
         _WORKER.device, "auto, cpu, cuda, cuda:N or mps", group="machine", metavar="DEVICE",
         accepts="auto, cpu, cuda, cuda:N or mps",
     )  # fmt: skip
-    threads: AtLeast1 | None = setting(
-        None, "torch's threads", group="machine", accepts=_FROM_1, shown="torch's choice"
-    )
+    threads: AtLeast1 | None = setting(None, "torch's threads", group="machine", accepts=FROM_1, shown="torch's choice")
     compile: bool = setting(
         False, "torch.compile the step where that pays; gives other bits", group="machine", accepts="true or false"
     )
@@ -383,7 +385,7 @@ class WorkerSettings(Program):
     )  # fmt: skip
     memory_limit: Annotated[Annotated[int, Field(ge=1 << 20)] | None, BeforeValidator(_auto_or_size)] = setting(
         None, "most memory for batches that wait", group="machine", metavar="SIZE",
-        accepts=f"auto, or {_BYTES}, at least 1MiB", shown="auto",
+        accepts=f"auto, or {BYTES}, at least 1MiB", shown="auto",
     )  # fmt: skip
 
     loop: LoopKind = setting(
@@ -396,6 +398,10 @@ class WorkerSettings(Program):
     log_format: LogFormat = setting(
         "text", "text, or json: an object per line", group="program", metavar="HOW", accepts="text or json"
     )
+    profile_memory: Path | None = setting(
+        None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",
+        group="program", metavar="DIR", accepts="a path",
+    )  # fmt: skip
     config: Path | None = setting(
         None, "TOML file with the tables [coordinator] and [worker]", group="program", metavar="FILE", accepts="a path"
     )

@@ -91,11 +91,11 @@ class Admission:
             self.gate.load_state_dict(state["gate"])
 
 
-def check_vector(vector: Tensor, numel: int | None = None) -> None:
-    """Raises ValueError unless it is a flat, contiguous float32 vector on the CPU (of ``numel`` elements)."""
-    if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
+def check_vector(vector: Tensor, numel: int | None = None, *, device: str = "cpu") -> None:
+    """Raises ValueError unless it is a flat, contiguous float32 vector on ``device`` (of ``numel`` elements)."""
+    if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != device or not vector.is_contiguous():
         raise ValueError(
-            f"{vector.dtype} of shape {list(vector.shape)} on {vector.device}, not flat float32 on the CPU"
+            f"{vector.dtype} of shape {list(vector.shape)} on {vector.device}, not flat float32 on the {device.upper()}"
         )
     if numel is not None and vector.numel() != numel:
         raise ValueError(f"{vector.numel()} elements, not {numel}")

@@ -102,9 +102,10 @@ class NormGate:
 class BlockGate:
     """Which blocks of a synchronous step are unusually large. Norms are of a block's sum, divided by its samples.
 
-    A block of fewer samples than most has more noise in its mean, so its bound is larger by the root of their ratio.
-    The spread counts as at least half the median: a norm under four medians bounds the harm well enough. While fewer
-    than ``warmup`` norms are known the bound is ten times their median; while none is, everything is over it.
+    Median and MAD are of the norms' logarithms: norms of small blocks are spread over factors, not around a value, and
+    the more so the better a model fits. The spread counts as at least a factor of four in all. A block of fewer samples
+    than most has more noise in its mean, so its bound is larger by the root of their ratio. While fewer than ``warmup``
+    norms are known the bound is ten times their median; while none is, everything is over it.
     """
 
     _REFRESH = 16  # norms that are learned between two computations of median and MAD
@@ -131,9 +132,8 @@ class BlockGate:
         if self._age < self._REFRESH and len(self._known) > self.config.warmup:
             return
         self._age = 0
-        median, mad = median_and_mad([norm for norm, _ in self._known])
+        median, mad = median_and_mad([math.log(max(norm, 1e-300)) for norm, _ in self._known])
         self._samples = statistics.median([samples for _, samples in self._known])
-        if len(self._known) < self.config.warmup:
-            self._bound = 10.0 * median
-        else:
-            self._bound = median + self.config.deviations * max(mad, 0.5 * median)
+        warm = len(self._known) >= self.config.warmup
+        spread = max(self.config.deviations * mad, math.log(4.0)) if warm else math.log(10.0)
+        self._bound = math.exp(min(median + spread, 700.0))

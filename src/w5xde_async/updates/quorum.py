@@ -76,6 +76,10 @@ class Quorum:
         self._expected.add(worker)
         self._began[worker] = now
 
+    def knows(self, worker: str) -> bool:
+        """Whether the worker takes part in the open round, or is late with an earlier one."""
+        return worker in self._expected or worker in self._began
+
     def left(self, worker: str) -> None:
         """A worker is gone: nobody waits for it, and the quorum is one of those that stay."""
         self._began.pop(worker, None)

@@ -134,7 +134,7 @@ class StreamingReplica:
     """
 
     def __init__(self, local: Tensor, fragments: Sequence[Fragment], config: OverlapConfig) -> None:
-        check_vector(local)
+        check_vector(local, device=local.device.type)
         self.local, self.fragments, self.config = local, tuple(fragments), config
         self._base = local.clone()
         self._sent: dict[int, int] = {}  # fragment -> inner step after which it was sent
@@ -148,9 +148,18 @@ class StreamingReplica:
         piece = self.fragments[fragment]
         return piece.gather(self._base).sub_(piece.gather(self.local))
 
+    def is_sent(self, fragment: int) -> bool:
+        """Whether a fragment was sent and nothing has been mixed in since."""
+        return fragment in self._sent
+
+    def recall(self, fragment: int) -> None:
+        """What was sent did not count: it is in the next Delta."""
+        self._sent.pop(fragment, None)
+        self._delivered.pop(fragment, None)
+
     def deliver(self, fragment: int, values: Tensor) -> None:
         """The fragment's new values have come; they are kept until it is their time."""
-        check_vector(values, self.fragments[fragment].numel)
+        check_vector(values, self.fragments[fragment].numel, device=self.local.device.type)
         if fragment not in self._sent:
             raise ValueError(f"fragment {fragment} was not sent")
         self._delivered[fragment] = values

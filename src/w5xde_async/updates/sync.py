@@ -60,16 +60,33 @@ class SyncRule:
 
     name = "sync"
 
-    def __init__(self, job: Job, model: nn.Module, layout: Layout, state: FlatState) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        state: FlatState,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        clip: float | None = None,
+        scale: LossScale | None = None,
+    ) -> None:
+        """``clip``: the largest global norm of a gradient. ``scheduler`` is stepped after every optimizer step."""
         self.layout, self._state = layout, state
-        self.clip = job.gradient_clip_val
         tensors: list[Any] = list(state_of(model, layout))
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
-        if not self._parameters:
+        self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module, layout: Layout, state: FlatState) -> SyncRule:
+        """With the job's own optimizer and scheduler. Raises JobError."""
+        if not layout.trainable:
             raise JobError("model", "it has no trainable parameter", "set requires_grad on what is to be trained")
-        self.optimizer = _optimizer(job, model)
-        self.scheduler = _scheduler(job, self.optimizer)
-        self.scale = LossScale() if job.precision == "fp16" else None
+        optimizer = _optimizer(job, model)
+        return cls(
+            model, layout, state, optimizer, scheduler=_scheduler(job, optimizer), clip=job.gradient_clip_val,
+            scale=LossScale() if job.precision == "fp16" else None,
+        )  # fmt: skip
 
     @property
     def loss_scale(self) -> float:

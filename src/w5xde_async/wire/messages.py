@@ -187,7 +187,7 @@ class Welcome(Message):
     steps, the inner optimizer (msgpack, compute.inner).
 
     ``silence_s`` is how long either side may say nothing before it counts as gone. ``update`` names the update rule,
-    ``codec`` how results are to be written, and ``downlink`` how PARAMS deltas are.
+    ``codec`` how results are to be written, with error ``feedback`` or without, and ``downlink`` how PARAMS deltas are.
     """
 
     run_id: str
@@ -204,6 +204,7 @@ class Welcome(Message):
     update: str = "sync"
     codec: str = "raw"
     downlink: str = "raw"
+    feedback: bool = True
 
 
 @_message(6)

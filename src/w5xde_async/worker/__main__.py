@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from w5xde_async.__main__ import attach, launch, signals
+from w5xde_async.__main__ import attach, launch, memory_reports, signals
 from w5xde_async.errors import ExitCode
 from w5xde_async.settings import WorkerSettings
 
@@ -37,6 +37,7 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     config = settings.worker_config(token)
     server = settings.where()
 
+    from w5xde_async.compute.engine import choose_device
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
     from w5xde_async.telemetry.progress import Progress
@@ -51,7 +52,7 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
 
     async def work() -> int:
         worker = Worker(server, job=job, config=config)
-        with signals(worker.drain):
+        with signals(worker.drain), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
             logger.info("connecting server=%s name=%s", format_address(worker.host, worker.port), worker.name)
             try:
                 running = asyncio.create_task(worker.run(), name="worker")

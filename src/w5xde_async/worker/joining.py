@@ -14,6 +14,7 @@ from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, Refused, U
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import Layout
+from w5xde_async.updates.config import LOCAL_RULES, RULES
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
 from w5xde_async.wire.messages import (
@@ -32,6 +33,7 @@ from w5xde_async.wire.messages import (
 __all__ = ["Joined", "fetch_program", "join", "refused"]
 
 _MAX_LAYOUT_BYTES = 64 << 20
+_MAX_INNER_BYTES = 1 << 20
 
 
 class Joined(NamedTuple):
@@ -40,6 +42,7 @@ class Joined(NamedTuple):
     link: Link
     welcome: Welcome
     layout: Layout
+    inner: bytes = b""  # what WELCOME said of the inner optimizer
 
 
 async def join(
@@ -91,15 +94,17 @@ async def join(
         proof = prove(secret, "worker", nonce, challenge.nonce, binding)
     await link.send(encode(Proof(proof)))
     link.caps = SESSION_CAPS
-    text = bytearray()
+    texts: list[bytearray] = []
 
     def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
-        if type(message) is not Welcome or len(specs) != 1 or specs[0].dtype != "uint8":
+        names = tuple(spec.name for spec in specs)
+        if type(message) is not Welcome or names not in (("layout",), ("layout", "inner")):
             raise MalformedFrame(f"{type(message).__name__} came with buffers in place of WELCOME")
-        if specs[0].nbytes > _MAX_LAYOUT_BYTES:
-            raise MalformedFrame(f"a layout of {specs[0].nbytes} bytes")
-        text.extend(bytes(specs[0].nbytes))
-        return [memoryview(text)]
+        for spec, most in zip(specs, (_MAX_LAYOUT_BYTES, _MAX_INNER_BYTES), strict=False):
+            if spec.dtype != "uint8" or spec.nbytes > most:
+                raise MalformedFrame(f"WELCOME's {spec.name} of {spec.nbytes} bytes")
+            texts.append(bytearray(spec.nbytes))
+        return [memoryview(text) for text in texts]
 
     received = await link.recv(accept)
     advance(WORKER, State.PROVING, received.message)
@@ -113,7 +118,13 @@ async def join(
             f"the coordinator is of term {welcome.term} of its run; this worker has served {terms[welcome.run_id]}",
             "a newer coordinator took its place; stop the older one",
         )
-    return Joined(link, welcome, Layout.parse(bytes(text)))
+    if welcome.update not in RULES or (welcome.update in LOCAL_RULES) != (len(texts) == 2):
+        raise Refused(
+            RefusalCode.PROTOCOL_VERSION,
+            f"the coordinator trains by a rule that this worker does not know ({welcome.update[:40]!r})",
+            "install the same version of w5xde-async on both sides",
+        )
+    return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"")
 
 
 async def fetch_program(link: Link, outbox: Outbox, digest: bytes) -> tuple[bytes, Document | None]:

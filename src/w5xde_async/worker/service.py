@@ -21,6 +21,7 @@ from dataclasses import replace
 import stamina
 import torch
 
+from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.engine import Engine, choose_device
 from w5xde_async.compute.program.form import Program, parse
 from w5xde_async.compute.program.replica import Replica, device_memory_bytes
@@ -44,9 +45,11 @@ from w5xde_async.net.link import Link
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Ready, Welcome
+from w5xde_async.worker.coded import CodedServing
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.joining import Joined, fetch_program, join
 from w5xde_async.worker.serving import Departure, RunFailed, Serving
+from w5xde_async.worker.uplink import Uplink
 
 __all__ = ["Departure", "RunFailed", "Worker"]
 
@@ -100,6 +103,8 @@ class Worker:
         self._engine_key: tuple[object, ...] = ()
         self._program: Program | None = None
         self._program_digest = b""
+        self._uplink: Uplink | None = None
+        self._uplink_key: tuple[object, ...] = ()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="w5xde-compute", initializer=self._set_threads)
         self._serving: Serving | None = None
         self._drain = ""
@@ -150,24 +155,29 @@ class Worker:
             return Departure.DRAINED
         self._joining = asyncio.create_task(self._join(), name="join")
         try:
-            link, welcome, layout = await self._joining
+            joined = await self._joining
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if self._leaving() and not (current and current.cancelling()):
                 return Departure.DRAINED
             self._joining.cancel()
-            (joined,) = await asyncio.gather(self._joining, return_exceptions=True)
-            if isinstance(joined, Joined):  # it was done already when we were cancelled
-                joined.link.abort()
+            (ended,) = await asyncio.gather(self._joining, return_exceptions=True)
+            if isinstance(ended, Joined):  # it was done already when we were cancelled
+                ended.link.abort()
             raise
         finally:
             self._joining = None
+        link, welcome, layout = joined.link, joined.welcome, joined.layout
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
         self._terms[welcome.run_id] = welcome.term
-        self._serving = serving = Serving(
+        plain = welcome.update == "sync" and welcome.codec == welcome.downlink == "raw"
+        self._serving = serving = (Serving if plain else CodedServing)(
             link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
             inline_s=self.config.inline_block_s, parted=self.parted,
         )  # fmt: skip
+        if isinstance(serving, CodedServing):
+            serving.inner = joined.inner
+            serving.uplink = self._uplink = self._uplink_for(welcome, layout)
         try:
             return await serving.run(lambda: self._prepare(welcome, layout, serving))
         except ProgramRefused:
@@ -251,6 +261,15 @@ class Worker:
                 f"the coordinator closed right after TLS began ({error.reason})",
                 "it may want a certificate of this worker: --tls-cert and --tls-key",
             ) from None
+
+    def _uplink_for(self, welcome: Welcome, layout: Layout) -> Uplink:
+        """The uplink of this run: kept over its links, with what it has left out."""
+        key = (welcome.run_id, welcome.update, welcome.codec, welcome.feedback, layout.fingerprint)
+        if self._uplink is not None and self._uplink_key == key:
+            self._uplink.cut()
+            return self._uplink
+        self._uplink_key = key
+        return Uplink(layout, codec(welcome.codec), feedback=welcome.feedback)
 
     # -- the model -----------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class Serving:
         self._leaf_s = 0.0  # seconds a leaf, by the last block
         self._state = State.JOINING
         self._activity = "building the model"
-        self._queue: deque[HeldLease | Version] = deque()
+        self._queue: deque[HeldLease | Version | Message] = deque()
         self._thread: asyncio.Future[None] | None = None
         self._revoked: set[int] = set()
         self._computing = 0  # the lease that the compute thread is at
@@ -156,7 +156,8 @@ class Serving:
             await self.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))
             raise
         layout = engine.layout
-        self._engine, self._inbox = engine, Inbox(layout, engine.incoming, self._limit)
+        self._engine = engine
+        self._take_up(engine)
         self._together = layout.vector_bytes <= _TOGETHER_BYTES
         self._specs = [
             BufferSpec(
@@ -174,6 +175,9 @@ class Serving:
         self._state = State.READY
         if self._drain:
             self.outbox.post(encode(Drain(self._drain[:200], self._grace_s)))
+
+    def _take_up(self, engine: Engine) -> None:
+        self._inbox = Inbox(engine.layout, engine.incoming, self._limit)
 
     # -- in ------------------------------------------------------------------------------------------------
 
@@ -196,6 +200,7 @@ class Serving:
                     if message.code != VerdictCode.APPLIED:
                         self.leases_stale += len(message.leases)
                         logger.info("leases not applied leases=%s reason=%s", message.leases[:8], message.reason[:200])
+                    self._other(message)
                 elif type(message) is Revoke:
                     self._revoke(message.lease)
                 elif type(message) is Drain:
@@ -204,6 +209,14 @@ class Serving:
                     raise refused(message)
                 elif type(message) is Bye:
                     return self._goodbye(message)
+                else:
+                    self._other(message)
+
+    def _other(self, message: Message) -> None:
+        """What the plain synchronous rule has no use for."""
+
+    def _feed_from_inbox(self) -> None:
+        self._queue.extend(self._inbox.take())
 
     def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
         self._state = advance(WORKER, self._state, message)
@@ -233,7 +246,7 @@ class Serving:
 
     def _feed(self) -> None:
         """Queue what can be computed now and see that the compute thread is at it."""
-        self._queue.extend(self._inbox.take())
+        self._feed_from_inbox()
         if not self._queue or self._thread is not None or self._stopping:
             return
         if 0 < self._expected_s() <= self._inline_s:

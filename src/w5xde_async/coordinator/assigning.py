@@ -1,0 +1,180 @@
+"""Whole steps of the sampler handed out to workers, and requests for what they made of them.
+
+The part of ``rounds`` that gives: which worker gets the next step, at which version it may begin, and when it is asked
+for its Delta. What comes back is for ``Rounds``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from w5xde_async.compute.inner import Schedule
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.hosting import Hosting
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.turns import Turns
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.pacing import Pacing
+from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.plan.stream import DoneSteps, StreamGrant, StreamLedger
+from w5xde_async.plan.tree import Block
+from w5xde_async.telemetry.events import Bus, Waiting
+from w5xde_async.updates.outer import bucket_fragments
+from w5xde_async.updates.quorum import QuorumConfig
+from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.messages import Lease, Submit, Welcome
+
+__all__ = ["Assigning"]
+
+
+class Assigning(Hosting):
+    """Ledger, pace and turns of one run."""
+
+    def __init__(
+        self, *, sampler: Sampler, loader: Loader, layout: Layout, done: DoneSteps, version: int,
+        schedule: Schedule | None, welcome: Welcome, welcome_buffers: Sequence[tuple[BufferSpec, Buffer]],
+        config: CoordinatorConfig, bus: Bus, total_steps: int, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.ledger = StreamLedger(
+            total_steps=total_steps, done=DoneSteps.of_state(done.state_dict()),
+            max_failures=config.max_leaf_failures, first_lease=(welcome.term << 32) + 1,
+        )  # fmt: skip
+        super().__init__(
+            ledger=self.ledger, layout=layout, loader=loader, welcome=welcome, welcome_buffers=welcome_buffers,
+            config=config, bus=bus, total_steps=total_steps, clock=clock,
+        )  # fmt: skip
+        update = config.update
+        self.sampler, self.schedule, self.version = sampler, schedule, version
+        self.pacing = Pacing(config.pacing)
+        self._local, self._streams = update.local, update.rule == "streaming"
+        self._with_quorum = update.rule in ("local", "streaming")
+        self._buckets = bucket_fragments(layout, update.fragments if self._streams else 1)
+        self.turns = Turns(
+            num_fragments=len(self._buckets), inner_steps=update.inner_steps, pacing=self.pacing,
+            quorum=QuorumConfig(part=update.quorum),
+        )  # fmt: skip
+        self._plans: dict[int, StepPlan] = {}
+        # Granted and not sent yet, with the oldest version that will do: their data is being read.
+        self._waiting: dict[str, deque[tuple[StreamGrant, int]]] = {}
+        self._begun = False
+
+    def _plan(self, step: int) -> StepPlan:
+        plan = self._plans.get(step)
+        return self.sampler.plan(step) if plan is None else plan
+
+    def _schedule(self, only: str | None = None) -> None:
+        if self._failure is not None:
+            return
+        ready = [member.worker_id for member in self.membership.ready()]
+        if not self._begun:
+            if len(ready) < self.config.min_workers:
+                self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
+                return
+            self._begun = True
+        self._open_ahead(len(ready))
+        now = self.clock()
+        for room in range(self.config.pacing.leases_ahead):
+            for worker in ready:
+                if only is None or worker == only:
+                    self._grant(worker, ready, room, now)
+        for worker in tuple(self._waiting):
+            self._send_waiting(worker)
+        if self._local:
+            self._ask_the_rest()
+        self._wake.set()
+
+    def _open_ahead(self, num_workers: int) -> None:
+        """Have the data of the next steps read."""
+        if self._stopping:
+            return
+        for step in self.ledger.upcoming(num_workers * self.config.pacing.leases_ahead + 1):
+            if step not in self._plans:
+                plan = self._plans[step] = self.sampler.plan(step)
+                self.loader.open(plan)
+
+    def _grant(self, worker: str, ready: Sequence[str], room: int, now: float) -> None:
+        pace = self.turns.of(worker)
+        if self._stopping or pace.blocked or not self._has_credit(worker):
+            return
+        if self.ledger.num_steps_held(worker) > room:
+            return
+        deadline_s = self.pacing.deadline_s(worker, 1)
+        grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=ready)
+        if grant is None:
+            return
+        if grant.step not in self._plans:
+            plan = self._plans[grant.step] = self.sampler.plan(grant.step)
+            self.loader.open(plan)
+        waiting = self._waiting.setdefault(worker, deque())
+        waiting.append((grant, pace.min_version))
+        if self._local:
+            for fragment in self.turns.granted(worker, ready, now):
+                self._ask(worker, fragment, ready, now)
+
+    def _ask(self, worker: str, fragment: int, ready: Sequence[str], now: float) -> None:
+        """Have ``worker`` submit a fragment after what was leased to it so far."""
+        if fragment in self.turns.fragments_asked(worker):
+            return  # it has not answered the last time yet
+        grant = self.ledger.ask(worker, now=now)
+        self.turns.asked(worker, grant.lease, fragment, ready)
+        pace = self.turns.of(worker)
+        if not self._streams:  # it goes on from the version that its Delta becomes part of
+            pace.blocked = not self._with_quorum
+            pace.min_version = self.version + 1
+        self._waiting.setdefault(worker, deque()).append((grant, 0))
+
+    def _ask_the_rest(self) -> None:
+        """Where no more steps come, workers submit what they have."""
+        leaving = {m.worker_id for m in self.membership.members.values() if m.standing is Standing.DRAINING}
+        over = self._stopping or self.ledger.exhausted
+        now = self.clock()
+        for worker in tuple(self.sessions):
+            if worker not in leaving and not over:
+                continue
+            asked = self.turns.fragments_asked(worker)
+            if self.ledger.carried(worker) or self.ledger.num_steps_held(worker):
+                if self.ledger.num_steps_held(worker) and asked:
+                    continue  # when it has answered
+                for fragment in range(len(self._buckets)):
+                    if fragment not in asked and not (asked and not self._streams):
+                        self._ask(worker, fragment, (), now)
+            elif not asked and self._with_quorum:
+                self.turns.idle(worker)
+            self._send_waiting(worker)
+
+    def _give_back_unbegun(self, worker: str) -> None:
+        """All but the lease that a worker is at."""
+        session = self.sessions[worker]
+        steps = [grant for grant in self.ledger.held(worker) if grant.step >= 0]
+        for grant in steps[1:]:
+            if session.receiving != grant.lease:
+                self.ledger.give_back(grant.lease)
+                self._revoke(grant, "no more steps are wanted")
+
+    def _send_waiting(self, worker: str) -> None:
+        """Send, in order, what has its data."""
+        waiting, session = self._waiting.get(worker), self.sessions.get(worker)
+        while waiting and session is not None:
+            grant, version = waiting[0]
+            if self.ledger.get(grant.lease) is not grant:
+                waiting.popleft()
+                continue
+            if grant.step < 0:
+                waiting.popleft()
+                fragment = self.turns.of(worker).asked.get(grant.lease, 0)
+                session.post(Submit(grant.lease, self._buckets[fragment]))
+                continue
+            plan = self._plans[grant.step]
+            data = self.loader.data(grant.step, Block(0, plan.num_leaves))
+            if data is None:
+                return
+            waiting.popleft()
+            version = version if self._local else session.current_version
+            rates = () if self.schedule is None else tuple(self.schedule.rows(grant.step, 1)[0])
+            message = Lease(
+                grant.lease, max(version, 0), grant.step, 0, data.samples, grant.deadline_s, data.packed,
+                data.structure, rates,
+            )  # fmt: skip
+            session.post_lease(message, data.buffers)

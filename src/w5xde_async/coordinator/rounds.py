@@ -1,0 +1,406 @@
+"""Training under the rules that take results as they come: ``async``, ``local``, ``streaming``, ``async-local``.
+
+Work is handed out in whole steps of the sampler, each to one worker. Under ``async`` every step's gradient is a result
+of its own; under rules of local steps a worker makes an optimizer step of each and is asked, every so many, how far it
+has gone. One task (``run``) has every result judged, closes rounds and sends new versions; the rest runs on the event
+loop between its awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from w5xde_async.compute.inner import Schedule
+from w5xde_async.coordinator.assigning import Assigning
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.downlink import Downlink
+from w5xde_async.coordinator.hosting import Commit, Counts, NonFinite
+from w5xde_async.coordinator.intake import Intake
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.results import Place
+from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.step_reports import StepReports
+from w5xde_async.coordinator.updating import Submission, Updating
+from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.ledger import Culprit
+from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.stream import StreamGrant
+from w5xde_async.store.failpoints import failpoint
+from w5xde_async.telemetry.events import Bus, StepCommitted
+from w5xde_async.updates.outer import OuterRule
+from w5xde_async.updates.sync import Applied
+from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Verdict, VerdictCode, Welcome
+
+__all__ = ["Rounds"]
+
+
+class Rounds(Assigning):
+    """One run, from where ``rule`` stands to ``total_steps`` of the sampler."""
+
+    def __init__(
+        self, *, sampler: Sampler, loader: Loader, layout: Layout, state: FlatState, rule: OuterRule,
+        schedule: Schedule | None, welcome: Welcome, welcome_buffers: Sequence[tuple[BufferSpec, Buffer]],
+        config: CoordinatorConfig, bus: Bus, total_steps: int, clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+    ) -> None:  # fmt: skip
+        """``schedule`` is what inner optimizers are set to, under rules of local steps alone."""
+        super().__init__(
+            sampler=sampler, loader=loader, layout=layout, done=rule.done, version=rule.version, schedule=schedule,
+            welcome=welcome, welcome_buffers=welcome_buffers, config=config, bus=bus, total_steps=total_steps,
+            clock=clock,
+        )  # fmt: skip
+        update, self.rule = config.update, rule
+        self.intake = Intake(layout, update.uplink_codec)
+        self.downlink = Downlink(layout, state, update.downlink_codec)
+        self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)
+        self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
+        self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
+        self._newcomers: list[Session] = []
+        self._reports = StepReports()
+        self._accepted: list[int] = []  # steps in the open round
+        self._contributors: set[str] = set()
+        self._refused: Counter[VerdictCode] = Counter()
+        self._leaves = self._leaves_in_vain = self._nonfinite = 0
+        self._began_at = self._last_commit = clock()
+        self._committed = len(self.ledger.done)
+
+    @property
+    def progress(self) -> int:
+        return self._committed
+
+    def counts(self) -> Counts:
+        refused = self._refused
+        return Counts(
+            self._leaves, self._leaves_in_vain, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
+            refused[VerdictCode.REJECTED], 0,
+        )  # fmt: skip
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        self._last_commit = self.clock()
+        self._schedule()
+        while self._failure is None and not self._ended():
+            self._wake.clear()
+            if self._newcomers:
+                await self._welcome_newcomers()
+            elif self._inbox:
+                await self._judge(self._inbox.popleft())
+            else:
+                fragment, look = self.turns.closing(self.clock()) if self._with_quorum else (None, None)
+                if fragment is not None:
+                    await self._commit(fragment)
+                else:
+                    await self._sleep(look)
+        if self._failure is None and not self._stopping:
+            for fragment in range(len(self._buckets)):  # what came after the last round that closed
+                if self.rule.pending(fragment):
+                    await self._commit(fragment)
+        if self._failure is not None:
+            raise self._failure
+
+    def _ended(self) -> bool:
+        if self._inbox:
+            return False
+        if self._stopping:
+            busy = any(self.ledger.num_held(worker) for worker in self.sessions)
+            return not busy or self.clock() >= self._stop_at
+        return self.ledger.complete and not self.ledger.num_open
+
+    async def _sleep(self, look: float | None) -> None:
+        """Until something happens, or ``look`` (on the clock) has come."""
+        until = [at for at in (look, self._stop_at if self._stopping else None) if at is not None]
+        try:
+            async with asyncio.timeout(max(0.0, min(until) - self.clock()) if until else None):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    def stop(self) -> None:
+        super().stop()
+        for worker in self.sessions:
+            self._give_back_unbegun(worker)
+        self._schedule()
+
+    async def aclose(self) -> None:
+        """Wait for the loader and the thread that owns the parameters."""
+        await self.loader.aclose()
+        await self.aggregator.aclose()
+
+    async def _welcome_newcomers(self) -> None:
+        """Send the whole model to those that have none; a commit cannot come between."""
+        sessions, self._newcomers = self._newcomers, []
+        pieces = await self.aggregator.submit(self.downlink.whole)
+        here = [session for session in sessions if self.sessions.get(session.worker_id) is session]
+        self.downlink.send_whole(here, self.version, pieces)
+        for session in here:
+            self.turns.of(session.worker_id).blocked = False
+        self._schedule()
+
+    async def _judge(self, given: Submission) -> None:
+        counted = sum(self._plan(step).num_samples for step in given.steps)
+        session = self.sessions.get(given.worker)
+        code, reason = VerdictCode.REJECTED, "it does not decode"
+        try:
+            outcome = await self.aggregator.offer(given, counted)
+            code, reason = outcome.verdict, outcome.reason
+        except MalformedFrame as error:
+            if session is not None:
+                session.abort(f"broke the protocol: {error}")
+        accepted = code is VerdictCode.APPLIED
+        counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
+        self.ledger.settle(given.lease, accepted=counts)
+        self.turns.answered(given.worker, given.lease, self.clock())
+        leaves = sum(self._plan(step).num_leaves for step in given.steps)
+        if not counts:
+            self._reports.forget(given.steps)
+        if counts:
+            self._accepted.extend(given.steps)
+            self._leaves += leaves
+            self.samples_applied += counted
+            for step in given.steps:
+                self._plans.pop(step, None)
+                self.loader.close_step(step)
+        if accepted:
+            self._contributors.add(given.worker)
+        else:
+            self._refused[code] += 1
+            self._leaves_in_vain += leaves
+        if session is not None:
+            session.post(Verdict((given.lease,), code, reason))
+        if self.rule.due:
+            await self._commit(0)
+        elif not accepted and self._local and not self._with_quorum:
+            self._unblock(given.worker)
+        self._let_go(given.worker)
+        self._schedule()
+
+    async def _commit(self, fragment: int) -> None:
+        waited = self.clock() - self._last_commit
+        applied, pieces = await self.aggregator.commit(fragment, self.progress)
+        failpoint("publish.before")
+        self.version += 1
+        now = self.clock()
+        if self._with_quorum:
+            at_work = [w for w in self.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
+            self.turns.closed(fragment, now, at_work)
+        everyone = list(self.sessions.values())
+        told = everyone
+        if self._on_demand:
+            told = [session for session in everyone if session.worker_id in self._contributors]
+            self.downlink.skip([session for session in everyone if session not in told], pieces)
+        told = [session for session in told if session not in self._newcomers]
+        self._newcomers += self.downlink.send(told, self.version, pieces)
+        for worker in self._contributors:
+            self._unblock(worker)
+        self._contributors.clear()
+        failpoint("publish.after")
+        if self._accepted or not self._streams:
+            self._note(applied, waited)
+        self._schedule()
+
+    def _unblock(self, worker: str) -> None:
+        if worker in self.sessions:
+            pace = self.turns.of(worker)
+            pace.blocked = False
+            if not self._streams:  # it goes on from the new parameters; where they stream in, it never begins anew
+                pace.min_version = max(pace.min_version, self.version)
+
+    def _note(self, applied: Applied | None, waited: float) -> None:
+        now = self.clock()
+        steps, self._accepted = self._accepted, []
+        summary = self._reports.take(steps)
+        before, self._committed = self._committed, self._committed + len(steps)
+        seconds, self._last_commit = now - self._last_commit, now
+        skipped = applied is not None and applied.skipped
+        self._nonfinite = self._nonfinite + 1 if skipped else 0
+        if skipped:
+            self._warn(f"version {self.version} was skipped: its gradient is not finite")
+        if self._nonfinite >= self.config.max_nonfinite_steps:
+            self.fail(NonFinite(self.progress, self._nonfinite))
+        if summary is None:
+            return
+        self.last_loss = summary.loss
+        phases = {"wait": waited, "reduce": self.aggregator.decode_s, "apply": self.aggregator.apply_s}
+        self.aggregator.decode_s = self.aggregator.apply_s = 0.0
+        if self.bus.active:
+            sent, received = self._traffic()
+            event = StepCommitted(
+                step=self.progress, epoch=max(0, self.progress - 1) // self.sampler.steps_per_epoch,
+                loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
+                learning_rate=self._learning_rate(applied, steps), loss_scale=1.0, skipped=skipped, seconds=seconds,
+                gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.sessions),
+                bytes_sent=sent, bytes_received=received, phases_s=phases,
+            )  # fmt: skip
+            self.bus.publish(event)
+        failpoint("commit.after")
+        self.on_commit(Commit(step=self.progress, before=before))
+
+    def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
+        """Of the workers' optimizers where they have some, else of our own."""
+        if self.schedule is not None:
+            return self.schedule.rows(max(steps), 1)[0][0]
+        return 0.0 if applied is None else applied.learning_rate
+
+    # -- session.Host --------------------------------------------------------------------------------------
+
+    def _introduce(self, session: Session) -> None:
+        self.turns.join(session.worker_id, self.version)
+        self.turns.of(session.worker_id).blocked = True  # until it is being sent the parameters
+        self._newcomers.append(session)
+        self._wake.set()
+
+    def _forget(self, session: Session) -> None:
+        self.intake.left(session)
+        self.downlink.forget(session)
+
+    def _take_back(self, session: Session) -> int:
+        worker = session.worker_id
+        for grant in self.ledger.held(worker):
+            self.intake.drop(grant.lease)
+        self._reports.forget(self.ledger.carried(worker))
+        returned, culprit = self.ledger.lose(worker, died=not session.given_up)
+        self._waiting.pop(worker, None)
+        self.turns.leave(worker)
+        self.pacing.forget(worker)
+        if culprit is not None and self._failure is None:
+            self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
+        return returned
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        grant = self.ledger.get(result.lease)
+        if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
+            return Place(None, self.ledger.past(session.worker_id, result.lease) is not None)
+        if result.bucket not in self._wanted(grant):
+            raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease}, which was not asked for")
+        return self.intake.place(session, result, spec)
+
+    def _wanted(self, grant: StreamGrant) -> Sequence[int]:
+        """Buckets that a lease's result may have."""
+        if not self._local:
+            return self._buckets[0]
+        return () if grant.step >= 0 else self._buckets[self.turns.of(grant.worker).asked[grant.lease]]
+
+    def arrived(self, session: Session, result: Result) -> None:
+        self.intake.arrived(session)
+
+    def done(self, session: Session, done: Done) -> None:
+        worker, now = session.worker_id, self.clock()
+        member = self._answered(session, done.lease)
+        grant = self.ledger.get(done.lease)
+        if grant is None or grant.worker != worker:
+            self._stale(session, done)
+            self._schedule(worker)
+            return
+        if member is not None:
+            member.encode_s += done.encode_s
+            member.raw_bytes += done.raw_bytes
+        if grant.step >= 0:
+            self._check(grant, done)
+            self._reports.keep(self._plan(grant.step), done)
+            self.pacing.observe(worker, 1, done.compute_s)
+            if member is not None:
+                plan = self._plan(grant.step)
+                member.leaves += plan.num_leaves
+                member.samples += plan.num_samples
+                member.compute_s += done.compute_s
+                member.wait_s += done.wait_s
+        if grant.step >= 0 and self._local:
+            self.ledger.carry(done.lease, now)
+            self.turns.carried(worker, self._plan(grant.step).num_samples)
+        else:
+            self._submitted(session, grant, done, now)
+        self._let_go(worker)
+        self._schedule(worker)
+
+    def _submitted(self, session: Session, grant: StreamGrant, done: Done, now: float) -> None:
+        if done.version > self.version:
+            raise RemoteError(f"it sent a result for version {done.version} before that version was published")
+        wanted = set(self._wanted(grant)) - set(done.absent)
+        missing = wanted - self.intake.has(done.lease)
+        if missing:
+            raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing)}")
+        fragment = self.turns.of(grant.worker).asked.get(done.lease, 0)
+        parts = self.intake.take(done.lease)
+        member = self.membership.members.get(grant.worker)
+        if member is not None:
+            member.encoded_bytes += sum(part.data.numel() for part in parts.values())
+        steps = self.ledger.submitted(done.lease, now)
+        samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples
+        if not samples:  # it carried nothing
+            self.intake.release(parts)
+            self.ledger.settle(done.lease, accepted=False)
+            self.turns.answered(grant.worker, done.lease, now)
+            self._unblock(grant.worker)
+            session.post(Verdict((done.lease,), VerdictCode.STALE, "there was nothing in it"))
+            return
+        submission = Submission(
+            lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
+            fragment=fragment, untouched=done.untouched,
+        )  # fmt: skip
+        self._inbox.append(submission)
+
+    def _stale(self, session: Session, done: Done) -> None:
+        past = self.ledger.past(session.worker_id, done.lease)
+        if not done.losses:
+            return  # a lease that was revoked before it was begun
+        self._refused[VerdictCode.STALE] += 1
+        self._leaves_in_vain += len(done.losses)
+        session.post(Verdict((done.lease,), VerdictCode.STALE, "the lease had ended"))
+        if past is not None and past.step >= 0:
+            self.pacing.observe_late(session.worker_id, 1, max(done.compute_s, 0.0), self.clock() - past.granted_at)
+            if self._local:
+                # Its parameters have a step in them that another has been given: it begins anew.
+                session.abort("it computed a step that had been given to another")
+
+    def _check(self, grant: StreamGrant, done: Done) -> None:
+        leaves = self._plan(grant.step).num_leaves
+        if len(done.losses) != leaves:
+            raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
+        if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
+            raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
+        seconds = (done.compute_s, done.wait_s, done.encode_s)
+        if not all(math.isfinite(value) and value >= 0 for value in seconds):
+            raise RemoteError(f"it reported {done.compute_s} s of computing and {done.wait_s} s of waiting")
+
+    def failed(self, session: Session, failed: Failed) -> None:
+        self._answered(session, failed.lease)
+        grant = self.ledger.get(failed.lease)
+        if grant is None or grant.worker != session.worker_id or grant.step < 0:
+            return
+        culprit = self.ledger.fail(failed.lease)
+        if culprit is None:
+            self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
+        else:
+            self._blame(culprit, failed.traceback[-8000:], max(failed.leaf, 0))
+        self._schedule()
+
+    def _blame(self, culprit: Culprit, traceback: str, leaf: int = 0) -> None:
+        plan = self.sampler.plan(culprit.step)
+        leaf = min(leaf, plan.num_leaves - 1)
+        self.fail(LeafFailed(culprit.step, leaf, plan.leaf_indices(leaf).tolist(), culprit.attempts, traceback))
+
+    def draining(self, session: Session, drain: Drain) -> None:
+        member = self.membership.members.get(session.worker_id)
+        if member is not None:
+            member.standing = Standing.DRAINING
+            self._give_back_unbegun(session.worker_id)
+        self._schedule()
+        self._let_go(session.worker_id)
+
+    def _let_go(self, worker: str) -> None:
+        """Say goodbye to one that wants to leave and owes nothing more."""
+        member, session = self.membership.members.get(worker), self.sessions.get(worker)
+        if member is None or session is None or member.standing is not Standing.DRAINING:
+            return
+        if not self.ledger.num_held(worker) and not self.ledger.carried(worker):
+            session.say_goodbye(ByeCode.LEAVING, "drained")

@@ -1,0 +1,68 @@
+"""What workers said of the steps they computed, until those steps are committed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from w5xde_async.plan.sampler import StepPlan
+from w5xde_async.wire.messages import Done
+
+__all__ = ["StepReports", "Summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """One step: ``loss`` and ``metrics`` are means over its samples."""
+
+    samples: int
+    leaves: int
+    loss: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Steps that were committed together, weighted by samples."""
+
+    samples: int
+    leaves: int
+    loss: float
+    metrics: dict[str, float]
+
+
+class StepReports:
+    """Bounded by the steps that are leased or carried."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, _Report] = {}
+
+    def keep(self, plan: StepPlan, done: Done) -> None:
+        """A step's DONE, whose lengths have been checked."""
+        samples = [plan.samples_in(leaf) for leaf in range(plan.num_leaves)]
+        count = len(done.metric_names)
+
+        def mean(values: Sequence[float]) -> float:
+            return sum(n * value for n, value in zip(samples, values, strict=True)) / plan.num_samples
+
+        metrics = {name: mean(done.metrics[index::count]) for index, name in enumerate(done.metric_names)}
+        self._reports[plan.step] = _Report(plan.num_samples, plan.num_leaves, mean(done.losses), metrics)
+
+    def forget(self, steps: Sequence[int]) -> None:
+        """These steps are computed again."""
+        for step in steps:
+            self._reports.pop(step, None)
+
+    def take(self, steps: Sequence[int]) -> Summary | None:
+        """Of steps that are committed; None where nothing is known of any."""
+        found = [self._reports.pop(step) for step in steps if step in self._reports]
+        samples = sum(report.samples for report in found)
+        if not samples:
+            return None
+        metrics = {
+            name: sum(report.samples * report.metrics.get(name, math.nan) for report in found) / samples
+            for name in found[0].metrics
+        }
+        loss = sum(report.samples * report.loss for report in found) / samples
+        return Summary(samples, sum(report.leaves for report in found), loss, metrics)

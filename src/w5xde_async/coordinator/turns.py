@@ -1,0 +1,126 @@
+"""Under a rule of local steps: how many steps each worker takes on its own, and when it is asked for its Delta.
+
+Pure bookkeeping of counts; knows no sessions and sends nothing. A **fragment** is what is asked for at once: the whole
+model (``local``, ``async-local``), or one part of it after the other (``streaming``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from w5xde_async.plan.pacing import Pacing
+from w5xde_async.updates.delayed import inner_steps
+from w5xde_async.updates.quorum import Quorum, QuorumConfig
+
+__all__ = ["Pace", "Turns"]
+
+
+@dataclass(slots=True)
+class Pace:
+    """One worker. ``taken``: inner steps leased to it since it joined; ``due``: at which count each fragment is."""
+
+    min_version: int
+    due: list[int]
+    samples: list[int]  # computed since each fragment was submitted
+    taken: int = 0
+    asked: dict[int, int] = field(default_factory=dict)  # lease of a submission -> fragment
+    blocked: bool = False  # it gets nothing before its submission is judged
+
+
+class Turns:
+    """Counts by worker, and a quorum by fragment."""
+
+    def __init__(self, *, num_fragments: int, inner_steps: int, pacing: Pacing, quorum: QuorumConfig) -> None:
+        self.num_fragments, self.inner_steps = num_fragments, inner_steps
+        self.quorums = [Quorum(quorum) for _ in range(num_fragments)]
+        self._pacing = pacing
+        self._paces: dict[str, Pace] = {}
+
+    def join(self, worker: str, version: int) -> None:
+        """A worker has come; it begins at ``version`` or later."""
+        period = self.inner_steps
+        due = [max(1, index * period // self.num_fragments) if index else period for index in range(self.num_fragments)]
+        self._paces[worker] = Pace(version, due, [0] * self.num_fragments)
+
+    def leave(self, worker: str) -> None:
+        """A worker has gone."""
+        self._paces.pop(worker, None)
+        for quorum in self.quorums:
+            quorum.left(worker)
+
+    def of(self, worker: str) -> Pace:
+        """Raises KeyError for one that has not joined."""
+        return self._paces[worker]
+
+    def period(self, worker: str, workers: Collection[str]) -> int:
+        """H of this worker: fewer steps than the fastest takes, by its speed."""
+        own = self._pacing.leaf_s(worker)
+        known = [leaf_s for other in workers if (leaf_s := self._pacing.leaf_s(other)) is not None]
+        if own is None or not known:
+            return self.inner_steps
+        return inner_steps(1 / own, max(1 / min(known), 1 / own), self.inner_steps)
+
+    def granted(self, worker: str, workers: Collection[str], now: float) -> list[int]:
+        """A step was leased to ``worker``: the fragments that it is to submit after it."""
+        pace = self._paces[worker]
+        pace.taken += 1
+        for quorum in self.quorums:
+            if not quorum.knows(worker):
+                quorum.joined(worker, now)
+        period = self.period(worker, workers)
+        ends = [
+            index for index, at in enumerate(pace.due)
+            if pace.taken >= at - (self.inner_steps - period if self.num_fragments == 1 else 0)
+        ]  # fmt: skip
+        return ends
+
+    def asked(self, worker: str, lease: int, fragment: int, workers: Collection[str]) -> None:
+        """``worker`` was asked for a fragment."""
+        pace = self._paces[worker]
+        pace.asked[lease] = fragment
+        period = self.inner_steps if self.num_fragments == 1 else self.period(worker, workers)
+        pace.due[fragment] = pace.taken + period
+
+    def carried(self, worker: str, samples: int) -> None:
+        """An inner step is computed."""
+        pace = self._paces[worker]
+        pace.samples = [known + samples for known in pace.samples]
+
+    def take_samples(self, worker: str, fragment: int) -> int:
+        """Samples in a fragment's submission."""
+        pace = self._paces[worker]
+        samples, pace.samples[fragment] = pace.samples[fragment], 0
+        return samples
+
+    def answered(self, worker: str, lease: int, now: float) -> None:
+        """A submission was judged."""
+        pace = self._paces.get(worker)
+        if pace is not None:
+            fragment = pace.asked.pop(lease, None)
+            if fragment is not None:
+                self.quorums[fragment].arrived(worker, now)
+
+    def fragments_asked(self, worker: str) -> frozenset[int]:
+        """Fragments whose submission is awaited."""
+        return frozenset(self._paces[worker].asked.values())
+
+    def idle(self, worker: str) -> None:
+        """There is nothing for a worker to do: no round waits for it."""
+        for quorum in self.quorums:
+            quorum.left(worker)
+
+    def closing(self, now: float) -> tuple[int | None, float | None]:
+        """A fragment whose round closes now; else when to look again, if time alone may change that."""
+        look: float | None = None
+        for fragment, quorum in enumerate(self.quorums):
+            decision = quorum.decide(now)
+            if decision.close:
+                return fragment, None
+            if decision.look_again is not None:
+                look = decision.look_again if look is None else min(look, decision.look_again)
+        return None, look
+
+    def closed(self, fragment: int, now: float, workers: Sequence[str]) -> None:
+        """A round has closed; the next begins with those that are at work."""
+        self.quorums[fragment].open(now, workers)

@@ -1,0 +1,120 @@
+"""The owner of the parameters under a rule that takes contributions as they come.
+
+What ``aggregator`` is to the synchronous tree: one thread in which results are decoded, offered to the rule, committed
+and encoded for the workers. What others submit to that thread sees the parameters between two of these, never inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from w5xde_async.coordinator.downlink import Downlink, Piece
+from w5xde_async.coordinator.intake import Intake, Part
+from w5xde_async.errors import UpdateFailed
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.reducer import VectorPool
+from w5xde_async.store.failpoints import failpoint
+from w5xde_async.updates.admission import Outcome
+from w5xde_async.updates.outer import Contribution, OuterRule
+from w5xde_async.updates.sync import Applied
+
+__all__ = ["Submission", "Updating"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A result that waits to be judged. ``samples`` is its weight; the rest as in ``updates.outer.Contribution``."""
+
+    lease: int
+    worker: str
+    steps: tuple[int, ...]
+    samples: int
+    parts: Mapping[int, Part]
+    version: int
+    fragment: int
+    untouched: tuple[int, ...]
+
+
+class Updating:
+    """Rule, parameters and what is published of them."""
+
+    def __init__(
+        self, layout: Layout, state: FlatState, rule: OuterRule, intake: Intake, downlink: Downlink, *,
+        clock: Callable[[], float] = time.monotonic, executor: Executor | None = None,
+    ) -> None:  # fmt: skip
+        """``executor`` runs one call at a time, in order; it belongs to this object from now on."""
+        self.layout, self.state, self.rule, self.downlink = layout, state, rule, downlink
+        self.torn = False  # an update broke off: the parameters are not those of any version
+        self.apply_s = self.decode_s = 0.0  #: seconds since the last commit
+        self._intake, self._clock = intake, clock
+        self._pool = VectorPool(layout, spare=1)
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+
+    async def offer(self, given: Submission, counted: int) -> Outcome:
+        """Decode a result and offer it to the rule; ``counted``: samples of its steps.
+
+        Raises MalformedFrame.
+        """
+        untouched = frozenset(given.untouched)
+
+        def call() -> Outcome:
+            began = self._clock()
+            vector = self._pool.take()
+            try:
+                present = self._intake.decode(given.parts, vector)
+                self.decode_s += self._clock() - began
+                contribution = Contribution(
+                    steps=given.steps, counted=counted, samples=given.samples, version=given.version,
+                    fragment=given.fragment, vector=vector, present=present, untouched=untouched,
+                )  # fmt: skip
+                return self.rule.offer(contribution)
+            finally:
+                self._pool.give(vector)
+                self._intake.release(given.parts)
+
+        return await self.submit(call)
+
+    async def commit(self, fragment: int, step: int) -> tuple[Applied | None, list[Piece]]:
+        """The next version: what was applied, and what tells workers of it. Raises UpdateFailed."""
+
+        def call() -> tuple[Applied | None, list[Piece]]:
+            began = self._clock()
+            failpoint("apply.before")
+            applied = self.rule.commit(fragment)
+            failpoint("apply.after")
+            pieces = [] if applied is None else self.downlink.advance(applied.changed)
+            self.apply_s += self._clock() - began
+            return applied, pieces
+
+        try:
+            return await self.submit(call)
+        except Exception as error:
+            self.torn = True
+            lines = await self.submit(partial(traceback.format_exception, error))  # reads source files
+            raise UpdateFailed(step, error, "".join(lines)[-8000:]) from error
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of every tensor, by entry name. To be submitted."""
+        with torch.no_grad():
+            return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}
+
+    def submit(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Run ``call`` in the thread that owns the parameters."""
+        return asyncio.wrap_future(self._executor.submit(call))
+
+    async def aclose(self) -> None:
+        """Wait for the thread."""
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)

@@ -1,0 +1,28 @@
+"""The kinds of values that settings have, and the words that say what they accept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from w5xde_async.settings.values import Duration, WholeNumber
+
+FROM_0, FROM_1 = "a whole number >= 0", "a whole number >= 1"
+SECONDS = "a time above 0, like 90, 90s, 5m or 2h"
+BYTES = "a size like 512KiB, 4MiB or 1GB"
+NAME = "a text of 1 to 100 characters without '/'"
+
+AtLeast0 = Annotated[WholeNumber, Field(ge=0)]
+AtLeast1 = Annotated[WholeNumber, Field(ge=1)]
+Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Time = Annotated[Duration, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^/\x00-\x1f]+$")]
+LogMode = Literal["silent", "normal", "verbose"]
+LogFormat = Literal["text", "json"]
+LoopKind = Literal["auto", "uvloop", "asyncio"]
+Durability = Literal["checkpoint", "journal"]
+
+Rule = Literal["sync", "async", "local", "streaming", "async-local"]
+Average = Literal["mean", "radial", "median", "trimmed", "clipping"]

@@ -1,0 +1,444 @@
+"""The rules of ``updates`` over a model's own memory: contributions in, new parameters out.
+
+One contribution is what one worker submits: sums over its samples of gradients (``async``) or how far its parameters
+went (local rules), and what became of buffers. Each class here puts one of the pure rules in front of ``FlatState`` and
+keeps the book that belongs into the same checkpoint: which steps of the sampler are in, and how many samples.
+
+All methods run in the aggregator's thread. Trainable parameters are float32, in one group; ``check_trainable`` says so
+to the user. Holds: each step's samples count once, over restarts too (G1), for what is offered and what is noted as
+done are in one state_dict. Does not hold: the same bits (G3).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.errors import JobError
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.plan.stream import DoneSteps
+from w5xde_async.updates.admission import Outcome
+from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
+from w5xde_async.updates.averages import Average, RadialDirectionalAverage, WeightedMean
+from w5xde_async.updates.compensation import CompensationConfig
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule
+from w5xde_async.updates.fragments import Fragment
+from w5xde_async.updates.local import LocalStepsConfig
+from w5xde_async.updates.norm_gate import NormGate, NormGateConfig
+from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, TrimmedMean
+from w5xde_async.updates.streaming import StreamingRule
+from w5xde_async.updates.sync import Applied, SyncRule
+from w5xde_async.wire.messages import VerdictCode
+
+__all__ = ["Contribution", "OuterRule", "bucket_fragments", "check_trainable", "make_rule"]
+
+_ROWS = 64  # results that an average which keeps them all has room for
+_TRIM = 0.25
+_REMEMBERED = 1024  # versions by which a fragment's staleness is told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one worker submits. ``vector`` is used up; ``present`` per result bucket; ``version``: computed with.
+
+    ``fragment``: which one its buckets are (0 where there is but one). ``steps`` of the sampler are in it that were in
+    nothing before, ``counted`` samples; ``samples`` are what it weighs.
+    """
+
+    steps: tuple[int, ...]
+    counted: int
+    samples: int
+    version: int
+    fragment: int
+    vector: ResultVector
+    present: Sequence[bool]
+    untouched: frozenset[int]
+
+
+def check_trainable(layout: Layout) -> int:
+    """The one group of trainable parameters. Raises JobError where they are not all float32."""
+    groups = [group for group in layout.groups if group.role == "grad"]
+    if len(groups) != 1 or groups[0].dtype != torch.float32:
+        found = ", ".join(sorted(str(group.dtype).removeprefix("torch.") for group in groups))
+        raise JobError(
+            "model",
+            f"its trainable parameters are {found}; only the sync rule trains other types than float32",
+            "keep them float32 (precision='bf16' computes in bfloat16 all the same), or use --update sync",
+        )
+    return groups[0].index
+
+
+def bucket_fragments(layout: Layout, num_fragments: int) -> tuple[tuple[int, ...], ...]:
+    """Buckets of each fragment: every ``num_fragments``-th one, so each has early and late layers.
+
+    Fewer fragments where there are fewer buckets. Buffers that are not trained travel with fragment 0.
+    """
+    group = check_trainable(layout)
+    trained = [bucket.index for bucket in layout.result_buckets if bucket.group == group]
+    others = [bucket.index for bucket in layout.result_buckets if bucket.group != group]
+    fragments = [trained[index::num_fragments] for index in range(min(num_fragments, len(trained)))]
+    fragments[0] += others
+    return tuple(tuple(fragment) for fragment in fragments)
+
+
+class _Buffers:
+    """Means and maxima of buffers over the contributions since the last commit."""
+
+    def __init__(self, layout: Layout, state: FlatState) -> None:
+        self._state = state
+        self._buckets: list[Bucket] = [b for b in layout.result_buckets if layout.groups[b.group].role != "grad"]
+        self._roles = {b.index: layout.groups[b.group].role for b in self._buckets}
+        self._sums: dict[int, Tensor] = {}
+        self._samples: dict[int, int] = {}
+
+    def add(self, given: Contribution) -> None:
+        for bucket in self._buckets:
+            if not given.present[bucket.index]:
+                continue
+            piece, known = given.vector.buckets[bucket.index], self._sums.get(bucket.index)
+            if known is None:
+                self._sums[bucket.index] = piece.clone()
+            elif self._roles[bucket.index] == "max":
+                torch.maximum(known, piece, out=known)
+            else:
+                known.add_(piece)
+            self._samples[bucket.index] = self._samples.get(bucket.index, 0) + given.samples
+
+    def apply(self) -> list[int]:
+        """Put them into the state; the buckets that changed."""
+        for bucket in self._buckets:
+            value = self._sums.get(bucket.index)
+            if value is None:
+                continue
+            mine = self._state.bucket(bucket)
+            if self._roles[bucket.index] == "max":
+                mine.copy_(torch.where(value == torch.iinfo(torch.int64).min, mine.to(torch.int64), value))
+            else:
+                mine.copy_(mine.float().add_(value.div_(self._samples[bucket.index])))
+        changed = list(self._sums)
+        self._sums, self._samples = {}, {}
+        return changed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "samples": dict(self._samples)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums = {int(index): value.clone() for index, value in state["sums"].items()}
+        self._samples = {int(index): int(value) for index, value in state["samples"].items()}
+
+
+class OuterRule(ABC):
+    """A rule that takes contributions as they come. ``version`` counts commits."""
+
+    name: str
+    loss_scale = 1.0
+    scheduler: Any = None
+    once = False
+    """Steps of a contribution that is refused are done all the same: other fragments have them."""
+
+    def __init__(self, layout: Layout, state: FlatState, optimizer: torch.optim.Optimizer) -> None:
+        self.layout, self.state, self.optimizer = layout, state, optimizer
+        self.group = check_trainable(layout)
+        self.done = DoneSteps()
+        self.samples = self.version = 0
+        self._buffers = _Buffers(layout, state)
+
+    @property
+    def parameters(self) -> Tensor:
+        """All trainable ones, flat."""
+        return self.state.groups[self.group]
+
+    @torch.no_grad()
+    def offer(self, given: Contribution) -> Outcome:
+        """Count it, or say why not. Steps of an accepted one are done."""
+        outcome = self._offer(given, self._staleness(given))
+        if outcome.accepted:
+            self._buffers.add(given)
+        if outcome.accepted or self.once:
+            self.samples += given.counted
+            for step in given.steps:
+                self.done.add(step)
+        return outcome
+
+    @torch.no_grad()
+    def commit(self, fragment: int) -> Applied | None:
+        """The next version, of what was offered to ``fragment``. None where too little was: then nothing changes."""
+        applied = self._commit(fragment)
+        self.version += 1
+        return applied
+
+    @property
+    @abstractmethod
+    def due(self) -> bool:
+        """A commit must follow now, before anything else is offered."""
+
+    def pending(self, fragment: int) -> int:
+        """Contributions that the open round of a fragment has."""
+        return 0
+
+    @abstractmethod
+    def _offer(self, given: Contribution, staleness: int) -> Outcome: ...
+
+    @abstractmethod
+    def _commit(self, fragment: int) -> Applied | None: ...
+
+    @abstractmethod
+    def _rule_state(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def _staleness(self, given: Contribution) -> int:
+        return self.version - given.version
+
+    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float) -> Applied:
+        changed = tuple(sorted({*buckets, *self._buffers.apply()}))
+        return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=changed)
+
+    @property
+    def _trained(self) -> list[int]:
+        return [bucket.index for bucket in self.layout.result_buckets if bucket.group == self.group]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but parameters and buffers: plain containers, numbers and tensors."""
+        return {
+            "rule": self.name, "outer": self._rule_state(), "done": self.done.state_dict(), "samples": self.samples,
+            "version": self.version, "buffers": self._buffers.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``; parameters come first. Raises ValueError where it does not fit."""
+        if state["rule"] != self.name:
+            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        self._load_rule_state(state["outer"])
+        self.done = DoneSteps.of_state(state["done"])
+        self.samples, self.version = int(state["samples"]), int(state["version"])
+        self._buffers.load_state_dict(state["buffers"])
+
+
+class _Asynchronous(OuterRule):
+    """``updates.asynchronous`` with the job's own optimizer."""
+
+    name = "async"
+
+    def __init__(self, inner: SyncRule, state: FlatState, config: UpdateConfig, gate: NormGate | None) -> None:
+        super().__init__(inner.layout, state, inner.optimizer)
+        self._inner, self.scheduler = inner, inner.scheduler
+        numel = self.parameters.numel()
+        staleness = 16 if config.max_staleness is None else config.max_staleness
+        made = AsynchronousConfig(
+            results_per_step=config.results_per_step or 1,
+            max_staleness=staleness,
+            staleness_exponent=0.5 if config.staleness_exponent is None else config.staleness_exponent,
+            compensation=CompensationConfig() if config.compensation else None,
+        )
+        self._rule = AsynchronousRule(numel, made, average=_average(config, inner.layout, self.group, numel), gate=gate)
+        self._root = ResultVector(inner.layout)
+        self._present = [bucket.group == self.group for bucket in inner.layout.result_buckets]
+        self._untouched: frozenset[int] | None = None
+        self._max_staleness = staleness
+        self._kept: dict[int, Tensor] | None = {} if config.compensation else None  # version -> its parameters
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            self._kept[self.version] = self.parameters.clone()
+            self._kept.pop(self.version - self._max_staleness - 1, None)
+
+    @property
+    def due(self) -> bool:
+        return self._rule.ready
+
+    def _offer(self, given: Contribution, staleness: int) -> Outcome:
+        now = leased = None
+        if self._kept is not None:
+            now, leased = self.parameters, self._kept.get(given.version, self.parameters)
+        outcome = self._rule.offer(
+            given.vector.group(self.group), samples=given.samples, staleness=staleness, now=now, leased=leased
+        )
+        if outcome.accepted:
+            known = self._untouched
+            self._untouched = given.untouched if known is None else known & given.untouched
+        return outcome
+
+    def _commit(self, fragment: int) -> Applied | None:
+        self._root.group(self.group).copy_(self._rule.take())
+        applied = self._inner.apply(self._root, self._present, 1, self._untouched or ())
+        self._untouched = None
+        changed = {*applied.changed, *self._buffers.apply()}
+        return Applied(
+            skipped=applied.skipped, gradient_norm=applied.gradient_norm, learning_rate=applied.learning_rate,
+            changed=tuple(sorted(changed)),
+        )  # fmt: skip
+
+    def commit(self, fragment: int) -> Applied | None:
+        applied = super().commit(fragment)
+        self._keep()
+        return applied
+
+    def _rule_state(self) -> dict[str, Any]:
+        return {"asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict()}
+
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+        self._rule.load_state_dict(state["asynchronous"])
+        self._inner.load_state_dict(state["inner"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._kept is not None:
+            self._kept.clear()  # no lease outlives its term
+            self._keep()
+
+
+class _Fragmented(OuterRule):
+    """``updates.streaming`` with its fragments made of buckets; with one fragment, ``updates.local``."""
+
+    def __init__(
+        self, name: str, layout: Layout, state: FlatState, optimizer: torch.optim.Optimizer, config: UpdateConfig,
+        gate: Callable[[], NormGate] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(layout, state, optimizer)
+        self.name, self.once = name, name == "streaming"
+        self.buckets = bucket_fragments(layout, config.fragments if name == "streaming" else 1)
+        trained = set(self._trained)
+        fragments = []
+        for index, buckets in enumerate(self.buckets):
+            pieces = [layout.buckets[number] for number in buckets if number in trained]
+            fragments.append(Fragment(index, tuple((b.offset, b.offset + b.numel) for b in pieces)))
+        default_lr = 0.4 if name == "streaming" else 0.7
+        made = LocalStepsConfig(
+            learning_rate=config.outer_lr or default_lr,
+            momentum=config.outer_momentum,
+            max_staleness=1 if config.max_staleness is None else config.max_staleness,
+            staleness_exponent=0.5 if config.staleness_exponent is None else config.staleness_exponent,
+        )
+        self._fragments, self._learning_rate = fragments, made.learning_rate
+        self._config, self._local, self._gate = config, made, gate
+        self._rule = self._make()
+        self._history: dict[int, tuple[int, ...]] = {0: tuple(self._rule.versions)}  # by version, of each fragment
+
+    def _make(self) -> StreamingRule:
+        def average(fragment: Fragment) -> Average:
+            return _average(self._config, self.layout, self.group, fragment.numel)
+
+        return StreamingRule(self.parameters, self._fragments, self._local, average=average, gate=self._gate)
+
+    @property
+    def due(self) -> bool:
+        return False
+
+    def _staleness(self, given: Contribution) -> int:
+        return 0  # ``StreamingRule`` counts versions by fragment
+
+    def pending(self, fragment: int) -> int:
+        return self._rule.pending(fragment)
+
+    def _offer(self, given: Contribution, staleness: int) -> Outcome:
+        if self._rule.pending(given.fragment) >= _ROWS:
+            return Outcome(verdict=VerdictCode.STALE, reason=f"the round has {_ROWS} results already")
+        base = self._history.get(given.version)
+        if base is None:
+            return Outcome(verdict=VerdictCode.STALE, reason=f"it began at version {given.version}")
+        delta = self._fragments[given.fragment].gather(given.vector.group(self.group))
+        return self._rule.offer(given.fragment, delta, samples=given.samples, version=base[given.fragment])
+
+    def _commit(self, fragment: int) -> Applied | None:
+        norm = self._rule.close(fragment)
+        self._history[self.version + 1] = tuple(self._rule.versions)
+        self._history.pop(self.version - _REMEMBERED, None)
+        if norm is None:
+            return None
+        trained = set(self._trained)
+        buckets = [bucket for bucket in self.buckets[fragment] if bucket in trained]
+        return self._applied(buckets, norm, self._learning_rate)
+
+    def _rule_state(self) -> dict[str, Any]:
+        return self._rule.state_dict()
+
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+        self._rule = self._make()  # over the parameters as they were restored
+        self._rule.load_state_dict(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._history = {self.version: tuple(self._rule.versions)}
+
+
+class _Delayed(OuterRule):
+    """``updates.delayed``: every accepted Delta is a version."""
+
+    name = "async-local"
+
+    def __init__(
+        self, layout: Layout, state: FlatState, optimizer: torch.optim.Optimizer, config: UpdateConfig,
+        gate: NormGate | None, period: int,
+    ) -> None:  # fmt: skip
+        super().__init__(layout, state, optimizer)
+        self._learning_rate = config.outer_lr or 0.7
+        made = DelayedNesterovConfig(
+            period=period, learning_rate=self._learning_rate, momentum=config.outer_momentum,
+            max_staleness=config.max_staleness, staleness_exponent=config.staleness_exponent or 0.0,
+        )  # fmt: skip
+        self._rule = DelayedNesterovRule(self.parameters, made, gate=gate)
+        self._norm: float | None = None
+
+    @property
+    def due(self) -> bool:
+        return self._norm is not None
+
+    def _offer(self, given: Contribution, staleness: int) -> Outcome:
+        outcome = self._rule.offer(given.vector.group(self.group), samples=given.samples, staleness=staleness)
+        if outcome.accepted:
+            self._norm = outcome.norm
+        return outcome
+
+    def _commit(self, fragment: int) -> Applied | None:
+        norm, self._norm = self._norm, None
+        return None if norm is None else self._applied(self._trained, norm, self._learning_rate)
+
+    def _rule_state(self) -> dict[str, Any]:
+        return self._rule.state_dict()
+
+    def _load_rule_state(self, state: Mapping[str, Any]) -> None:
+        self._rule.load_state_dict(state)
+
+
+def make_rule(
+    config: UpdateConfig, inner: SyncRule, state: FlatState, *, min_workers: int, gate: NormGateConfig | None
+) -> OuterRule:
+    """The rule that ``config`` names, over ``state``. ``inner`` is the job's own optimizer as the sync rule has it.
+
+    ``gate`` None lets results of any finite size through. Raises JobError where the model does not fit.
+    """
+    made = None if gate is None else NormGate(gate)
+    layout, optimizer = inner.layout, inner.optimizer
+    if config.rule == "async":
+        return _Asynchronous(inner, state, config, made)
+    if config.rule == "async-local":
+        return _Delayed(layout, state, optimizer, config, made, config.results_per_step or min_workers)
+    return _Fragmented(config.rule, layout, state, optimizer, config, None if gate is None else partial(NormGate, gate))
+
+
+def _average(config: UpdateConfig, layout: Layout, group: int, numel: int, fragment: Fragment | None = None) -> Average:
+    kind = config.average
+    if kind == "mean":
+        return WeightedMean(numel)
+    if kind == "radial":
+        tensors = [
+            (e.offset, e.offset + e.numel) for e in layout.entries if e.group == group and e.role == "grad" and e.numel
+        ]
+        return RadialDirectionalAverage(numel, tensors)
+    rows = config.results_per_step or _ROWS
+    if kind == "median":
+        return CoordinateMedian(numel, rows)
+    if kind == "trimmed":
+        return TrimmedMean(numel, rows, trim=_TRIM)
+    return CenteredClipping(numel, rows)

@@ -1,0 +1,217 @@
+"""What a worker does with its replica under each kind of rule. All of it runs on the compute thread.
+
+``FollowingReplica`` computes at what is published (sync through codecs, ``async``). ``SteppingReplica`` makes an
+optimizer step of every lease and says how far it has gone when it is asked (rules of local steps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgpack
+import torch
+from torch import Tensor
+
+from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
+from w5xde_async.compute.inner import build_inner, set_scheduled
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.updates.fragments import Fragment
+from w5xde_async.updates.outer import bucket_fragments
+from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.worker.pieces import Published
+
+__all__ = ["FollowingReplica", "Replica", "SteppingReplica"]
+
+_MOST_INNER = 1 << 20  # bytes of a description
+
+
+class Replica(Protocol):
+    """One kind of computing."""
+
+    published: Published
+    submits: bool
+    """Results are sent when the coordinator asks for them, not with each lease."""
+
+    def compute(self, task: Task, rates: Sequence[float], oldest: int, emit: Emit) -> Outcome:
+        """One lease, at version ``oldest`` or newer. ``emit`` gets its results where they are sent with it."""
+
+    @property
+    def version(self) -> int:
+        """What was computed with last."""
+
+    def submission(self, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+        """How far the replica has gone in ``buckets``, and from which version."""
+
+
+class FollowingReplica:
+    """Always at the newest version that has come."""
+
+    submits = False
+
+    def __init__(self, engine: Engine, published: Published) -> None:
+        self.published, self.version = published, -1
+        self._engine = engine
+
+    def compute(self, task: Task, rates: Sequence[float], oldest: int, emit: Emit) -> Outcome:
+        published = self.published
+        if self.version != published.version:
+            changed = sorted(published.touched)
+            published.touched.clear()
+            for number in changed:
+                bucket = self._engine.layout.buckets[number]
+                self._engine.incoming.bucket(bucket).copy_(published.state.bucket(bucket))
+            self._engine.load(changed)
+            self.version = published.version
+        return self._engine.compute(task, emit)
+
+    def submission(self, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+        raise MalformedFrame("SUBMIT under a rule that has every lease submitted")
+
+
+class SteppingReplica:
+    """Parameters of its own, which ``published`` ones take the place of when a lease asks for a newer version.
+
+    Memory for n parameters, beside the model's: 4 n bytes published, 4 n as it began, and the inner optimizer's state.
+    """
+
+    submits = True
+
+    def __init__(self, engine: Engine, published: Published, inner: bytes) -> None:
+        """``inner``: what WELCOME said of the optimizer (``inner_description``). Raises MalformedFrame."""
+        described, clip, streaming = _read_inner(inner)
+        self._engine, self.published, self.version = engine, published, -1
+        engine.keep_results()
+        self._layout = layout = engine.layout
+        self._live = engine.live
+        self._optimizer = build_inner(described, engine.tensors)
+        self._scheduled: list[str] = described["scheduled"]
+        self._rule = SyncRule(engine.model, layout, self._live, self._optimizer, clip=clip)
+        self._base = [group.clone() for group in self._live.groups]
+        self._group = next(group.index for group in layout.groups if group.role == "grad")
+        self._samples = self._steps = 0  # samples since buffers were submitted last; inner steps
+        self._streaming: StreamingReplica | None = None
+        self._sent_at: dict[int, int] = {}  # fragment -> published version when it was sent
+        self._fragment_version: dict[int, int] = {}
+        self._overlap, self._buckets, self._fragments = OverlapConfig(), [], []
+        if streaming is not None:
+            count, delay, mixing = streaming
+            self._overlap = OverlapConfig(delay=delay, mixing=mixing)
+            for index, numbers in enumerate(bucket_fragments(layout, count)):
+                trained = [layout.buckets[number] for number in numbers if layout.buckets[number].group == self._group]
+                self._buckets.append([bucket.index for bucket in trained])
+                self._fragments.append(Fragment(index, tuple((b.offset, b.offset + b.numel) for b in trained)))
+
+    def compute(self, task: Task, rates: Sequence[float], oldest: int, emit: Emit) -> Outcome:
+        if self.version < oldest or self.version < 0:
+            self._begin()
+        set_scheduled(self._optimizer, self._scheduled, rates)
+        present = [False] * len(self._layout.result_buckets)
+        vectors: list[ResultVector] = []
+
+        def keep(bucket: int, vector: ResultVector) -> None:
+            present[bucket] = True
+            vectors.append(vector)
+
+        outcome = self._engine.compute(task, keep)
+        self._engine.unbind()
+        samples = sum(task.samples)
+        if vectors:
+            applied = self._rule.apply(vectors[-1], present, samples, outcome.untouched)
+            self._engine.refresh(applied.changed)
+        self._steps += 1
+        self._samples += samples
+        if self._streaming is not None:
+            self._deliver()
+            self._mixed(self._streaming.mix(self._steps))
+        return outcome
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Go on from what is published."""
+        for live, base, published in zip(self._live.groups, self._base, self.published.state.groups, strict=True):
+            live.copy_(published)
+            base.copy_(published)
+        self._engine.refresh(range(len(self._layout.buckets)))
+        self.version = self.published.version
+        self._samples = 0
+        if self._fragments:
+            self._streaming = StreamingReplica(self._live.groups[self._group], self._fragments, self._overlap)
+            self._fragment_version = dict.fromkeys(range(len(self._fragments)), self.version)
+            self._sent_at.clear()
+
+    def _deliver(self) -> None:
+        """Hand over fragments that have come since they were sent."""
+        assert self._streaming is not None
+        for index, sent_at in self._sent_at.items():
+            newest = max(self.published.newest.get(number, -1) for number in self._buckets[index])
+            if newest > sent_at:
+                values = self._fragments[index].gather(self.published.state.groups[self._group])
+                self._streaming.deliver(index, values.to(self._live.groups[self._group].device))
+                self._fragment_version[index] = newest
+
+    def _mixed(self, fragments: Sequence[int]) -> None:
+        for index in fragments:
+            del self._sent_at[index]
+
+    @torch.no_grad()
+    def submission(self, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+        if self.version < 0:
+            self._begin()
+        layout, vector, version = self._layout, ResultVector(self._layout), self.version
+        trained = [number for number in buckets if layout.buckets[number].group == self._group]
+        if self._streaming is not None and trained:
+            if trained not in self._buckets:
+                raise MalformedFrame(f"SUBMIT for buckets {trained[:8]}, which are no fragment")
+            index = self._buckets.index(trained)
+            version = self._fragment_version[index]
+            self._fragments[index].scatter_(vector.group(self._group), self._send(index).cpu())
+        else:
+            for number in trained:
+                at = layout.buckets[number]
+                where = slice(at.offset, at.offset + at.numel)
+                delta = self._base[self._group][where] - self._live.groups[self._group][where]
+                vector.group(self._group)[where].copy_(delta)
+        for number in set(buckets) - set(trained):
+            bucket = layout.buckets[number]
+            where = slice(bucket.offset, bucket.offset + bucket.numel)
+            live, base = self._live.groups[bucket.group][where], self._base[bucket.group][where]
+            if layout.groups[bucket.group].role == "max":
+                vector.group(bucket.group)[where].copy_(live.to(torch.int64))
+            else:
+                vector.group(bucket.group)[where].copy_((live.float() - base.float()).mul_(self._samples))
+                base.copy_(live)  # what it has told of is told
+            self._samples = 0
+        return vector, version
+
+    def _send(self, index: int) -> Tensor:
+        streaming = self._streaming
+        assert streaming is not None
+        if streaming.is_sent(index):
+            self._deliver()
+            self._mixed(streaming.mix(self._steps + self._overlap.delay))  # what has come is not waited for any more
+        if streaming.is_sent(index):
+            streaming.recall(index)
+        self._sent_at[index] = self.published.version
+        return streaming.send(index, self._steps)
+
+
+def _read_inner(inner: bytes) -> tuple[dict[str, Any], float | None, tuple[int, int, float] | None]:
+    """Description of the optimizer, largest norm of a gradient, and of streaming: fragments, delay, mixing."""
+    if len(inner) > _MOST_INNER:
+        raise MalformedFrame(f"an inner optimizer of {len(inner)} bytes")
+    try:
+        described: Any = msgpack.unpackb(inner, raw=False, strict_map_key=True, max_ext_len=0)
+        clip, streaming = described.pop("clip"), described.pop("streaming")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
+        raise MalformedFrame(f"inner optimizer: {type(error).__name__}") from None
+    if clip is not None and not (type(clip) in (int, float) and clip > 0):
+        raise MalformedFrame("inner optimizer: its clip is not a number above 0")
+    if streaming is None:
+        return described, clip, None
+    fits = type(streaming) is list and len(streaming) == 3 and type(streaming[0]) is type(streaming[1]) is int
+    if not (fits and streaming[0] >= 1 and streaming[1] >= 0 and type(streaming[2]) is float and 0 <= streaming[2] < 1):
+        raise MalformedFrame("inner optimizer: its streaming is not [fragments, delay, mixing]")
+    return described, clip, (streaming[0], streaming[1], streaming[2])

@@ -1,0 +1,100 @@
+"""Results on their way out through a codec, with acknowledged error feedback.
+
+Encodes on the compute thread, and settles there what verdicts say (``codecs.feedback`` belongs to one thread). What a
+verdict is still awaited for when a link ends counts as leased again: the coordinator gives such leases to others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from w5xde_async.codecs.codec import BytePool, Codec
+from w5xde_async.codecs.feedback import Dropped, Feedback, Outcome
+from w5xde_async.params.layout import Layout
+from w5xde_async.updates.forms import forms_of
+from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.messages import VerdictCode
+
+__all__ = ["Coded", "Uplink"]
+
+
+class Coded(NamedTuple):
+    """One bucket, ready for a RESULT. ``sent`` is to be called when the bytes have left."""
+
+    spec: BufferSpec
+    data: Buffer
+    sent: Callable[[], None] | None
+
+
+class Uplink:
+    """One worker's codec and what it has left out so far. Survives its links."""
+
+    def __init__(self, layout: Layout, codec: Codec, *, feedback: bool, clock: Callable[[], float] = time.perf_counter):
+        self.codec, self.pool = codec, BytePool()
+        self._forms = forms_of(layout)
+        self._clock = clock
+        # Buckets of trainable parameters are the first ones of a layout: their numbers are a feedback's own.
+        forms = [self._forms[index] for index in sorted(self._forms)]
+        self._feedback = Feedback(codec, forms, pool=self.pool) if feedback and not codec.exact else None
+        self._encoders = {} if self._feedback is not None else {i: codec.encoder(f) for i, f in self._forms.items()}
+        self._keys: set[int] = set()
+        self.encode_s = 0.0  #: of the lease under way
+        self.raw_bytes = 0
+
+    def begin(self) -> None:
+        """A lease's results are about to be encoded."""
+        self.encode_s, self.raw_bytes = 0.0, 0
+
+    def encode(self, lease: int, bucket: int, values: Tensor) -> Coded | None:
+        """Encode one bucket, float32 in host memory. None for one that travels as it lies."""
+        if bucket not in self._forms or self.codec.name == "raw":
+            return None
+        began = self._clock()
+        sent = None
+        if self._feedback is not None:
+            encoded = self._feedback.encode(lease, bucket, values)
+            self._keys.add(lease)
+        else:
+            encoded = self._encoders[bucket].encode(values, self.pool)
+            data = encoded.data
+
+            def give() -> None:
+                self.pool.give(data)
+
+            sent = give
+        nbytes = encoded.data.numel()
+        self.encode_s += self._clock() - began
+        self.raw_bytes += 4 * values.numel()
+        if encoded.codec.name == "raw":  # where lz4 did not pay
+            spec = BufferSpec("", "float32", (values.numel(),), "raw", nbytes)
+        else:
+            spec = BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes)
+        return Coded(spec, encoded.view, sent)
+
+    def settle(self, leases: Sequence[int], code: int) -> None:
+        """A verdict on results that have left."""
+        if self._feedback is None:
+            return
+        outcome = Outcome.APPLIED if code == VerdictCode.APPLIED else Outcome.LEASED_AGAIN
+        for lease in leases:
+            if lease in self._keys:
+                self._keys.discard(lease)
+                self._feedback.settle(lease, outcome)
+
+    def cut(self) -> None:
+        """The link has ended, and what was awaited from it will not come."""
+        self.settle(tuple(self._keys), VerdictCode.STALE)
+
+    def drop(self) -> Dropped:
+        """Forget what was left out, and say how much it was."""
+        self._keys.clear()
+        return Dropped() if self._feedback is None else self._feedback.drop()
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What was left out; None where the codec leaves nothing out, or feedback is off."""
+        return self._feedback
