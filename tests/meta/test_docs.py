@@ -131,6 +131,13 @@ def test_every_document_is_in_the_index() -> None:
     assert missing - INCLUDED == set()
 
 
+def test_every_page_is_in_a_table_of_contents() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    entries = {line for block in re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+               for line in block.splitlines() if not line.startswith(":")}  # fmt: skip
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - entries == {"index"}
+
+
 def test_every_promise_names_a_test_that_exists() -> None:
     table = DOCUMENTS[0].read_text(encoding="utf-8").partition("## What is promised")[2].partition("\n## ")[0]
     promises = [line for line in table.splitlines() if line.startswith("|")][2:]
