@@ -48,17 +48,19 @@ class LocalCluster:
         *,
         threads: int = 1,
         run_dir: Path | str | None = None,
+        dashboard: str = "",
         config: CoordinatorConfig | None = None,
         bus: Bus | None = None,
     ) -> None:
-        """``job`` is a Job or a reference such as ``train.py:job``. ``config`` replaces the defaults as a whole.
+        """``job`` is a Job or a reference such as ``train.py:job``. ``dashboard`` is ``host:port`` to watch the run at;
+        port 0 picks a free one. ``config`` replaces the defaults as a whole, ``dashboard`` among them.
 
         Entering raises what ``start`` raises.
         """
         self._given, self._n_workers, self._threads = job, n_workers, threads
         self._replica = None if isinstance(job, str) else _with_own_model(job)  # before it is trained in place
         self._run_dir, self._bus = run_dir, bus or Bus()
-        self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1))
+        self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
         self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | _TaskWorkers | None = None
         self._changed = asyncio.Event()
@@ -109,6 +111,11 @@ class LocalCluster:
         return format_address(_reachable(self.coordinator.host), self.coordinator.port)
 
     @property
+    def dashboard_link(self) -> str:
+        """Where to watch the run, with the token that it may need; empty without a dashboard."""
+        return self.coordinator.dashboard_link
+
+    @property
     def num_workers(self) -> int:
         """Workers that have joined, from wherever."""
         return self.coordinator.num_workers
@@ -149,8 +156,13 @@ class LocalCluster:
         if self._coordinator is None:
             return html_table("LocalCluster", {"state": "not started"})
         running = self._closing is None and self._coordinator.running
-        rows = {"state": "running" if running else "not running", "step": self._coordinator.step,
-                "workers": self.num_workers, "address": self.address}  # fmt: skip
+        rows = {
+            "state": "running" if running else "not running",
+            "step": self._coordinator.step,
+            "workers": self.num_workers,
+            "address": self.address,
+            "dashboard": self.dashboard_link.partition("?")[0],  # without its token: notebooks are passed on
+        }
         return html_table("LocalCluster", rows)
 
     async def aclose(self) -> None:

@@ -72,6 +72,19 @@ async def test_a_cluster_shows_how_it_stands_and_starts_without_a_block() -> Non
     assert shown["step"] == str(cluster.coordinator.step)
 
 
+async def test_a_clusters_dashboard_is_shown_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    async with LocalCluster(job(10**9), 0, dashboard="127.0.0.1:0") as cluster:
+        assert cluster.dashboard_link.startswith("http://127.0.0.1:")
+        assert rows(cluster._repr_html_())["dashboard"] == cluster.dashboard_link
+        monkeypatch.setattr(Coordinator, "dashboard_link", "http://h:1/?token=hush")
+        for shown in (cluster, cluster.coordinator):
+            assert rows(shown._repr_html_())["dashboard"] == "http://h:1/"
+    async with LocalCluster(job(), 0) as cluster:
+        assert cluster.dashboard_link == ""
+        assert "dashboard" not in rows(cluster._repr_html_())
+
+
 async def test_a_coordinator_shows_how_it_stands(tmp_path: Path) -> None:
     coordinator = Coordinator(job(), run_dir=tmp_path / "named", config=CoordinatorConfig(port=0))
     assert rows(coordinator._repr_html_())["state"] == "not running"

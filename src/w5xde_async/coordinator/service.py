@@ -254,7 +254,8 @@ class Coordinator:
 
     def _repr_html_(self) -> str:
         rows = {"state": "running" if self.running else "not running", "step": self.step, "workers": self.num_workers,
-                "address": self.address if self._listener is not None else "", "files": self._run_path}  # fmt: skip
+                "address": self.address if self._listener is not None else "", "files": self._run_path,
+                "dashboard": self.dashboard_link.partition("?")[0]}  # fmt: skip
         return html_table(f"Coordinator {self.name}", rows)
 
     @property
