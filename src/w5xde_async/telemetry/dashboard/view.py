@@ -142,11 +142,13 @@ class View:
         del self._new[name][:-_MOST_LOGS]
 
     def _joined(self, event: WorkerJoined) -> None:
+        worker = self._workers.setdefault(event.worker_id, _Worker({}))
         for key in [key for key in self._gone if key == event.worker_id or self._name(key) == event.name]:
             self._gone.remove(key)
-            if key != event.worker_id:
+            if key != event.worker_id:  # another process, the same worker to a person: its time goes on
+                worker.timeline = self._workers[key].timeline
+                worker.new_rows = worker.timeline.rows()
                 self._drop(key)
-        worker = self._workers.setdefault(event.worker_id, _Worker({}))
         worker.report, worker.shown_s, worker.changed = None, 0.0, True
         worker.shown = _without(to_record(event), ("event", "num_workers")) | {"state": "ready", "joined": self._wall()}
 
@@ -166,7 +168,7 @@ class View:
             "state": "left" if event.clean else "lost", "left": self._wall(), "waits_for": wording.clean(event.reason),
             "leaves_per_s": 0.0, "leases_held": 0, "flops_per_s": 0.0, "busy": 0.0,
         }  # fmt: skip
-        self._row(worker, (self._wall(), None, None, None))
+        self._row(worker, (round(self._wall(), 2), None, None, None))
         self._gone.append(event.worker_id)
         while len(self._gone) > _MOST_GONE:
             self._drop(self._gone.popleft())
@@ -185,8 +187,10 @@ class View:
             else:
                 compute = min(max((event.compute_s - worker.shown_s) / seconds, 0.0), 1.0)
             worker.shown_s += compute * seconds
+            if computed:
+                worker.shown_s = min(worker.shown_s, event.compute_s)  # what was taken for computing was not
             network = min(max((event.network_s - (before.network_s if before else 0.0)) / seconds, 0.0), 1.0)
-            row = (self._wall(), round(compute, 3), round(1 - compute, 3), round(network, 3))
+            row = (round(self._wall(), 2), round(compute, 3), round(1 - compute, 3), round(network, 3))
             self._row(worker, row)
         worker.shown |= _without(to_record(event), ("event", "activity", "waits_for")) | {
             "activity": wording.clean(event.activity), "waits_for": wording.clean(event.waits_for), "left": None,

@@ -1,6 +1,6 @@
 // The run as pages: one snapshot, then updates (server-sent events). Only the page that is shown is drawn.
 import * as charts from "./charts.js";
-import { brief, bytes, clock, count, duration, element, figure, number, percent, short, table } from "./format.js";
+import { brief, bytes, clock, count, duration, element, figure, flops, number, percent, short, table } from "./format.js";
 
 const PAGES = ["status", "workers", "timeline", "checkpoints", "config", "logs"];
 const MOST_ROWS = 3000, MOST_LOGS = 400, SILENT_MS = 20000;
@@ -79,7 +79,7 @@ const drawStatus = () => {
   by("progress-text").textContent = total ? `${count(step)} of ${count(total)} steps · ${percent(step / total)}${eta ? ` · ${eta}` : ""}` : "";
   const last = evaluations[evaluations.length - 1];
   const vain = number(status.leaves_in_vain) || 0, leaves = number(status.leaves) || 0;
-  const flops = [...workers.values()].reduce((sum, worker) => sum + (number(worker.flops_per_s) || 0), 0);
+  const arithmetic = [...workers.values()].reduce((sum, worker) => sum + (number(worker.flops_per_s) || 0), 0);
   by("tiles").replaceChildren(
     tile("Loss", figure(status.loss), status.epoch === undefined ? "" : `epoch ${count(status.epoch)}`),
     tile("Throughput", `${short(status.samples_per_s)}/s`, status.step_s ? `samples; ${brief(status.step_s)} a step` : "samples"),
@@ -90,7 +90,7 @@ const drawStatus = () => {
     tile("Network", bytes((number(status.bytes_sent) || 0) + (number(status.bytes_received) || 0)),
       `${bytes(status.bytes_sent)} out, ${bytes(status.bytes_received)} in`),
     tile("Elapsed", duration(uptime), run.resumed_step ? `resumed at step ${count(run.resumed_step)}` : ""),
-    tile("Compute", flops ? `${short(flops)}FLOP/s` : "–", `coordinator's memory ${bytes(status.host_bytes)}`),
+    tile("Compute", arithmetic ? flops(arithmetic) : "–", `coordinator's memory ${bytes(status.host_bytes)}`),
     ...Object.entries(last ? last.metrics : {}).slice(0, 4).map(([name, value]) => tile(name, figure(value), `evaluated at step ${count(last.step)}`)),
   );
   charts.loss(rows, by("log-scale").checked);
@@ -136,7 +136,7 @@ const drawWorkers = () => {
     ["Device", (worker) => [`${worker.device || "–"}`, small(`${worker.threads || 0} thread${worker.threads === 1 ? "" : "s"} · ${worker.peer || ""}`)]],
     ["Waits for", (worker) => (worker.left ? [`left: ${worker.waits_for}`] : [worker.waits_for || "–", ...(worker.waits_for ? [] : [small("computing")])]), { class: "path" }],
     ["Busy", (worker) => percent(worker.busy), { number: true }],
-    ["Speed", (worker) => [`${short(worker.leaves_per_s)} leaves/s`, ...(number(worker.flops_per_s) ? [small(`${short(worker.flops_per_s)}FLOP/s`)] : [])], { number: true }],
+    ["Speed", (worker) => [`${short(worker.leaves_per_s)} leaves/s`, ...(number(worker.flops_per_s) ? [small(flops(worker.flops_per_s))] : [])], { number: true }],
     ["Share", (worker) => [percent(worker.share), small(`${count(worker.leaves)} leaves`)], { number: true }],
     ["Round trip", (worker) => [number(worker.rtt_s) === null ? "–" : brief(worker.rtt_s),
       ...(number(worker.retransmits) ? [small(`${count(worker.retransmits)} sent again`)] : [])], { number: true }],

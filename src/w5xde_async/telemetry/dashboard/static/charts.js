@@ -68,7 +68,7 @@ export const rate = (rows) => overTime("chart-rate", rows, 5, "samples/s", "comp
 
 export const workers = (rows) => overTime("chart-workers", rows, 6, "workers", "network",
   (value) => (value === null ? "–" : String(value)),
-  { axis: { incrs: [1, 2, 5, 10, 20, 50, 100] }, series: { paths: uPlot.paths.stepped({ align: 1 }) } });
+  { axis: { incrs: [1, 2, 5, 10, 20, 50, 100], space: 18 }, series: { paths: uPlot.paths.stepped({ align: 1 }) } });
 
 export const forget = () => {
   for (const chart of made.values()) chart.destroy();

@@ -17,6 +17,11 @@ export const short = (value) => {
   return `${Number(found.toPrecision(3))}E`;
 };
 
+export const flops = (value) => {
+  const text = short(value);
+  return /[A-Z]$/i.test(text) ? `${text.slice(0, -1)} ${text.slice(-1)}FLOP/s` : `${text} FLOP/s`;
+};
+
 export const figure = (value) => {
   const found = number(value);
   if (found === null) return "–";
@@ -75,6 +80,6 @@ export const table = (caption, columns, rows, rowClass = () => "") => {
   const body = element("tbody", {}, ...rows.map((row) => element("tr", { class: rowClass(row) || null },
     ...columns.map(([name, cell, options = {}], index) => element(index ? "td" : "th",
       { scope: index ? null : "row", class: options.number ? "number" : options.class, "data-label": name },
-      ...[cell(row)].flat())))));
+      element("span", { class: "cell" }, ...[cell(row)].flat()))))));
   return element("table", {}, element("caption", { class: "hidden" }, caption), head, body);
 };

@@ -1,0 +1,138 @@
+"""What looking costs: samples/s of a 2-worker run that 50 browsers watch, and of one that tells everything it does.
+
+Coordinator and workers are processes of one thread on loopback, on the digits MLP, whose steps take milliseconds: the
+worst case for whatever is paid per step. The viewers are 50 connections to ``/events`` in a process of their own on the
+same machine. Arms take turns (A B C D, A B C D, ...); a figure is the median over the rounds of the arm's samples/s
+over that of the same round's A.
+
+  ``with_50_viewers``       dashboard on and watched by 50, over none (aim: 0.98)
+  ``with_dashboard``        dashboard on, nobody watching, over none
+  ``verbose_over_silent``   ``--log verbose``, written to a file, over ``--log silent`` (aim: 0.98)
+  ``silent_samples_per_s``  of A, to tell a slow machine from a slow program
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from report import Report, parser
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB = "examples/digits.py:job"
+VIEWERS = 50
+WARM_S = 2.0  # after the first commit: kernels, caches, lease sizes
+ARMS = {
+    "silent": ("--log", "silent", "--no-dashboard"),
+    "viewers": ("--log", "silent", "--dashboard-address", "127.0.0.1:0"),
+    "dashboard": ("--log", "silent", "--dashboard-address", "127.0.0.1:0"),
+    "verbose": ("--log", "verbose", "--no-dashboard"),
+}
+
+
+def main() -> None:
+    flags = parser(__doc__ or "")
+    flags.add_argument("--rounds", type=int, default=0, help="of the four arms (5; 1 with --quick)")
+    flags.add_argument("--seconds", type=float, default=0.0, help="that each arm is measured for (9; 4 with --quick)")
+    flags.add_argument("--job", default=JOB)
+    flags.add_argument("--view", metavar="URL", help="be the viewers of that dashboard (used by the bench itself)")
+    args = flags.parse_args()
+    if args.view:
+        asyncio.run(view(args.view))
+        return
+    rounds = args.rounds or (1 if args.quick else 5)
+    seconds = args.seconds or (4.0 if args.quick else 9.0)
+    report = Report({"job": args.job, "viewers": VIEWERS, "rounds": rounds, "seconds": seconds, "workers": 2})
+    folder = Path(tempfile.mkdtemp(prefix="observed-"))
+    rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    try:
+        for number in range(rounds):
+            for arm in ARMS:
+                rates[arm].append(measure(folder / f"{arm}-{number}", args.job, arm, seconds))
+                print(f"round {number + 1}, {arm}: {rates[arm][-1]:.0f} samples/s", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name, arm in (
+        ("with_50_viewers", "viewers"), ("with_dashboard", "dashboard"), ("verbose_over_silent", "verbose")
+    ):  # fmt: skip
+        report.add(name, [rate / base for rate, base in zip(rates[arm], rates["silent"], strict=True)])
+    report.add("silent_samples_per_s", rates["silent"])
+    print()
+    report.show()
+    report.write(args.json)
+
+
+def measure(folder: Path, job: str, arm: str, seconds: float) -> float:
+    """Samples/s of one run."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("W5XDE_")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    log = (folder.parent / f"{folder.name}.log").open("w")
+    command = [
+        sys.executable, "-m", "w5xde_async.coordinator", job, "--run-dir", str(folder), "--port", "0", "--workers", "2",
+        "--worker-threads", "1", "--threads", "1", "--epochs", "100000", "--no-evaluate", "--no-code-free",
+        "--checkpoint-every", "1000000", *ARMS[arm],
+    ]  # fmt: skip
+    coordinator = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    viewers: subprocess.Popen[bytes] | None = None
+    try:
+        first = commits(folder, coordinator, 1)[0][0]
+        if arm == "viewers":
+            link = (folder / "dashboard").read_text().split()[0]
+            viewers = subprocess.Popen([sys.executable, __file__, "--view", link], cwd=ROOT)
+        time.sleep(max(0.0, first + WARM_S + seconds - time.time()))
+        if viewers is not None and viewers.poll() is not None:
+            raise RuntimeError("the viewers have ended")
+    finally:
+        if viewers is not None:
+            viewers.terminate()
+            viewers.wait()
+        coordinator.terminate()
+        coordinator.wait()
+        log.close()
+    measured = [entry for entry in commits(folder, None, 2) if first + WARM_S <= entry[0] <= first + WARM_S + seconds]
+    return sum(samples for _, samples in measured[1:]) / (measured[-1][0] - measured[0][0])
+
+
+def commits(folder: Path, coordinator: subprocess.Popen[bytes] | None, least: int) -> list[tuple[float, int]]:
+    """When each step was committed, and its samples; waits for ``least`` of them while the coordinator lives."""
+    path = folder / "metrics.jsonl"
+    while True:
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        found = [(event["time"], event["samples"]) for event in events if event["event"] == "step_committed"]
+        if len(found) >= least:
+            return found
+        if coordinator is None or coordinator.poll() is not None:
+            raise RuntimeError(f"the run ended after {len(found)} steps; see {folder}.log")
+        time.sleep(0.2)
+
+
+async def view(link: str) -> None:
+    """Fifty browsers, as far as the server can tell: they read and forget."""
+    where = urlsplit(link)
+    request = f"GET /events HTTP/1.1\r\nhost: {where.netloc}\r\naccept: text/event-stream\r\n\r\n".encode()
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 20)
+        writer.write(request)
+        if b" 200 " not in await reader.readline():
+            raise RuntimeError("the dashboard does not let the viewers in")
+        while await reader.read(1 << 16):
+            pass
+
+    await asyncio.gather(*(one() for _ in range(VIEWERS)))
+
+
+if __name__ == "__main__":
+    main()
