@@ -13,13 +13,19 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import ExitCode, LeafFailed, UsageError, W5xdeError
 from w5xde_async.net.join import Invitation
 from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, read
 
-__all__ = ["attach", "launch", "main", "signals"]
+__all__ = ["attach", "launch", "main", "memory_reports", "signals"]
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    import torch
 
 _S = TypeVar("_S", CoordinatorSettings, WorkerSettings)
 _Body = Callable[[], Coroutine[Any, Any, int]]
@@ -117,6 +123,35 @@ def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None =
                 signal.signal(number, signal.SIG_DFL)
             else:
                 loop.remove_signal_handler(number)
+
+
+@contextmanager
+def memory_reports(folder: Path | None, name: str, device: torch.device | None = None) -> Iterator[None]:
+    """With a folder: what allocates memory is noted, SIGUSR2 writes a report into it and so does the end."""
+    if folder is None:
+        yield
+        return
+    from w5xde_async.telemetry.memory import MemoryReport
+
+    loop, report = asyncio.get_running_loop(), MemoryReport(device)
+
+    def write() -> None:
+        try:
+            logger.warning("memory report path=%s", report.write(folder, name))
+        except OSError as error:
+            logger.error("no memory report: %s: %s", error.filename or folder, error.strerror or error)
+
+    number = getattr(signal, "SIGUSR2", None)
+    if number is not None and sys.platform != "win32":
+        loop.add_signal_handler(number, loop.run_in_executor, None, write)
+    report.begin()
+    try:
+        yield
+    finally:
+        if number is not None and sys.platform != "win32":
+            loop.remove_signal_handler(number)
+        write()
+        report.end()
 
 
 def attach(handler: logging.Handler, level: int) -> None:
