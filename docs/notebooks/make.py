@@ -53,13 +53,13 @@ def job(epochs: int = 40) -> Job:
         epochs=epochs,
         evaluate=lambda model: {"accuracy": (model(spirals).argmax(1) == kinds).float().mean().item()},
     )"""),
-    (TEXT, "A cell that ends with the cluster shows how it stands."),
+    (TEXT, "A cell that ends with the cluster shows how it stands, and where to watch it while it lives."),
     (CODE, """\
 losses = []
 bus = Bus()
 bus.subscribe(lambda event: losses.append(event.loss) if isinstance(event, StepCommitted) else None)
 
-cluster = await LocalCluster(job(), n_workers=2, bus=bus).start()
+cluster = await LocalCluster(job(), n_workers=2, dashboard="127.0.0.1:0", bus=bus).start()
 await cluster.wait_for_workers(2)
 cluster"""),
     (TEXT, "Training goes on while cells run. One more worker, in the middle of the run:"),

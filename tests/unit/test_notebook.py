@@ -77,9 +77,10 @@ async def test_a_clusters_dashboard_is_shown_without_its_token(monkeypatch: pyte
     async with LocalCluster(job(10**9), 0, dashboard="127.0.0.1:0") as cluster:
         assert cluster.dashboard_link.startswith("http://127.0.0.1:")
         assert rows(cluster._repr_html_())["dashboard"] == cluster.dashboard_link
-        monkeypatch.setattr(Coordinator, "dashboard_link", "http://h:1/?token=hush")
-        for shown in (cluster, cluster.coordinator):
-            assert rows(shown._repr_html_())["dashboard"] == "http://h:1/"
+        with monkeypatch.context() as patched:
+            patched.setattr(Coordinator, "dashboard_link", "http://h:1/?token=hush")
+            for shown in (cluster, cluster.coordinator):
+                assert rows(shown._repr_html_())["dashboard"] == "http://h:1/"
     async with LocalCluster(job(), 0) as cluster:
         assert cluster.dashboard_link == ""
         assert "dashboard" not in rows(cluster._repr_html_())
