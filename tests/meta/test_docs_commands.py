@@ -22,6 +22,7 @@ from tests.meta.test_docs import DOCUMENTS, ROOT, environment, name_of, write_fi
 
 from w5xde_async import status
 from w5xde_async.errors import UsageError
+from w5xde_async.facade.guava import __main__ as guava
 from w5xde_async.settings import Answer, read
 from w5xde_async.settings.flags import flag_names, programs
 
@@ -131,6 +132,9 @@ def parse(program: str, arguments: list[str]) -> None:
     given = [argument for argument in arguments if argument != "..."]
     if program == "status":
         status.parser("status").parse_args(given)
+        return
+    if program == "facade.guava":
+        guava.parser().parse_args(given)
         return
     assert program in PROGRAMS, program
     if not given:  # the program's name and no more

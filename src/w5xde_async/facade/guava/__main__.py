@@ -9,22 +9,27 @@ from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode, W5xdeError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _PROG = "python -m w5xde_async.facade.guava"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Work until the orchestrator has finished; the result is the exit code."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
         prog=_PROG,
         description="Compute for an orchestrator. Everything else of DistributedConfig is read from the environment, "
         "the secret from W5XDE_JOIN_FILE, W5XDE_JOIN, W5XDE_TOKEN or ~/.config/w5xde/token.",
     )
-    parser.add_argument("--gpu-id", type=int, default=0, metavar="N", help="CUDA device; the CPU where there is none")
-    parser.add_argument("--master-ip", metavar="HOST", help="the orchestrator's host (default: MASTER_IP, localhost)")
-    parser.add_argument("--master-port", type=int, metavar="PORT", help="its port (default: MASTER_PORT, 29500)")
-    given = parser.parse_args(arguments)
+    made.add_argument("--gpu-id", type=int, default=0, metavar="N", help="CUDA device; the CPU where there is none")
+    made.add_argument("--master-ip", metavar="HOST", help="the orchestrator's host (default: MASTER_IP, localhost)")
+    made.add_argument("--master-port", type=int, metavar="PORT", help="its port (default: MASTER_PORT, 29500)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Work until the orchestrator has finished; the result is the exit code."""
+    given = parser().parse_args(arguments)
 
     from w5xde_async.facade.guava.config import DistributedConfig
     from w5xde_async.facade.guava.network_worker import NetworkWorker
