@@ -264,7 +264,7 @@ class Judging:
         mine, theirs = self._aggregator.vector(held.block), self._aggregator.second(held.lease)
         absent = frozenset(other.absent)
         deviation = await self._run(lambda: self._deviation(candidate, mine, theirs, other, absent))
-        if candidate not in self._held:
+        if candidate not in self._held or candidate.other is not other:
             return  # a worker that had a hand in it was put out of the run meanwhile
         alike = self._alike(held.worker, held.second)
         equal_cpus = alike and self.machines[held.worker].device.startswith("cpu")
@@ -307,14 +307,14 @@ class Judging:
             theirs, words = self._aggregator.second(held.lease), candidate.other
             present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
             second = await self._run(lambda: self._distance(theirs, present, words, judgement))
-        tolerance = self._tolerance(equal_cpus=False)
+        tolerance, seconder = self._tolerance(equal_cpus=False), held.second
         wrong = self._auditor.wrong(held, own, second, tolerance)
         if own.relative <= tolerance:
             self._take(candidate)
         else:
             self._drop(candidate, f"the coordinator computed something else ({own})")
         for worker in wrong:
-            found = second if worker == held.second and second is not None else own
+            found = second if worker == seconder and second is not None else own
             session = candidate.session if worker == candidate.session.worker_id else None
             self.quarantine(worker, session, f"its result for step {held.step} is not what the block gives ({found})")
 

@@ -1,0 +1,136 @@
+"""G13: one of five workers lies. It is found, nobody else is, and the model is as good as without it.
+
+bench/bad_workers.py has the whole table, at the default settings and without the defence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.attacks import ATTACKS, FalseWorker, Found, digits, run
+from tests.support.cluster import QUICK_WORKER, Commits, settings
+from tests.support.jobs import mlp_sgd
+
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.telemetry.events import Event, WorkerQuarantined
+from w5xde_async.worker.service import Worker
+
+STEPS = 60
+OFF: dict[str, Any] = {"norm_gate": 0.0, "audit_fraction": 0.0}
+
+
+@pytest.fixture(scope="module")
+def clean() -> Found:
+    """Everybody is honest, and nobody looks."""
+    return asyncio.run(run(None, steps=STEPS, workers=2, **OFF))
+
+
+async def test_honest_workers_have_the_same_bits_and_no_alarm(clean: Found):
+    found = await run(None, steps=STEPS, audit_fraction=0.2)
+    assert found.digest == clean.digest
+    assert found.audits > 0  # it did look
+    assert found.false_alarms == 0
+    assert found.found_at == -1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
+    found = await run(ATTACKS[name], steps=STEPS, begins=2, audit_fraction=0.2)
+    assert found.finished
+    assert 2 <= found.found_at <= 40, found
+    assert found.false_alarms == 0
+    assert found.accuracy >= clean.accuracy * 0.95
+    if name in ("nan", "inf", "x1e6"):  # what the gate sees never counts, so the bits are those of honest workers
+        assert found.found_at == 2
+        assert found.digest == clean.digest
+
+
+@pytest.mark.slow
+async def test_without_the_defence_it_does_harm(clean: Found):
+    million = await run(ATTACKS["x1e6"], steps=STEPS, **OFF)
+    assert million.accuracy < clean.accuracy * 0.5
+    assert million.found_at == -1
+
+
+def liar(coordinator: Coordinator, worker_id: str = "") -> FalseWorker:
+    made = FalseWorker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER, attack=ATTACKS["sign flip"])
+    made.worker_id = worker_id or made.worker_id
+    return made
+
+
+async def test_two_that_disagree_are_judged_by_the_coordinator_and_the_wrong_one_stays_out(tmp_path: Path):
+    """With two workers there is no majority: the coordinator computes the block itself."""
+    events: list[Event] = []
+    commits = Commits()
+    commits.bus.subscribe(events.append)
+    made = settings(max_steps=2000, min_workers=2, audit_fraction=1.0)
+    async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=made, bus=commits.bus) as coordinator:
+        honest = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        false = liar(coordinator)
+        with pytest.raises(Refused) as caught:
+            await false.run()
+        assert caught.value.code == RefusalCode.QUARANTINED
+        assert "is not what the block gives" in caught.value.reason
+        with pytest.raises(Refused) as caught:
+            await liar(coordinator, false.worker_id).run()
+        assert caught.value.code == RefusalCode.QUARANTINED  # its id stays out
+        await commits.reach(commits.step + 3)  # the honest one goes on
+        assert not honest.done()
+        put_out = [event for event in events if isinstance(event, WorkerQuarantined)]
+        assert [event.worker_id for event in put_out] == [false.worker_id]
+
+        listed = (tmp_path / "run" / "revoked").read_text()
+        assert listed.startswith(f"{false.worker_id}  # quarantined: its result for step")
+        await coordinator.reload_access()  # the list says the same as before
+        with pytest.raises(Refused):
+            await liar(coordinator, false.worker_id).run()
+        (tmp_path / "run" / "revoked").write_text("")  # the operator lets it in again
+        await coordinator.reload_access()
+        before = len(put_out)
+        with pytest.raises(Refused):  # it lies again
+            await liar(coordinator, false.worker_id).run()
+        put_out = [event for event in events if isinstance(event, WorkerQuarantined)]
+        assert len(put_out) == before + 1
+        honest.cancel()
+        await asyncio.gather(honest, return_exceptions=True)
+
+
+async def test_without_quarantine_it_is_only_said_and_its_results_still_do_not_count():
+    events: list[Event] = []
+    commits = Commits()
+    commits.bus.subscribe(events.append)
+    made = settings(max_steps=12, min_workers=3, audit_fraction=1.0, quarantine=False)
+    async with Coordinator(mlp_sgd(), config=made, bus=commits.bus) as coordinator:
+        workers = [Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER) for _ in range(2)]
+        running = [asyncio.create_task(worker.run()) for worker in (*workers, liar(coordinator))]
+        result = await coordinator.wait()
+        await asyncio.gather(*running)
+    assert result.outcome == "finished"
+    said = [event for event in events if isinstance(event, WorkerQuarantined)]
+    assert said
+    assert not any(event.put_out for event in said)
+
+
+def test_the_attacks_change_what_they_say() -> None:
+    """An attack that does nothing would make every test here pass."""
+    from w5xde_async.compute.engine import Task
+
+    memory: dict[str, Any] = {}
+    for name, attack in ATTACKS.items():
+        changed = False
+        for step in range(3):
+            gradients = torch.arange(1.0, 65.0) * (step + 1)
+            task = Task(
+                step=step, start=0, samples=(8,), loss_scale=1.0, structure=b"", packed=True, tensors=()
+            )  # fmt: skip
+            before = gradients.clone()
+            attack(gradients, task, memory.setdefault(name, {}))
+            changed = changed or not torch.equal(before, gradients)
+        assert changed, name
+    assert digits(5).max_steps == 5

@@ -1,0 +1,202 @@
+"""Workers that lie about what they computed, and a job on which it shows.
+
+Each attack falsifies a block's sums after the engine has computed them; losses, counts and timings stay honest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.hosting import NonFinite
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.job import Job
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.telemetry.events import Audited, Bus, Event, ResultHeld, StepCommitted, WorkerQuarantined
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Worker
+
+__all__ = ["ATTACKS", "Attack", "FalseWorker", "Found", "accuracy", "digits", "run"]
+
+Attack = Callable[[Tensor, Task, dict[str, Any]], None]
+"""Changes the gradients of a block in place. The dictionary is the attacker's memory."""
+
+
+def _nan(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients[0] = math.nan
+
+
+def _inf(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients[-1] = math.inf
+
+
+def _million(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients.mul_(1e6)
+
+
+def _sign(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    gradients.neg_()
+
+
+def _noise(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    """Gaussian, of the same norm."""
+    generator = torch.Generator().manual_seed(task.step * 1000 + task.start)
+    noise = torch.randn(gradients.shape, generator=generator)
+    gradients.copy_(noise * (gradients.norm() / noise.norm()))
+
+
+def _replay(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    """What it computed for its first block, ever again."""
+    samples = sum(task.samples)
+    first = memory.setdefault("first", gradients / samples)
+    gradients.copy_(first * samples)
+
+
+def _little(gradients: Tensor, task: Task, memory: dict[str, Any]) -> None:
+    """ "A little is enough" (Baruch et al. 2019, arXiv:1902.06156): mean - z sigma in each coordinate, z = 1.5.
+
+    Mean and deviation are of this worker's own gradients so far: it sees no others.
+    """
+    samples = sum(task.samples)
+    own = gradients / samples
+    count = memory["count"] = memory.get("count", 0) + 1
+    mean = memory.setdefault("mean", torch.zeros_like(own))
+    square = memory.setdefault("square", torch.zeros_like(own))
+    weight = max(1.0 / count, 0.1)
+    mean.lerp_(own, weight)
+    square.lerp_(own * own, weight)
+    deviation = (square - mean * mean).clamp_(min=0).sqrt_()
+    gradients.copy_((mean - 1.5 * deviation) * samples)
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "nan": _nan, "inf": _inf, "x1e6": _million, "sign flip": _sign, "noise": _noise, "stale replay": _replay,
+    "a little is enough": _little,
+}  # fmt: skip
+
+
+class FalseWorker(Worker):
+    """A worker whose results go through ``attack`` from step ``begins`` on."""
+
+    def __init__(self, *arguments: Any, attack: Attack, begins: int = 0, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._attack, self._begins, self._memory = attack, begins, dict[str, Any]()
+
+    def _build(self, *arguments: Any) -> Engine:
+        engine = super()._build(*arguments)
+        honest = engine.compute
+
+        def compute(task: Task, emit: Emit) -> Outcome:
+            sent: list[tuple[int, ResultVector]] = []
+            outcome = honest(task, lambda bucket, vector: sent.append((bucket, vector)))
+            if task.step >= self._begins:
+                vector = outcome.vectors[-1]
+                for group in engine.layout.groups:
+                    if group.role == "grad":
+                        self._attack(vector.group(group.index), task, self._memory)
+            for bucket, vector in sent:
+                emit(bucket, vector)
+            return outcome
+
+        engine.compute = compute  # type: ignore[method-assign]
+        return engine
+
+
+# -- a job on which it shows
+
+
+def _split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x, y = torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
+    return x[:1437], y[:1437], x[1437:], y[1437:]
+
+
+def accuracy(model: nn.Module) -> float:
+    """Of the 360 digits that are not trained on."""
+    _, _, x, y = _split()
+    with torch.no_grad():
+        return float((model.eval()(x).argmax(1) == y).float().mean())
+
+
+def digits(steps: int) -> Job:
+    x, y, _, _ = _split()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return Job(
+        model=model, dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        batch_size=160, microbatch_size=8, max_steps=steps, seed=5,
+    )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a run came to. ``found_at``: the step in which the bad worker was put out, -1 for never."""
+
+    accuracy: float
+    finished: bool
+    digest: str = ""
+    steps: int = 0
+    found_at: int = -1
+    false_alarms: int = 0
+    held: int = 0
+    audits: int = 0
+    seconds: float = 0.0
+
+
+async def run(attack: Attack | None, *, steps: int, workers: int = 5, begins: int = 0, **config: Any) -> Found:
+    """Train digits on ``workers``, of which one lies."""
+    found, job, bus = Found(accuracy=0.0, finished=False), digits(steps), Bus()
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            found.steps = event.step
+        elif isinstance(event, WorkerQuarantined):
+            if event.name == "bad":
+                found.found_at = found.steps
+            else:
+                found.false_alarms += 1
+        elif isinstance(event, ResultHeld):
+            found.held += 1
+        elif isinstance(event, Audited):
+            found.audits += 1
+
+    bus.subscribe(see)
+    settings = CoordinatorConfig(port=0, min_workers=workers, max_time_s=120.0, **config)
+    quick = WorkerConfig(device="cpu", connect_timeout_s=10.0)
+    async with Coordinator(job, config=settings, bus=bus) as coordinator:
+        made: list[Worker] = [
+            Worker(coordinator.address, job=digits(steps), config=replace(quick, name=f"honest-{number}"))
+            for number in range(workers - 1)
+        ]
+        bad = replace(quick, name="bad")
+        if attack is None:
+            made.append(Worker(coordinator.address, job=digits(steps), config=bad))
+        else:
+            false = FalseWorker(coordinator.address, job=digits(steps), config=bad, attack=attack, begins=begins)
+            made.insert(2, false)
+        running = [asyncio.create_task(worker.run()) for worker in made]
+        try:
+            result = await coordinator.wait()
+            found.finished, found.seconds = result.outcome == "finished", result.seconds
+            found.digest = result.digest
+        except NonFinite:
+            pass
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            if isinstance(ended, Refused):
+                assert ended.code == RefusalCode.QUARANTINED
+    assert isinstance(job.model, nn.Module)
+    found.accuracy = accuracy(job.model)
+    return found
