@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
+import w5xde_async
+from w5xde_async import errors
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -136,6 +139,20 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     entries = {line for block in re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
                for line in block.splitlines() if not line.startswith(":")}  # fmt: skip
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} - entries == {"index"}
+
+
+def test_the_exit_codes_and_exceptions_are_the_codes() -> None:
+    first, second = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8").split("In Python", 1)
+    assert re.findall(r"^\| (\d+) \|", first, re.MULTILINE) == [str(int(code)) for code in errors.ExitCode]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", second, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 5
+    assert named <= set(errors.__all__)
+
+
+def test_the_public_names_are_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\.\. auto(?:class|exception):: (\w+)$", text, re.MULTILINE))
+    assert shown == set(w5xde_async.__all__) - {"__version__"}
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
