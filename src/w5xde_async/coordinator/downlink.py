@@ -54,6 +54,8 @@ class Downlink:
             b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded(layout, b)
         }
         self._queued: dict[Session, set[int]] = {}  # versions that wait to be sent, oldest first
+        self._made = 0  # versions that ``advance`` has made
+        self.sent = 0  #: versions that ``send`` has sent
         self.raw_bytes = self.encoded_bytes = 0  #: of the deltas, before and after
 
     # -- in the aggregator's thread ------------------------------------------------------------------------
@@ -61,6 +63,7 @@ class Downlink:
     @torch.no_grad()
     def advance(self, changed: Iterable[int]) -> list[Piece]:
         """What tells the new version from the one before."""
+        self._made += 1
         if not self.deltas:
             return self.whole(changed)
         pieces = []
@@ -88,6 +91,10 @@ class Downlink:
         numbers = range(len(self.layout.buckets)) if buckets is None else buckets
         return [self._raw(number) for number in numbers]
 
+    def copy(self) -> tuple[int, list[Piece]]:
+        """``whole``, and after how many versions of ``advance``: equal to ``sent`` where none is on its way."""
+        return self._made, self.whole()
+
     def _raw(self, number: int) -> Piece:
         bucket = self.layout.buckets[number]
         dtype = str(self.layout.groups[bucket.group].dtype).removeprefix("torch.")
@@ -98,6 +105,7 @@ class Downlink:
 
     def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> list[Session]:
         """Queue a version that ``advance`` made. Returns those who cannot follow and are to be sent the whole."""
+        self.sent += 1
         frames = self._frames(version, pieces)
         behind = []
         for session in sessions:

@@ -18,8 +18,8 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.liveness import Held, Leases, Liveness
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.programs import Programs
-from w5xde_async.coordinator.results import Place
 from w5xde_async.coordinator.session import Session, quarantined
 from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.layout import Layout

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Codec, as_view
-from w5xde_async.coordinator.results import Place
+from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import RemoteError
 from w5xde_async.params.flat import ResultVector, bytes_of
@@ -41,6 +41,7 @@ class Intake:
         self._forms = forms_of(layout)
         self._parts: dict[int, dict[int, Part]] = {}
         self._receiving: dict[Session, tuple[int, int, Part]] = {}
+        self.encoded_bytes: dict[str, int] = {}  #: by worker, of what was read at once and not asked for yet
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
         """Where an explained result goes. Raises RemoteError, FrameTooLarge, MalformedFrame for a wrong one."""
@@ -70,6 +71,17 @@ class Intake:
         """What was placed for this session is complete."""
         lease, bucket, part = self._receiving.pop(session)
         self._parts.setdefault(lease, {})[bucket] = part
+
+    def read(self, session: Session, result: Result, target: Tensor) -> None:
+        """What was placed for this session is complete: decode it into ``target`` at once. Raises MalformedFrame."""
+        _, bucket, part = self._receiving.pop(session)
+        assert part.codec is not None
+        nbytes = part.data.numel()
+        try:
+            part.codec.decode(part.data, self._forms[bucket], target)
+        finally:
+            self.pool.give(part.data)
+        self.encoded_bytes[session.worker_id] = self.encoded_bytes.get(session.worker_id, 0) + nbytes
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""

@@ -14,12 +14,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+
+import torch
 
 from w5xde_async.coordinator.aggregator import Aggregator
 from w5xde_async.coordinator.dispatch import Dispatch
+from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Candidate, Judging
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.params.layout import Layout
@@ -29,14 +32,7 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
 
-__all__ = ["Place", "Results"]
-
-
-class Place(NamedTuple):
-    """Where a result goes: ``view``, or scratch for None; ``explained`` when a lease accounts for it."""
-
-    view: memoryview | None
-    explained: bool
+__all__ = ["Results"]
 
 
 class Results:
@@ -59,6 +55,8 @@ class Results:
         # (first leaf, or minus an audit's lease; bucket) of the current step -> who sends it
         self._writing: dict[tuple[int, int], Session] = {}
         self._slots: dict[Session, tuple[int, int]] = {}  # the same the other way round
+        self.intake: Intake | None = None  #: of results that a codec wrote
+        self._targets: dict[Session, memoryview] = {}  # where what the intake receives belongs
         self._suppliers: dict[
             int, dict[int, str]
         ] = {}  # first leaf of a block that does not count yet -> bucket -> who
@@ -71,7 +69,8 @@ class Results:
             raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
         bucket = buckets[result.bucket]
         dtype = str(self._layout.groups[bucket.group].result_dtype).removeprefix("torch.")
-        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
+        coded = self.intake is not None and spec.codec != "raw"
+        if not coded and (spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw"):
             raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
         grant = self._ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or not member:
@@ -85,13 +84,26 @@ class Results:
         slot = (-grant.lease if audit else grant.block.start, result.bucket)
         if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
             return Place(None, True)
-        self._writing[slot], self._slots[session] = session, slot
         if audit:
-            return Place(self._aggregator.second(grant.lease).bucket_bytes[result.bucket], True)
-        return Place(self._aggregator.memory(grant.block, result.bucket), True)
+            memory = self._aggregator.second(grant.lease).bucket_bytes[result.bucket]
+        else:
+            memory = self._aggregator.memory(grant.block, result.bucket)
+        if coded:
+            assert self.intake is not None
+            placed = self.intake.place(session, result, spec)
+            self._targets[session] = memory
+        else:
+            placed = Place(memory, True)
+        self._writing[slot], self._slots[session] = session, slot
+        return placed
 
     def arrived(self, session: Session, result: Result) -> None:
-        """A placed result is complete."""
+        """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
+        target = self._targets.pop(session, None)
+        if target is not None:
+            # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
+            assert self.intake is not None
+            self.intake.read(session, result, torch.frombuffer(target, dtype=torch.float32))
         del self._writing[self._slots.pop(session)]
         grant = self._ledger.get(result.lease)
         if grant is not None and grant.worker == session.worker_id:
@@ -101,6 +113,9 @@ class Results:
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""
+        self._targets.pop(session, None)
+        if self.intake is not None:
+            self.intake.left(session)
         slot = self._slots.pop(session, None)
         if slot is not None:
             del self._writing[slot]

@@ -22,7 +22,7 @@ from w5xde_async.coordinator.downlink import Downlink
 from w5xde_async.coordinator.hosting import Commit, Counts, NonFinite
 from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.results import Place
+from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.step_reports import StepReports
 from w5xde_async.coordinator.updating import Submission, Updating

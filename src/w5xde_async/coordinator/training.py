@@ -16,19 +16,23 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
+from w5xde_async.coordinator.downlink import Downlink, Piece
 from w5xde_async.coordinator.hosting import Commit, Counts, Hosting, NonFinite
+from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Judging, Machine
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.publisher import Publisher
-from w5xde_async.coordinator.results import Place, Results
+from w5xde_async.coordinator.results import Results
 from w5xde_async.coordinator.session import Session
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.audit import Auditor
+from w5xde_async.plan.audit import AuditConfig, Auditor
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
@@ -77,16 +81,24 @@ class Training(Hosting):
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
+        update = config.update
+        down = update.downlink_codec
+        self.downlink = None if down.name == "raw" else Downlink(layout, state, down)
+        self._copying = False
+        self._newcomers: set[Session] = set()  # to be sent the whole, where versions travel as deltas
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
+        exact = update.uplink_codec.exact  # what a lossy codec left out before is in a block: no two are alike
         self.judging = Judging(
-            layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
-            auditor=Auditor(config.audit, os.urandom(32)), precision=welcome.precision, clock=clock, bus=bus,
-            wake=self._wake.set,
+            layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate if exact else None,
+            auditor=Auditor(config.audit if exact else AuditConfig(fraction=0.0), os.urandom(32)),
+            precision=welcome.precision, clock=clock, bus=bus, wake=self._wake.set,
         )  # fmt: skip
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
             sampler=sampler, judging=self.judging, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
         )  # fmt: skip
+        if update.codec != "raw":
+            self.results.intake = Intake(layout, update.uplink_codec)
         self.results.on_counted = self._counted
         self.judging.count, self.judging.discard = self.results.count, self.results.discard
         self.judging.revoke = self._revoke
@@ -94,7 +106,6 @@ class Training(Hosting):
         self._look_again: asyncio.TimerHandle | None = None
         self.begun = False  #: the first lease was given
         self._nonfinite = 0
-        self._bytes_before = (0, 0)
         self._last_commit = clock()
 
     @property
@@ -173,21 +184,51 @@ class Training(Hosting):
         if self.journaling is not None:
             phases_s["journal"] = waited + step.copy_s
         began = self.clock()
+        pieces = None
+        if self.downlink is not None:
+            pieces = await self.aggregator.submit(partial(self.downlink.advance, applied.changed))
         failpoint("publish.before")
         self.version += 1
-        self._publish(applied.changed, step.applied)
+        self._publish(applied.changed, step.applied, pieces)
         failpoint("publish.after")
         self.ledger.close(step.plan.step)
         self.loader.close_step(step.plan.step)
         self._note(step, applied, phases_s | {"publish": self.clock() - began})
 
-    def _publish(self, changed: Sequence[int], applied: dict[Session, list[int]]) -> None:
+    def _publish(
+        self, changed: Sequence[int], applied: dict[Session, list[int]], pieces: Sequence[Piece] | None
+    ) -> None:
+        """Tell every worker of the new version; ``pieces`` is what deltas tell of it."""
         self.publisher.begin(self.version, self.rule.loss_scale)
         for session in self.sessions.values():
             leases = applied.get(session)
             if leases:
                 session.post(Verdict(tuple(leases), VerdictCode.APPLIED, ""))
-            self.publisher.send(session, changed)
+            if pieces is None:
+                self.publisher.send(session, changed)
+        if pieces is not None and self.downlink is not None:
+            told = [session for session in self.sessions.values() if session not in self._newcomers]
+            self._newcomers.update(self.downlink.send(told, self.version, pieces))
+            self._welcome_newcomers()
+
+    def _welcome_newcomers(self) -> None:
+        """Have the whole model copied for those that have nothing to add a delta to, between two commits."""
+        if self.downlink is not None and self._newcomers and not self._copying:
+            self._copying = True
+            copying = self.aggregator.submit(self.downlink.copy)
+            copying.add_done_callback(self._copied)
+
+    def _copied(self, copying: asyncio.Future[tuple[int, list[Piece]]]) -> None:
+        self._copying = False
+        if copying.cancelled() or copying.exception() is not None or self.downlink is None:
+            return  # the thread has ended
+        number, pieces = copying.result()
+        if number != self.downlink.sent:
+            self._welcome_newcomers()  # a commit came between
+            return
+        here = [session for session in self._newcomers if self.sessions.get(session.worker_id) is session]
+        self._newcomers.clear()
+        self.downlink.send_whole(here, self.version, pieces)
 
     def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
         plan, now = step.plan, self.clock()
@@ -200,8 +241,7 @@ class Training(Hosting):
         if self._nonfinite >= self.config.max_nonfinite_steps:
             self.fail(NonFinite(self.version, self._nonfinite))
         if self.bus.active or self.journaling is not None:
-            sent, received = self.accounts.traffic(self.sessions.values())
-            before, self._bytes_before = self._bytes_before, (sent, received)
+            sent, received = self._traffic()
             event = StepCommitted(
                 step=self.version,
                 epoch=plan.epoch,
@@ -215,8 +255,8 @@ class Training(Hosting):
                 skipped=applied.skipped,
                 seconds=seconds,
                 num_workers=len(self.sessions),
-                bytes_sent=sent - before[0],
-                bytes_received=received - before[1],
+                bytes_sent=sent,
+                bytes_received=received,
                 phases_s=phases_s,
             )
             if self.journaling is not None:  # it publishes the event when the step is durable
@@ -315,10 +355,17 @@ class Training(Hosting):
         self.judging.machines[session.worker_id] = Machine(
             said.device, said.device_name, said.threads, said.torch_version
         )
-        self.publisher.welcome(session)
+        if self.downlink is None:
+            self.publisher.welcome(session)
+        else:
+            self._newcomers.add(session)
+            self._welcome_newcomers()
 
     def _forget(self, session: Session) -> None:
         self.results.left(session)
+        self._newcomers.discard(session)
+        if self.downlink is not None:
+            self.downlink.forget(session)
 
     def _take_back(self, session: Session) -> int:
         grants, culprit = self.ledger.lose(session.worker_id, died=not session.given_up)

@@ -114,16 +114,13 @@ class PieceInbox(Inbox):
 
     def take_items(self) -> list[HeldLease | Submit]:
         """What can be done now, in order; void leases are forgotten."""
-        ready: list[HeldLease | Submit] = []
-        while self._items:
-            item = self._items[0]
-            if isinstance(item, HeldLease):
-                if item.message.version > self.version:
-                    break
-                if self._exact and item.message.version < self.version:
-                    self._items.pop(0)
-                    continue
-            ready.append(self._items.pop(0))
+        held = [item for item in self._items if isinstance(item, HeldLease)]
+        if self._exact:  # one of the next step does not hold up what is still to be done of this one
+            self._items = [item for item in held if item.message.version > self.version]
+            return [item for item in held if item.message.version == self.version]
+        first = next((item for item in held if item.message.version > self.version), None)
+        count = len(self._items) if first is None else self._items.index(first)
+        ready, self._items = self._items[:count], self._items[count:]
         return ready
 
 

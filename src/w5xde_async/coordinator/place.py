@@ -1,0 +1,14 @@
+"""Where a result is received."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Place"]
+
+
+class Place(NamedTuple):
+    """Where a result goes: ``view``, or scratch for None; ``explained`` when a lease accounts for it."""
+
+    view: memoryview | None
+    explained: bool
