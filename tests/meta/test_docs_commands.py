@@ -187,6 +187,41 @@ def test_the_readme_is_followed_in_continuous_integration() -> None:
         follow("nothing to do")
 
 
+PAGE = """\
+```python file=said.txt
+one 'quoted' $HOME
+```
+```sh run
+cp said.txt kept.txt
+NAME=kept
+```
+```sh
+exit 9
+```
+```sh run background
+BESIDE
+```
+```sh run elsewhere copy=join
+cat join > got.txt
+```
+"""
+
+
+@pytest.mark.parametrize(("beside", "code"), [("echo there > join", 0), ("exit 3", 1), ("echo > join; false", 1)])
+def test_a_page_is_followed_until_something_fails(tmp_path: Path, beside: str, code: int) -> None:
+    follow = runpy.run_path(str(ROOT / "tests" / "newcomer.py"))["script"]
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    ended = subprocess.run(
+        ["bash", "-c", follow(PAGE.replace("BESIDE", beside)) + 'test "$NAME" = kept\n'],
+        cwd=clone, capture_output=True, text=True, check=False, timeout=15,
+    )  # fmt: skip
+    assert bool(ended.returncode) is bool(code), ended.stdout + ended.stderr
+    assert (clone / "kept.txt").read_text() == "one 'quoted' $HOME\n"
+    if not code:
+        assert (tmp_path / "elsewhere" / "got.txt").read_text() == "there\n"
+
+
 @pytest.mark.parametrize(
     "command",
     [
