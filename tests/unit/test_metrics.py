@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
@@ -82,3 +83,11 @@ def test_two_in_one_process_do_not_meet():
     one, other = filled(), Metrics()
     assert values(one)["w5xde_steps_total", ()] == 2
     assert values(other)["w5xde_steps_total", ()] == 0
+
+
+def test_the_page_lists_them_all():
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(w5xde_\w+)` \| (\w+) \|", text, re.MULTILINE)
+    families = text_string_to_metric_families(filled().text().decode())
+    found = [(family.name + ("_total" if family.type == "counter" else ""), family.type) for family in families]
+    assert sorted(documented) == sorted(found)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CAPACITY = 4096
 _CLOSE_S = 30.0  # a tracker may take so long for its last words
-_SECRET = ("worker_command", "dashboard_link", "event")
+_SECRET = ("worker_command", "dashboard_link")
 
 Config = dict[str, object]
 Values = Mapping[str, float]
@@ -106,10 +106,13 @@ class Wandb(Tracker):
 
 
 class Mlflow(Tracker):
-    """A local database, ``folder/mlflow.db``, or the tracking URI that is the target."""
+    """Files in ``folder/mlflow``, or the tracking URI that is the target."""
 
     package, extra = "mlflow", "mlflow"
-    quiet: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    quiet: ClassVar[Mapping[str, str]] = {
+        "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # files need no database's packages; mlflow wants to be told so
+    }  # fmt: skip
 
     def begin(self, name: str, config: Config) -> None:
         tracking, entities = import_module("mlflow.tracking"), import_module("mlflow.entities")
@@ -281,6 +284,7 @@ class Tracking:
 
     def _begin(self, run: RunStarted) -> None:
         config = to_record(run, omit=_SECRET)
+        del config["event"]
 
         def begin(tracker: Tracker) -> None:
             for name, value in tracker.quiet.items():
