@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "median", "parser"]
+__all__ = ["Report", "commit", "median", "parser"]
 
 _PACKAGES = ("w5xde-async", "torch", "numpy", "uvloop", "msgpack")
 
@@ -59,7 +59,7 @@ class Report:
             "figures": self.figures,
             "config": self.config,
             "versions": _versions(),
-            "commit": _commit(),
+            "commit": commit(),
             "samples": self.samples,
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
@@ -76,7 +76,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def commit() -> str:
+    """What is checked out, `-dirty` where files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
