@@ -16,8 +16,9 @@ from tests.support.jobs import mlp_sgd
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.coordinator.observing import Observer
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
+from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerJoined, WorkerReported
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
 
@@ -93,6 +94,45 @@ async def test_a_worker_and_the_run_are_reported():
     assert run.leaves == told.leaves
     assert run.host_bytes > 10 << 20
     assert run.num_workers == 1
+
+
+@pytest.mark.parametrize(("rule", "codec"), [("sync", "raw"), ("async", "int8")])
+async def test_why_a_worker_waits(rule: str, codec: str):
+    """The slower of two is computing when the faster has nothing left to do; under every rule something is said."""
+    commits = Commits()
+    found: list[Any] = []
+    commits.bus.subscribe(found.append, samples=True)
+    joined = asyncio.Event()
+    commits.bus.subscribe(lambda event: joined.set() if isinstance(event, WorkerJoined) else None)
+    config = settings(max_steps=10_000, min_workers=2, update=UpdateConfig(rule=rule, codec=codec))
+    async with Coordinator(mlp_sgd(), config=config, bus=commits.bus) as coordinator:
+        workers = [Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER) for _ in range(2)]
+        first = asyncio.create_task(workers[0].run())
+        training = coordinator._training
+        assert training is not None
+        await joined.wait()
+        observer = Observer(training)
+        observer.tick(training.clock() + 1.0)
+        alone = [event.waits_for for event in found if isinstance(event, WorkerReported)][-1]
+        second = asyncio.create_task(workers[1].run())
+        await commits.reach(3)
+        found.clear()
+        for number in range(2, 100):
+            await commits.reach(commits.step + 1)
+            observer.tick(training.clock() + number)
+        said = {event.waits_for for event in found if isinstance(event, WorkerReported)}
+        held = {event.leases_held for event in found if isinstance(event, WorkerReported)}
+        for worker in workers:
+            worker.drain()
+        await asyncio.gather(first, second)
+        coordinator.request_stop()
+        await coordinator.wait()
+    if rule == "sync":
+        assert alone == "workers: the run begins with 2"
+        assert len(said) > 1
+    assert held - {0}
+    known = ("", "step ", "the update of step", "the network", "data: ", "a lease", "the next version")
+    assert all(text.startswith(known[1:]) or not text for text in said), said
 
 
 async def test_nobody_asked_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):

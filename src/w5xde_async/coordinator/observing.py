@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from w5xde_async.coordinator.assigning import Assigning
 from w5xde_async.coordinator.hosting import Hosting
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.training import Training
@@ -59,6 +60,9 @@ class Observer:
         if isinstance(training, Training):
             held = training.ledger.num_held(member.worker_id)
             waits_for = reason_to_wait(training, session, member)
+        elif isinstance(training, Assigning):
+            held = training.ledger.num_held(member.worker_id)
+            waits_for = _reason_in_rounds(training, session, member)
         return WorkerReported(
             worker_id=member.worker_id, name=member.name, peer=member.peer, device=member.device,
             threads=member.threads, state=member.standing.value, activity=session.last_message, waits_for=waits_for,
@@ -99,10 +103,8 @@ class Observer:
 
 def reason_to_wait(training: Training, session: Session, member: Member) -> str:
     """What keeps a worker from computing at this moment, for a person; empty where nothing does."""
-    if member.standing is Standing.DRAINING:
-        return "nothing: it is leaving"
-    if member.standing is Standing.LATE:
-        return "its own answer: a lease was taken from it and it has not said what became of it"
+    if (reason := _reason_of_standing(member)) is not None:
+        return reason
     if not training.begun:
         return f"workers: the run begins with {training.config.min_workers}"
     steps = training.ledger.open_steps
@@ -110,10 +112,8 @@ def reason_to_wait(training: Training, session: Session, member: Member) -> str:
         return "the end of the run"
     held = training.ledger.held(member.worker_id)
     if any(grant.step == steps[0] for grant in held):
-        if session.receiving is not None:
-            return "the network: its result is on its way"
-        if session.outbox.lease_bytes:
-            return "the network: a lease is on its way"
+        if (reason := _reason_of_network(session)) is not None:
+            return reason
         if held[0].lease in training.dispatch.unread:
             return "data: the loader has not read its samples yet"
         return ""
@@ -124,6 +124,31 @@ def reason_to_wait(training: Training, session: Session, member: Member) -> str:
     if training.ledger.complete(steps[0]):
         return f"the update of step {steps[0] + 1}"
     return f"step {steps[0] + 1}: {_holders(training, steps[0], member.worker_id)}"
+
+
+def _reason_in_rounds(training: Assigning, session: Session, member: Member) -> str:
+    """The same under rules whose results count as they come."""
+    if (reason := _reason_of_standing(member)) is not None:
+        return reason
+    if training.ledger.num_held(member.worker_id):
+        return _reason_of_network(session) or ""
+    if training.ledger.complete:
+        return "the end of the run"
+    return "the next version" if training.turns.of(member.worker_id).blocked else "a lease"
+
+
+def _reason_of_standing(member: Member) -> str | None:
+    if member.standing is Standing.DRAINING:
+        return "nothing: it is leaving"
+    if member.standing is Standing.LATE:
+        return "its own answer: a lease was taken from it and it has not said what became of it"
+    return None
+
+
+def _reason_of_network(session: Session) -> str | None:
+    if session.receiving is not None:
+        return "the network: its result is on its way"
+    return "the network: a lease is on its way" if session.outbox.lease_bytes else None
 
 
 def _holders(training: Training, step: int, worker: str) -> str:

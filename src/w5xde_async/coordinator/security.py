@@ -19,7 +19,7 @@ from w5xde_async.errors import StoreError
 from w5xde_async.net.join import Invitation, new_secret, read_secret_file, worker_secret, write_private_line
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
-__all__ = ["Security", "uses_tls"]
+__all__ = ["Security", "reachable", "uses_tls"]
 
 _QUARANTINED = "quarantined: "
 
@@ -64,7 +64,7 @@ class Security:
             return None
         secret = worker_secret(self._secret, identity) if identity else self._secret
         return Invitation(
-            host=self._config.advertise or _reachable(self._config.host), port=port,
+            host=self._config.advertise or reachable(self._config.host), port=port,
             certificate=self.credentials.binding, secret=secret, identity=identity,
         )  # fmt: skip
 
@@ -167,7 +167,7 @@ class Security:
         self.credentials.replace_revoked(names, quarantined)
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """An address under which others may find a host that listens on all of its addresses."""
     if host not in ("", "0.0.0.0", "::"):
         return host

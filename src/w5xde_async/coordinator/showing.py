@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.hosting import Hosting
 from w5xde_async.coordinator.observing import Observer
-from w5xde_async.coordinator.security import Security
+from w5xde_async.coordinator.security import Security, reachable
 from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import write_private_line
 from w5xde_async.net.tls import is_loopback
@@ -107,9 +107,11 @@ class Showing:
         if not local and not self._config.insecure:
             context, certificate = await loop.run_in_executor(None, security.page_context)
         view, metrics = View(settings), Metrics()
+        shown = self._config.advertise or await loop.run_in_executor(None, reachable, host)
         dashboard = Dashboard(
-            view, metrics, host=host, port=port, token="" if local else secrets.token_urlsafe(24), ssl=context
-        )
+            view, metrics, host=host, port=port, token="" if local else secrets.token_urlsafe(24), ssl=context,
+            shown="" if local else shown,
+        )  # fmt: skip
         try:
             await dashboard.start()
             if self._run_path is not None:

@@ -86,7 +86,7 @@ class MemoryReport:
 
             torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
         elif not tracemalloc.is_tracing():
-            tracemalloc.start(8)
+            tracemalloc.start()
 
     def end(self) -> None:
         """Stop remembering."""

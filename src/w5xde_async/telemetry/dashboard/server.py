@@ -54,10 +54,14 @@ class Dashboard:
 
     def __init__(
         self, view: View, metrics: Metrics, *, host: str, port: int, token: str = "",
-        ssl: tls.SSLContext | None = None,
+        ssl: tls.SSLContext | None = None, shown: str = "",
     ) -> None:  # fmt: skip
-        """``token`` empty lets in whoever can connect: give one wherever that is not this machine alone."""
+        """``token`` empty lets in whoever can connect: give one wherever that is not this machine alone.
+
+        ``shown`` is the host in ``address``, where people reach it by another than it listens on.
+        """
         self.host, self.port, self.moved = host, port, False
+        self._shown = shown or host
         self.feed = Feed(view)
         self._view, self._metrics, self._token, self._ssl = view, metrics, token, ssl
         self._static: dict[str, tuple[bytes, str]] = {}
@@ -67,8 +71,7 @@ class Dashboard:
     @property
     def address(self) -> str:
         """Where it is, without the token."""
-        name = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        shown = f"[{name}]" if ":" in name else name
+        shown = f"[{self._shown}]" if ":" in self._shown else self._shown
         return f"{'https' if self._ssl else 'http'}://{shown}:{self.port}/"
 
     @property
