@@ -69,6 +69,7 @@ class Rounds(Assigning):
         self._accepted: list[int] = []  # steps in the open round
         self._contributors: set[str] = set()
         self._refused: Counter[VerdictCode] = Counter()
+        self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
         self._leaves = self._leaves_in_vain = self._nonfinite = 0
         self._began_at = self._last_commit = clock()
         self._committed = len(self.ledger.done)
@@ -157,6 +158,7 @@ class Rounds(Assigning):
             if session is not None:
                 session.abort(f"broke the protocol: {error}")
         accepted = code is VerdictCode.APPLIED
+        self._stalenesses.append(max(0, self.version - given.version))
         counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
         self.ledger.settle(given.lease, accepted=counts)
         self.turns.answered(given.worker, given.lease, self.clock())
@@ -218,6 +220,7 @@ class Rounds(Assigning):
     def _note(self, applied: Applied | None, waited: float) -> None:
         now = self.clock()
         steps, self._accepted = self._accepted, []
+        stalenesses, self._stalenesses = self._stalenesses, []
         summary = self._reports.take(steps)
         before, self._committed = self._committed, self._committed + len(steps)
         seconds, self._last_commit = now - self._last_commit, now
@@ -240,6 +243,7 @@ class Rounds(Assigning):
                 learning_rate=self._learning_rate(applied, steps), loss_scale=1.0, skipped=skipped, seconds=seconds,
                 gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.sessions),
                 bytes_sent=sent, bytes_received=received, phases_s=phases,
+                staleness=sum(stalenesses) / len(stalenesses) if stalenesses else None,
             )  # fmt: skip
             self.bus.publish(event)
         failpoint("commit.after")
