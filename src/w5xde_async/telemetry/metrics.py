@@ -177,6 +177,8 @@ class Metrics(Collector):
             yield _gauge("loss", "Mean loss of the last step.", step.loss)
             yield _gauge("learning_rate", "Learning rate of the last step.", step.learning_rate)
             yield _gauge("loss_scale", "Loss scale of the last step.", step.loss_scale)
+            if step.staleness is not None:
+                yield _gauge("staleness_versions", "How old the last step's results were, in versions.", step.staleness)
             if step.gradient_norm is not None:
                 yield _gauge("gradient_norm", "Norm of the last step's gradient.", step.gradient_norm)
         evaluated = GaugeMetricFamily(f"{_PREFIX}evaluation", "What the last evaluation found.", labels=["metric"])

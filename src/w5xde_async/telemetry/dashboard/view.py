@@ -276,7 +276,8 @@ class View:
             self._status |= {
                 "step": step.step, "epoch": step.epoch, "loss": plain_value(step.loss),
                 "learning_rate": plain_value(step.learning_rate), "gradient_norm": plain_value(step.gradient_norm),
-                "loss_scale": plain_value(step.loss_scale), "step_s": seconds / self._steps,
+                "loss_scale": plain_value(step.loss_scale), "staleness": plain_value(step.staleness),
+                "step_s": seconds / self._steps,
                 "metrics": plain_value(step.metrics), "phases_s": plain_value(step.phases_s),
             }  # fmt: skip
         self._status["samples_per_s"] = rate

@@ -85,6 +85,7 @@ const drawStatus = () => {
     tile("Throughput", `${short(status.samples_per_s)}/s`, status.step_s ? `samples; ${brief(status.step_s)} a step` : "samples"),
     tile("Workers", count(status.num_workers || 0), status.num_joining ? `${count(status.num_joining)} joining` : ""),
     tile("In vain", leaves + vain ? percent(vain / (leaves + vain)) : "–", "leaves computed and not used"),
+    ...(number(status.staleness) === null ? [] : [tile("Staleness", short(status.staleness), "versions, of the last results")]),
     tile("Learning rate", number(status.learning_rate) === null ? "–" : Number(status.learning_rate).toPrecision(3),
       number(status.gradient_norm) === null ? "" : `gradient norm ${short(status.gradient_norm)}`),
     tile("Network", bytes((number(status.bytes_sent) || 0) + (number(status.bytes_received) || 0)),
