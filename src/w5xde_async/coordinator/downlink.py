@@ -75,15 +75,20 @@ class Downlink:
                 mine.copy_(theirs)
                 pieces.append(self._raw(number))
                 continue
-            encoded = encoder.encode(theirs - mine, self._pool)
-            encoded.codec.add_to(encoded.data, encoder.form, mine)
+            if self.codec.exact:  # a + (b - a) is not b: what is to keep its bits travels as it is
+                mine.copy_(theirs)
+                encoded = encoder.encode(theirs, self._pool)
+            else:
+                encoded = encoder.encode(theirs - mine, self._pool)
+                encoded.codec.add_to(encoded.data, encoder.form, mine)
             data = bytes(encoded.view)
             self._pool.give(encoded.data)
             self.raw_bytes += 4 * bucket.numel
             self.encoded_bytes += len(data)
-            pieces.append(
-                Piece(number, BufferSpec("", "uint8", (len(data),), encoded.codec.name, len(data)), data, True)
-            )
+            spec = BufferSpec("", "uint8", (len(data),), encoded.codec.name, len(data))
+            if encoded.codec.name == "raw":  # where lz4 did not pay
+                spec = BufferSpec("", "float32", (bucket.numel,), "raw", len(data))
+            pieces.append(Piece(number, spec, data, not self.codec.exact))
         return pieces
 
     def whole(self, buckets: Iterable[int] | None = None) -> list[Piece]:

@@ -215,7 +215,8 @@ class Rounds(Assigning):
             pace = self.turns.of(worker)
             pace.blocked = False
             if not self._streams:  # it goes on from the new parameters; where they stream in, it never begins anew
-                pace.min_version = max(pace.min_version, self.version)
+                # Where rounds close, one of them is still to come for what was asked for; else this is the newest.
+                pace.min_version = max(pace.min_version, self.version) if self._with_quorum else self.version
 
     def _note(self, applied: Applied | None, waited: float) -> None:
         now = self.clock()

@@ -26,11 +26,12 @@ __all__ = ["Piece", "PieceInbox", "PieceVersion", "Published"]
 
 
 class Piece(NamedTuple):
-    """One bucket: ``codec`` None for the bucket whole, else of a delta."""
+    """One bucket. ``codec`` None: as it lies in memory; ``delta``: to be added, else it is the bucket whole."""
 
     bucket: int
     codec: Codec | None
     data: Tensor
+    delta: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,20 @@ class PieceInbox(Inbox):
         if message.bucket >= len(buckets) or message.num_buckets > len(buckets) or len(specs) != 1:
             raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(buckets)}")
         bucket, spec = buckets[message.bucket], specs[0]
-        if message.delta:
+        if message.delta or spec.codec != "raw":
             codec, form = self._codecs.get(spec.codec), self._forms.get(message.bucket)
             if codec is None or form is None or spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
-                raise MalformedFrame(f"PARAMS bucket {message.bucket} is a delta in codec {spec.codec[:64]}")
+                raise MalformedFrame(f"PARAMS bucket {message.bucket} is in codec {spec.codec[:64]}")
             codec.check_nbytes(form, spec.nbytes)
-            self._placed = Piece(message.bucket, codec, torch.empty(spec.nbytes, dtype=torch.uint8))
+            data = torch.empty(spec.nbytes, dtype=torch.uint8)
+            self._placed = Piece(message.bucket, codec, data, message.delta)
         else:
             dtype = self._layout.groups[bucket.group].dtype
             if spec.dtype != str(dtype).removeprefix("torch.") or spec.shape != (bucket.numel,) or spec.codec != "raw":
                 raise MalformedFrame(
                     f"PARAMS bucket {message.bucket} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}"
                 )
-            self._placed = Piece(message.bucket, None, torch.empty(bucket.numel, dtype=dtype))
+            self._placed = Piece(message.bucket, None, torch.empty(bucket.numel, dtype=dtype), False)
         return [bytes_of(self._placed.data)]
 
     def params(self, message: Params) -> Version | None:
@@ -141,12 +143,14 @@ class Published:
     @torch.no_grad()
     def apply(self, version: PieceVersion) -> None:
         """Take up a version. Raises MalformedFrame for pieces that do not decode."""
-        for bucket, codec, data in version.pieces:
+        for bucket, codec, data, delta in version.pieces:
             target = self.state.bucket(self.layout.buckets[bucket])
             if codec is None:
                 target.copy_(data)
-            else:
+            elif delta:
                 codec.add_to(data, self._forms[bucket], target)
+            else:
+                codec.decode(data, self._forms[bucket], target)
             self.touched.add(bucket)
             self.newest[bucket] = version.number
         self.version, self.loss_scale = version.number, version.loss_scale

@@ -1,0 +1,188 @@
+"""Rules that take results as they come, over real links: what they compute, and that every step counts once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs, reference
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+
+from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import JobError, UsageError
+from w5xde_async.job import Job
+from w5xde_async.params.flat import named_digest
+from w5xde_async.telemetry.events import Event, StepCommitted
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.service import Worker
+
+RULES: dict[str, dict[str, Any]] = {
+    "async": {"rule": "async", "results_per_step": 2},
+    "compensated": {"rule": "async", "compensation": True},
+    "local": {"rule": "local", "inner_steps": 3, "outer_momentum": 0.5},
+    "radial": {"rule": "local", "inner_steps": 3, "average": "radial", "codec": "int8"},
+    "streaming": {"rule": "streaming", "inner_steps": 4, "fragments": 2, "codec": "int4"},
+    "async-local": {"rule": "async-local", "inner_steps": 3, "codec": "sparseloco"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def total(job: Job) -> int:
+    return job.max_steps or (job.epochs or 0) * -(-len(job.dataset) // job.batch_size)
+
+
+def samples_of(job: Job) -> int:
+    whole, rest = divmod(total(job), -(-len(job.dataset) // job.batch_size))
+    return whole * len(job.dataset) + rest * job.batch_size
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_every_step_counts_once(update: dict[str, Any]) -> None:
+    events: list[Event] = []
+    result = await train(jobs.mlp_sgd, workers=2, events=events, update=UpdateConfig(**update))
+    steps = [event for event in events if isinstance(event, StepCommitted)]
+    assert result.outcome == "finished"
+    assert result.step == steps[-1].step == total(jobs.mlp_sgd())
+    assert sum(event.samples for event in steps) == samples_of(jobs.mlp_sgd())
+    assert steps[-1].loss < steps[0].loss
+
+
+@pytest.mark.parametrize("name", ["mlp_adamw", "cnn_sgd"])
+@pytest.mark.parametrize("rule", ["local", "async-local"])
+async def test_one_worker_and_an_outer_step_of_one_is_the_plain_loop(rule: str, name: str) -> None:
+    """theta - 1 (theta - theta_local) is where the worker's own optimizer went, its state kept from round to round."""
+    make: Callable[[], Job] = jobs.ALL[name]
+    update = UpdateConfig(rule=rule, inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
+    job = make()
+    async with Coordinator(job, config=settings(update=update, norm_gate=0.0)) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        await coordinator.wait()
+        await working
+        assert coordinator._prepared is not None
+        trained = coordinator._prepared.model.state_dict()
+    expected, _ = reference.train(make(), total(make()))
+    torch.testing.assert_close(dict(trained), dict(expected.state_dict()), rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("update", [{"codec": "lz4"}, {"codec": "lz4-shuffle"}, {"downlink": "lz4"}])
+async def test_a_lossless_codec_keeps_the_bits(update: dict[str, Any]) -> None:
+    result = await train(jobs.mlp_sgd, workers=2, update=UpdateConfig(**update))
+    model, _ = reference.train(jobs.mlp_sgd(), total(jobs.mlp_sgd()))
+    assert result.digest == named_digest(model)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+async def test_a_lossy_codec_under_the_synchronous_rule(codec: str) -> None:
+    events: list[Event] = []
+    result = await train(jobs.mlp_sgd, workers=2, events=events, update=UpdateConfig(codec=codec))
+    losses = [event.loss for event in events if isinstance(event, StepCommitted)]
+    assert len(losses) == result.step == total(jobs.mlp_sgd())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_workers_that_vanish_and_come(update: dict[str, Any]) -> None:
+    """A worker that is gone had steps leased and carried: others do them, and none counts twice."""
+    commits, make = Commits(), jobs.mlp_sgd
+    async with Coordinator(make(), config=settings(update=UpdateConfig(**update)), bus=commits.bus) as coordinator:
+        tasks: list[asyncio.Task[object]] = []
+
+        def start() -> None:
+            tasks.append(asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run()))
+
+        start()
+        start()
+        training = coordinator._training
+        assert isinstance(training, Rounds)
+        for number in range(2):
+            await commits.reach(2 + 5 * number)
+            tasks[number].cancel()
+            await asyncio.gather(tasks[number], return_exceptions=True)
+            training.ledger.validate()
+            start()
+        result = await coordinator.wait()
+        training.ledger.validate()
+        await asyncio.gather(*tasks[2:], return_exceptions=True)  # one may come when all is done
+        assert result.outcome == "finished"
+        assert training.ledger.done.state_dict() == {"floor": total(make()), "above": []}
+        assert training.samples_applied == training.rule.samples == samples_of(make())
+
+
+async def run_until(coordinator: Coordinator, make: Callable[[], Job], commits: Commits, step: int | None) -> RunResult:
+    worker = Worker(coordinator.address, job=make(), config=QUICK_WORKER)
+    task = asyncio.create_task(worker.run())
+    if step is not None:
+        await commits.reach(step)
+        coordinator.request_stop("test")
+    result = await coordinator.wait()
+    worker.drain()
+    await task
+    return result
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_stopped_and_resumed(update: dict[str, Any], tmp_path: Path) -> None:
+    make, config = jobs.mlp_sgd, settings(update=UpdateConfig(**update), checkpoint_every=3)
+    commits = Commits()
+    async with Coordinator(make(), run_dir=tmp_path / "run", config=config, bus=commits.bus) as coordinator:
+        first = await run_until(coordinator, make, commits, 4)
+    assert 4 <= first.step < total(make())
+    async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
+        assert coordinator.step >= first.step
+        second = await run_until(coordinator, make, Commits(), None)
+        assert isinstance(coordinator._training, Rounds)
+        assert coordinator._training.rule.samples == samples_of(make())
+    assert (second.outcome, second.step) == ("finished", total(make()))
+
+
+async def test_a_worker_that_drains_submits_what_it_has() -> None:
+    commits, make = Commits(), jobs.mlp_sgd
+    update = UpdateConfig(rule="local", inner_steps=1000)  # no round ends by itself
+    async with Coordinator(make(), config=settings(update=update), bus=commits.bus) as coordinator:
+        worker = Worker(coordinator.address, job=make(), config=QUICK_WORKER)
+        task = asyncio.create_task(worker.run())
+        training = coordinator._training
+        assert isinstance(training, Rounds)
+        while not training.ledger.carried(worker.worker_id):  # noqa: ASYNC110 - a count has no event
+            await asyncio.sleep(0)
+        worker.drain("test")
+        await task
+        assert len(training.rule.done) > 0
+        assert training.counts().leaves_in_vain == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"codec": "topk:0.01", "feedback": False}, "does not converge without error feedback"),
+        ({"rule": "fedavg"}, "give one of sync, async"),
+        ({"codec": "zip"}, "unknown codec"),
+        ({"rule": "local", "compensation": True}, "none to correct"),
+        ({"rule": "async-local", "average": "median"}, "several results at once"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        UpdateConfig(**changes)
+
+
+def test_a_journal_is_of_the_synchronous_rule() -> None:
+    with pytest.raises(UsageError, match="durability checkpoint"):
+        settings(update=UpdateConfig(rule="local"), durability="journal")
+
+
+async def test_a_model_in_half_precision_has_the_synchronous_rule_alone() -> None:
+    config = settings(update=UpdateConfig(rule="async"))
+    with pytest.raises(JobError, match="only the sync rule"):
+        await Coordinator(jobs.odd(), config=config).start()
+    with pytest.raises(JobError, match="fp16 scales its losses"):
+        await Coordinator(jobs.fp16(), config=config).start()
