@@ -226,12 +226,20 @@ def work(reply: Reply, *, host: str, name: str, job: dict[str, Any]) -> None:
 def ddp(reply: Reply, *, host: str, device: str, rank: int, steps: int, measured: int) -> None:
     """One rank: ``measured`` of ``steps`` steps after two that warm up, then a few without communication."""
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(PORT + 1), "GLOO_SOCKET_IFNAME": device}
-    job = text_job(steps=steps)
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    answer = rank_of_ddp(rank, steps, measured)
+    gc.collect()  # a rank may abort where its reducer outlives the group
+    dist.barrier()
+    dist.destroy_process_group()
+    reply(**answer)
+
+
+def rank_of_ddp(rank: int, steps: int, measured: int) -> dict[str, Any]:
+    job = text_job(steps=steps)
+    assert job.step is not None
+    assert job.scheduler is not None
     model: Any = DistributedDataParallel(build_model(job))
     optimizer = job.optimizer(model)
-    assert job.scheduler is not None
-    assert job.step is not None
     scheduler = job.scheduler(optimizer)
     warm = 0 if measured == steps else 2
     sampler = Sampler(num_samples=len(job.dataset), batch_size=8, leaf_samples=4, seed=job.seed)
@@ -239,9 +247,8 @@ def ddp(reply: Reply, *, host: str, device: str, rank: int, steps: int, measured
     times: list[float] = []
 
     def one(number: int) -> None:
-        assert job.step is not None
         optimizer.zero_grad()
-        loss = job.step(model, collate(job, sampler.plan(number).leaf_indices(rank)))
+        loss = job.step(model, collate(job, sampler.plan(number).leaf_indices(rank)))  # type: ignore[misc]
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), job.gradient_clip_val or 0.0)
         optimizer.step()
@@ -261,11 +268,7 @@ def ddp(reply: Reply, *, host: str, device: str, rank: int, steps: int, measured
     with model.no_sync():
         for number in range(6):
             one(number)
-    reply(times=times, losses=losses, loss=found, compute_s=(time.monotonic() - began) / 6)
-    del model, optimizer, scheduler  # a rank may abort where its reducer outlives the group
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"times": times, "losses": losses, "loss": found, "compute_s": (time.monotonic() - began) / 6}
 
 
 # -- measuring
