@@ -12,7 +12,8 @@ from w5xde_async.telemetry.events import CheckpointFailed, CheckpointSaved, Eval
 from w5xde_async.telemetry.metrics import Metrics
 
 EVENTS = [
-    STARTED, joined("a"), joined("b"), committed(1, seconds=0.02), committed(2, seconds=3.0, skipped=True, staleness=1.5),
+    STARTED, joined("a"), joined("b"), committed(1, seconds=0.02),
+    committed(2, seconds=3.0, skipped=True, staleness=1.5),
     Evaluated(step=2, metrics={"accuracy": 0.5}, seconds=0.1),
     CheckpointSaved(step=2, path="p", nbytes=77, pause_s=0.1, seconds=0.2),
     CheckpointFailed(step=3, reason="full"), JournalFailed(step=3, reason="full", seconds=1.0),
