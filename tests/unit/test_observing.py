@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from tests.support.events import committed, run_reported
 from tests.support.jobs import mlp_sgd
 
 from w5xde_async.compute.flops import counting_flops
-from w5xde_async.coordinator.observing import Observer
+from w5xde_async.coordinator.observing import Observer, reason_to_wait
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerJoined, WorkerReported
+from w5xde_async.plan.ledger import Ledger
+from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
@@ -96,43 +99,88 @@ async def test_a_worker_and_the_run_are_reported():
     assert run.num_workers == 1
 
 
-@pytest.mark.parametrize(("rule", "codec"), [("sync", "raw"), ("async", "int8")])
-async def test_why_a_worker_waits(rule: str, codec: str):
-    """The slower of two is computing when the faster has nothing left to do; under every rule something is said."""
+def test_why_a_worker_waits():
+    """One step of four leaves, from before the first lease to the update; a and b are here."""
+    ledger = Ledger(num_buckets=1)
+
+    def session(worker: str) -> Any:
+        outbox = SimpleNamespace(lease_bytes=0)
+        return SimpleNamespace(worker_id=worker, name=f"name-{worker}", receiving=None, outbox=outbox)
+
+    sessions = {worker: session(worker) for worker in "ab"}
+    training: Any = SimpleNamespace(
+        ledger=ledger, sessions=sessions, begun=False, config=settings(min_workers=2, credit_bytes=10),
+        dispatch=SimpleNamespace(unread=set()),
+    )  # fmt: skip
+    member = Member(
+        worker_id="a", name="name-a", peer="p", device="cpu", threads=1, incarnation=1, joined_at=0.0, last_seen=0.0
+    )
+
+    def reason() -> str:
+        return reason_to_wait(training, sessions["a"], member)
+
+    assert reason() == "workers: the run begins with 2"
+    training.begun = True
+    ledger.open(0, 4, 0.0)
+    assert reason() == "a lease"
+    sessions["a"].outbox.lease_bytes = 11
+    assert reason() == "the network: it has not taken the leases that it was sent"
+    grant = ledger.grant("a", 0, 2, now=0.0, deadline_s=9.0)
+    assert grant is not None
+    assert reason() == "the network: a lease is on its way"
+    sessions["a"].outbox.lease_bytes = 0
+    training.dispatch.unread.add(grant.lease)
+    assert reason() == "data: the loader has not read its samples yet"
+    training.dispatch.unread.clear()
+    assert reason() == ""
+    sessions["a"].receiving = grant.lease
+    assert reason() == "the network: its result is on its way"
+    sessions["a"].receiving = None
+    other = ledger.grant("b", 0, 2, now=0.0, deadline_s=9.0)
+    assert other is not None
+    ledger.fill(grant.lease, 0)
+    ledger.finish(grant.lease)
+    assert reason() == "step 1: name-b computes the last 2 leaves"
+    ledger.open(1, 4, 0.0)
+    ledger.grant("a", 1, 4, now=0.0, deadline_s=9.0)
+    assert reason() == "step 1: name-b computes the last 2 leaves"  # what it has of the next step cannot begin yet
+    ledger.fill(other.lease, 0)
+    ledger.finish(other.lease)
+    assert reason() == "the update of step 1"
+    member.standing = Standing.LATE
+    assert reason().startswith("its own answer")
+    member.standing = Standing.DRAINING
+    assert reason() == "nothing: it is leaving"
+
+
+async def test_every_rule_is_reported():
     commits = Commits()
     found: list[Any] = []
     commits.bus.subscribe(found.append, samples=True)
-    joined = asyncio.Event()
-    commits.bus.subscribe(lambda event: joined.set() if isinstance(event, WorkerJoined) else None)
-    config = settings(max_steps=10_000, min_workers=2, update=UpdateConfig(rule=rule, codec=codec))
+    config = settings(max_steps=10_000, update=UpdateConfig(rule="async", codec="int8"))
     async with Coordinator(mlp_sgd(), config=config, bus=commits.bus) as coordinator:
-        workers = [Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER) for _ in range(2)]
-        first = asyncio.create_task(workers[0].run())
+        worker = Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER)
+        working = asyncio.create_task(worker.run())
         training = coordinator._training
         assert training is not None
-        await joined.wait()
         observer = Observer(training)
-        observer.tick(training.clock() + 1.0)
-        alone = [event.waits_for for event in found if isinstance(event, WorkerReported)][-1]
-        second = asyncio.create_task(workers[1].run())
-        await commits.reach(3)
-        found.clear()
-        for number in range(2, 100):
+        for number in range(1, 10):
             await commits.reach(commits.step + 1)
             observer.tick(training.clock() + number)
-        said = {event.waits_for for event in found if isinstance(event, WorkerReported)}
-        held = {event.leases_held for event in found if isinstance(event, WorkerReported)}
-        for worker in workers:
-            worker.drain()
-        await asyncio.gather(first, second)
+        worker.drain()
+        await working
         coordinator.request_stop()
         await coordinator.wait()
-    if rule == "sync":
-        assert alone == "workers: the run begins with 2"
-        assert len(said) > 1
-    assert held - {0}
-    known = ("", "step ", "the update of step", "the network", "data: ", "a lease", "the next version")
-    assert all(text.startswith(known[1:]) or not text for text in said), said
+    told = [event for event in found if isinstance(event, WorkerReported)]
+    assert any(event.leases_held for event in told)
+    assert told[-1].raw_bytes > told[-1].encoded_bytes > 0
+    assert {event.waits_for for event in told} <= {
+        "",
+        "a lease",
+        "the next version",
+        "the network: a lease is on its way",
+    }
+    assert any(event.staleness is not None for event in found if isinstance(event, StepCommitted))
 
 
 async def test_nobody_asked_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
