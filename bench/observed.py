@@ -9,6 +9,8 @@ over that of the same round's A.
   ``with_dashboard``        dashboard on, nobody watching, over none
   ``verbose_over_silent``   ``--log verbose``, written to a file, over ``--log silent`` (aim: 0.98)
   ``silent_samples_per_s``  of A, to tell a slow machine from a slow program
+  ``ARM_cpu_us``            processor time of the coordinator's process for each step (Linux), which other programs on
+                            the machine disturb less than its speed
 """
 
 from __future__ import annotations
@@ -53,11 +55,14 @@ def main() -> None:
     report = Report({"job": args.job, "viewers": VIEWERS, "rounds": rounds, "seconds": seconds, "workers": 2})
     folder = Path(tempfile.mkdtemp(prefix="observed-"))
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
     try:
         for number in range(rounds):
             for arm in ARMS:
-                rates[arm].append(measure(folder / f"{arm}-{number}", args.job, arm, seconds))
-                print(f"round {number + 1}, {arm}: {rates[arm][-1]:.0f} samples/s", flush=True)
+                rate, cpu_us = measure(folder / f"{arm}-{number}", args.job, arm, seconds)
+                rates[arm].append(rate)
+                costs[arm].append(cpu_us)
+                print(f"round {number + 1}, {arm}: {rate:.0f} samples/s, {cpu_us:.0f} us of CPU a step", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for name, arm in (
@@ -65,13 +70,15 @@ def main() -> None:
     ):  # fmt: skip
         report.add(name, [rate / base for rate, base in zip(rates[arm], rates["silent"], strict=True)])
     report.add("silent_samples_per_s", rates["silent"])
+    for arm, cost in costs.items():
+        report.add(f"{arm}_cpu_us", cost)
     print()
     report.show()
     report.write(args.json)
 
 
-def measure(folder: Path, job: str, arm: str, seconds: float) -> float:
-    """Samples/s of one run."""
+def measure(folder: Path, job: str, arm: str, seconds: float) -> tuple[float, float]:
+    """Samples/s of one run, and microseconds of the coordinator's processor time a step."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("W5XDE_")}
     environment |= {
         "OMP_NUM_THREADS": "1",
@@ -90,7 +97,10 @@ def measure(folder: Path, job: str, arm: str, seconds: float) -> float:
         if arm == "viewers":
             link = (folder / "dashboard").read_text().split()[0]
             viewers = subprocess.Popen([sys.executable, __file__, "--view", link], cwd=ROOT)
-        time.sleep(max(0.0, first + WARM_S + seconds - time.time()))
+        time.sleep(max(0.0, first + WARM_S - time.time()))
+        before_s, begin = cpu_s(coordinator.pid), time.time()
+        time.sleep(seconds)
+        spent_s, end = cpu_s(coordinator.pid) - before_s, time.time()
         if viewers is not None and viewers.poll() is not None:
             raise RuntimeError("the viewers have ended")
     finally:
@@ -100,8 +110,18 @@ def measure(folder: Path, job: str, arm: str, seconds: float) -> float:
         coordinator.terminate()
         coordinator.wait()
         log.close()
-    measured = [entry for entry in commits(folder, None, 2) if first + WARM_S <= entry[0] <= first + WARM_S + seconds]
-    return sum(samples for _, samples in measured[1:]) / (measured[-1][0] - measured[0][0])
+    measured = [entry for entry in commits(folder, None, 2) if begin <= entry[0] <= end]
+    rate = sum(samples for _, samples in measured[1:]) / (measured[-1][0] - measured[0][0])
+    return rate, 1e6 * spent_s / len(measured)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far, NaN where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return float("nan")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def commits(folder: Path, coordinator: subprocess.Popen[bytes] | None, least: int) -> list[tuple[float, int]]:
