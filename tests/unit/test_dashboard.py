@@ -8,16 +8,20 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async.telemetry.dashboard.feed import Feed
+from w5xde_async.telemetry.dashboard.history import recorded_rows
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View
 from w5xde_async.telemetry.events import CheckpointSaved, Evaluated, Waiting, Warned
 from w5xde_async.telemetry.metrics import Metrics
+from w5xde_async.telemetry.records import to_line, to_record
 
 
 class Wall:
@@ -142,6 +146,28 @@ def test_log_records_reach_the_page():
     finally:
         logger.removeHandler(handler)
     assert view.snapshot()["logs"][-1]["text"] == "peer gone name=x"
+
+
+def test_a_resumed_run_shows_what_was_before(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"time": 100.0 + n, **to_record(committed(n, loss=float("nan") if n == 2 else n, seconds=0.5))}
+        for n in range(1, 9)
+    ]
+    path.write_text("".join(map(to_line, lines)) + '{"event": "step_comm')
+    rows = list(recorded_rows(path, 5))
+    assert [row[0] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[0] == (1, 101.0, 1, 1, 1, 20.0, 1, None)
+    assert rows[1][2] is None  # nan
+    assert [row[0] for row in recorded_rows(path, 9, most_bytes=len(to_line(lines[-1])) + 30)] == [8]
+    assert list(recorded_rows(tmp_path / "absent", 5)) == []
+    view, wall = view_of()
+    view.recall(rows)
+    view(replace(STARTED, resumed_step=5))
+    wall.now += 1
+    view(committed(6))
+    view.update()
+    assert [row[0] for row in view.snapshot()["series"]["rows"]] == [1, 2, 3, 4, 5, 6]
 
 
 # -- the feed

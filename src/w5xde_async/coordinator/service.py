@@ -299,7 +299,7 @@ class Coordinator:
             )
             self._following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
-        await self._showing.open(security, self._settings or {"name": self.name})
+        await self._showing.open(security, self._settings, prepared.first_step)
         self._began = time.monotonic()
         self.bus.publish(self._started(prepared))
         self._showing.began(self._training)

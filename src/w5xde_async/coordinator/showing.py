@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,19 +57,23 @@ class Showing:
         """The same, with the token that it may need."""
         return "" if self._dashboard is None else self._dashboard.link
 
-    async def open(self, security: Security, settings: Mapping[str, object]) -> None:
-        """Start what the configuration asks for. Raises UsageError for a tracker or an address that is none."""
+    async def open(self, security: Security, settings: Mapping[str, object] | None, resumed_step: int) -> None:
+        """Start what the configuration asks for. Raises UsageError for a tracker or an address that is none.
+
+        ``settings`` are shown, the configuration where there are none.
+        """
         if self._config.trackers:
             folder = self._run_path or Path("runs")
             self._tracking = Tracking(self._config.trackers, folder)
             self._leave.append(self._bus.subscribe(self._tracking, samples=True))
         if self._config.dashboard:
-            await self._open_dashboard(security, settings)
+            await self._open_dashboard(security, settings or _shown(self._config), resumed_step)
 
     def began(self, hosting: Hosting) -> None:
         """The run has been announced: say what was met on the way, look at it from now on."""
         self._observer = Observer(hosting)
-        for note in self._notes:
+        notes, self._notes = self._notes, []
+        for note in notes:
             self._bus.publish(Warned(text=note))
 
     def tick(self, now: float) -> None:
@@ -90,7 +95,7 @@ class Showing:
         if self._tracking is not None:
             await loop.run_in_executor(None, self._tracking.close)
 
-    async def _open_dashboard(self, security: Security, settings: Mapping[str, object]) -> None:
+    async def _open_dashboard(self, security: Security, settings: Mapping[str, object], resumed_step: int) -> None:
         host, port = parse_address(self._config.dashboard)
         loop = asyncio.get_running_loop()
         try:
@@ -98,6 +103,7 @@ class Showing:
         except ImportError as error:
             self._notes.append(f"no dashboard: {error.name} is not installed (pip install 'w5xde-async[dashboard]')")
             return
+        from w5xde_async.telemetry.dashboard.history import recorded_rows
         from w5xde_async.telemetry.dashboard.server import Dashboard
         from w5xde_async.telemetry.dashboard.view import LogHandler, View
         from w5xde_async.telemetry.metrics import Metrics
@@ -107,6 +113,9 @@ class Showing:
         if not local and not self._config.insecure:
             context, certificate = await loop.run_in_executor(None, security.page_context)
         view, metrics = View(settings), Metrics()
+        if resumed_step and self._run_path is not None:
+            path = self._run_path / "metrics.jsonl"
+            view.recall(await loop.run_in_executor(None, lambda: list(recorded_rows(path, resumed_step))))
         shown = self._config.advertise or await loop.run_in_executor(None, reachable, host)
         dashboard = Dashboard(
             view, metrics, host=host, port=port, token="" if local else secrets.token_urlsafe(24), ssl=context,
@@ -128,6 +137,11 @@ class Showing:
         self._leave += [self._bus.subscribe(view, samples=True), self._bus.subscribe(metrics, samples=True)]
         self._handler = LogHandler(view, loop.call_soon_threadsafe)
         logging.getLogger(_LOGGER).addHandler(self._handler)
+
+
+def _shown(config: CoordinatorConfig) -> dict[str, object]:
+    """A configuration without its secrets, which have no place in its ``repr`` either."""
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.repr}
 
 
 def _import() -> None:

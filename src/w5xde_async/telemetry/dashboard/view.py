@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from w5xde_async.telemetry import wording
@@ -84,6 +84,11 @@ class View:
         self._losses: list[float] = []
         self._samples = self._steps = 0
         self._in_vain = self._in_vain_before = self._leaves = self._leaves_before = 0
+
+    def recall(self, rows: Iterable[Row]) -> None:
+        """What the run had come to before it was resumed; before the first event."""
+        for row in rows:
+            self._series.append(row)
 
     # -- in ------------------------------------------------------------------------------------------------
 
