@@ -22,6 +22,7 @@ from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, 
 __all__ = ["Security", "reachable", "uses_tls"]
 
 _QUARANTINED = "quarantined: "
+_CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
 
 
 def uses_tls(config: CoordinatorConfig) -> bool:
@@ -33,12 +34,12 @@ def uses_tls(config: CoordinatorConfig) -> bool:
 class Security:
     """Built in an executor: it reads and writes files. Raises UsageError, StoreError."""
 
-    def __init__(self, config: CoordinatorConfig, run_path: Path | None, name: str) -> None:
-        self._config, self._run_path, self._name = config, run_path, name
+    def __init__(self, config: CoordinatorConfig, run_path: Path | None) -> None:
+        self._config, self._run_path = config, run_path
         self.context: ssl.SSLContext | None = None
         certificate, self._secret = b"", config.token
         if uses_tls(config):
-            self.context, certificate = self._certificate(name)
+            self.context, certificate = self._certificate()
             self._secret = self._secret or self._own_secret()
         self.credentials = Credentials(self._secret, certificate)
         self._read_revoked()
@@ -84,11 +85,11 @@ class Security:
         """For pages that a browser opens: no certificate is asked of it. And the certificate's hash. Blocking."""
         files = self._config.tls
         if files.cert is None and self._run_path is not None:
-            files = own_certificate(self._run_path / "tls", self._name)
+            files = own_certificate(self._run_path / "tls", _CERTIFIED)
         if files.cert is not None:
             return server_context(files.with_ca(None)), certificate_hash(files.cert)
         with tempfile.TemporaryDirectory() as directory:
-            own = own_certificate(Path(directory), self._name)
+            own = own_certificate(Path(directory), _CERTIFIED)
             assert own.cert is not None
             return server_context(own), certificate_hash(own.cert)
 
@@ -120,15 +121,15 @@ class Security:
         except OSError as error:
             raise StoreError(str(path), f"cannot keep the quarantine: {error.strerror or error}") from error
 
-    def _certificate(self, name: str) -> tuple[ssl.SSLContext, bytes]:
+    def _certificate(self) -> tuple[ssl.SSLContext, bytes]:
         files = self._config.tls
         if files.cert is not None:
             return server_context(files), certificate_hash(files.cert)
         if self._run_path is not None:
-            own = own_certificate(self._run_path / "tls", name)
+            own = own_certificate(self._run_path / "tls", _CERTIFIED)
         else:
             with tempfile.TemporaryDirectory() as directory:  # the context keeps what it has loaded
-                own = own_certificate(Path(directory), name)
+                own = own_certificate(Path(directory), _CERTIFIED)
                 assert own.cert is not None
                 return server_context(own.with_ca(files.ca)), certificate_hash(own.cert)
         assert own.cert is not None

@@ -23,8 +23,7 @@ from w5xde_async.coordinator.bounds import memory_bound_bytes
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.journaling import Journaling
-from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.making import make_training
+from w5xde_async.coordinator.phases import Phases, gone
 from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.result import RunResult
 from w5xde_async.coordinator.rounds import Rounds
@@ -82,11 +81,11 @@ class Coordinator:
         for callback in callbacks:
             self.bus.subscribe(callback)
         self._prepared: Prepared | None = None
-        self._training: Training | Rounds | None = None
+        self._phases: Phases | None = None
+        self._samples_before = 0
         self._listener: Listener | None = None
         self._recorder: Recorder | None = None
         self._bulk: ThreadPoolExecutor | None = None
-        self._following: Following | None = None
         self._journaling: Journaling | None = None
         self._main: asyncio.Task[RunResult] | None = None
         self._security: Security | None = None
@@ -141,13 +140,13 @@ class Coordinator:
     def request_stop(self, reason: str = "asked to stop") -> None:
         """End in good order, with a checkpoint: after the step under way or ``grace_s``. Returns at once."""
         self._stop_reason = self._stop_reason or reason
-        if self._training is not None:
-            self._training.stop()
+        if self._phases is not None:
+            self._phases.stop()
 
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
-        if self._following is not None:
-            self._following.checkpoint_wanted = True
+        if self._phases is not None:
+            self._phases.following.checkpoint_wanted = True
 
     @property
     def invitation(self) -> Invitation | None:
@@ -264,45 +263,43 @@ class Coordinator:
             raise LocalError("the coordinator does not listen (yet)")
         return self._listener
 
+    @property
+    def _training(self) -> Training | Rounds | None:
+        return None if self._phases is None else self._phases.training
+
     # -- the run -------------------------------------------------------------------------------------------
 
     async def _open(self, prepared: Prepared) -> None:
-        config, job = self.config, self.job
+        config = self.config
         if config.bulk_threads:
             self._bulk = ThreadPoolExecutor(config.bulk_threads, thread_name_prefix="w5xde-bulk")
         loop = asyncio.get_running_loop()
-        self._security = security = await loop.run_in_executor(None, Security, config, self._run_path, self.name)
+        self._security = security = await loop.run_in_executor(None, Security, config, self._run_path)
         self._listener = await listen(
             config.host, config.port, self._on_link, ssl=security.context, bulk=self._bulk,
             max_links=config.max_workers + 64,
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, security.write_join_file, self.port)
-        loader = Loader(
-            job,
-            prepared.sampler,
-            threads=config.loader_threads,
-            processes=config.loader_processes,
-            prefetch_leaves=config.prefetch_leaves,
-            reference=self._reference or None,
-        )
-        self._training = training = make_training(prepared, loader, self.name, config, self.bus)
-        training.on_quarantine = self._keep_out
+        self._phases = phases = Phases(prepared, config, self.bus, name=self.name, reference=self._reference)
+        phases.on_quarantine = self._keep_out
+        self._samples_before = prepared.samples
+        phases.on_change = self._showing.began
+        training = phases.training
         if prepared.journal is not None and isinstance(training, Training):
             self._journaling = Journaling(prepared.journal, prepared.layout, self.bus, step=prepared.first_step)
             self._journaling.on_error = training.fail
             training.journaling, training.aggregator.keep = self._journaling, self._journaling.pool
-        self._following = Following(prepared, self._training, config, self.bus)
         if prepared.run_dir is not None:
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
             self._recorder = Recorder(
                 prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed
             )
-            self._following.before_save = self._recorder.sync
+            phases.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
         await self._showing.open(security, self._settings, prepared.first_step)
         self._began = time.monotonic()
         self.bus.publish(self._started(prepared))
-        self._showing.began(self._training)
+        self._showing.began(training)
         for note in prepared.notes:
             self.bus.publish(Warned(text=note))
 
@@ -344,23 +341,20 @@ class Coordinator:
         )
 
     async def _run(self) -> RunResult:
-        training, prepared, following = self._training, self._prepared, self._following
-        assert training is not None
+        phases, prepared = self._phases, self._prepared
+        assert phases is not None
         assert prepared is not None
-        assert following is not None
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                training.on_commit = lambda commit: following.on_commit(commit, tasks)
-                ticking = tasks.create_task(self._tick(training), name="tick")
-                tracing = tasks.create_task(training.programs.run(self._reference, prepared), name="trace")
+                ticking = tasks.create_task(self._tick(phases), name="tick")
                 try:
-                    await training.run()
+                    await phases.run(tasks)
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ticking.cancel()
-                tracing.cancel()
-            result = await self._finish(training, prepared, following, failure)
+            following = phases.following
+            result = await self._finish(phases.training, prepared, following, failure)
         finally:
             await self._close()
         failure = failure or following.save_error
@@ -368,13 +362,13 @@ class Coordinator:
             raise failure
         return result
 
-    async def _tick(self, training: Training | Rounds) -> None:
+    async def _tick(self, phases: Phases) -> None:
         config = self.config
         ends = None if config.max_time_s is None else self._began + config.max_time_s
         while True:
             await asyncio.sleep(min(config.heartbeat_s, 1.0))
             now = time.monotonic()
-            training.tick(now)
+            phases.training.tick(now)
             self._showing.tick(now)
             if ends is not None and now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
@@ -409,7 +403,7 @@ class Coordinator:
         if self._listener is not None:
             await self._listener.stop_accepting()
         await following.finish(evaluate=finished)
-        await self._wait_for_goodbyes(training)
+        await gone(training)
         digest = await training.aggregator.submit(prepared.state.digest)
         paths: dict[str, Path | None] = {"model_path": None, "metrics_path": None, "plot_path": None}
         if prepared.run_dir is not None:
@@ -424,7 +418,7 @@ class Coordinator:
                 step=training.progress,
                 total_steps=max(training.total_steps, training.progress),
                 samples=training.samples_applied,
-                session_samples=training.samples_applied - prepared.samples,
+                session_samples=training.samples_applied - self._samples_before,
                 loss=training.last_loss,
                 metrics=following.metrics,
                 seconds=seconds,
@@ -446,13 +440,6 @@ class Coordinator:
             outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, **paths,
         )  # fmt: skip
-
-    async def _wait_for_goodbyes(self, training: Training | Rounds) -> None:
-        """Workers close when they have read the last message; nobody waits long for one that does not."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(2.0):
-                while training.sessions:
-                    await next(iter(training.sessions.values())).ended.wait()
 
     async def _write_results(self, prepared: Prepared) -> dict[str, Path | None]:
         run_dir = prepared.run_dir
@@ -479,11 +466,9 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             await self._listener.aclose()
-        if self._training is not None:
-            await self._training.aclose()
         await self._showing.aclose()
-        if self._following is not None:
-            await self._following.aclose()
+        if self._phases is not None:
+            await self._phases.aclose()
         if self._journaling is not None:
             await self._journaling.aclose()
         elif self._prepared is not None and self._prepared.journal is not None:
