@@ -191,7 +191,7 @@ def test_w5xde_s_snippets(script: Callable[..., Script], tmp_path: Path) -> None
     }
     server = script(SERVER, filled)
     joined = {"W5XDE_JOIN_FILE": str(tmp_path / "checkpoints" / "join")}
-    server.wait_for("Start a worker")
+    server.wait_for(r"W5XDE_JOIN_FILE=checkpoints/join +TrainingNode\(model, \('.*', \d+\)\)")
     metrics = script(NODE + NODE_WITH_METRICS, filled, **joined)
     of_a_class = script(NODE + NODE_OF_A_CLASS, filled, **joined)
     losses = [float(match[2]) for match in metrics.wait_for(r"^Batch (\d+_batch\d+): loss = ([\d.]+)", 250)]
@@ -341,6 +341,7 @@ def test_guavas_snippets_for_many_machines(script: Callable[..., Script]) -> Non
         assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
         assert falls(orchestrator.wait_for(LOSS, 2))
         orchestrator.wait_for(r"joined .* 2 workers")
+        orchestrator.wait_for(rf"python -m w5xde_async.facade.guava --master-ip 127.0.0.1 --master-port {port}")
         assert snippet.finish(10) == 0
         assert command.wait(10) == 0
     finally:

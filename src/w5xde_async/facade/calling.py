@@ -21,7 +21,7 @@ from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import is_loopback
-from w5xde_async.telemetry.events import Bus
+from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
 from w5xde_async.worker.service import Departure, Worker
 
@@ -74,14 +74,21 @@ async def working(worker: Worker) -> Departure:
 
 
 @contextmanager
-def shown(bus: Bus, mode: LogMode) -> Iterator[Progress]:
-    """Show the run on stderr for as long as the context is open, this package's warnings too."""
+def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str]) -> Iterator[Progress]:
+    """Show the run on stderr for as long as the context is open, this package's warnings too.
+
+    ``join``: what somebody types to join; asked for once the run has begun.
+    """
     if mode not in ("silent", "normal", "verbose"):
         raise UsageError(f"log is {mode!r}; give silent, normal or verbose")
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
     progress = Progress(ProgressConfig(mode=mode, color=color), terminal=False if dumb else None)
-    unsubscribe = bus.subscribe(progress)
+
+    def show(event: Event) -> None:
+        progress(replace(event, worker_command=join()) if isinstance(event, RunStarted) else event)
+
+    unsubscribe = bus.subscribe(show)
     logger, handler = logging.getLogger("w5xde_async"), progress.handler()
     logger.addHandler(handler)
     try:

@@ -184,7 +184,7 @@ class CentralServer:
                 raise UsageError("this server runs already")
             self._running = (loop, coordinator)
         try:
-            with shown(self.bus, self._log):
+            with shown(self.bus, self._log, join=lambda: self._how_to_join(coordinator)):
                 await coordinator.start()
                 self.port = coordinator.port
                 self.listening.set()
@@ -204,6 +204,12 @@ class CentralServer:
             self.listening.clear()
             with self._lock:
                 self._running, self._stopped = None, ""
+
+    def _how_to_join(self, coordinator: Coordinator) -> str:
+        told = coordinator.invitation
+        host, port = (self._config.host, coordinator.port) if told is None else (told.host, told.port)
+        joined = "" if told is None else f"W5XDE_JOIN_FILE={self._directory / 'join'}  " if self._directory else ""
+        return f"{joined}TrainingNode(model, ('{host}', {port})).train()"
 
     async def _save_by_time(self, coordinator: Coordinator) -> None:
         while True:

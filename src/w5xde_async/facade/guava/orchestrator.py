@@ -222,7 +222,13 @@ class Orchestrator:
             self._running = (asyncio.get_running_loop(), coordinator)
         try:
             async with AsyncExitStack() as stack:
-                progress = stack.enter_context(shown(self.bus, "normal" if config.compact_log else "verbose"))
+                progress = stack.enter_context(
+                    shown(
+                        self.bus,
+                        "normal" if config.compact_log else "verbose",
+                        join=lambda: _how_to_join(coordinator, config),
+                    )
+                )
                 stack.callback(self.bus.subscribe(self._on_event))
                 if config.log_step_every:
                     stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every)))
@@ -267,6 +273,15 @@ class Orchestrator:
         awaited, self._awaited = self._awaited, []
         for waiting in awaited:
             waiting.set_result(saved)
+
+
+def _how_to_join(coordinator: Coordinator, config: DistributedConfig) -> str:
+    if not coordinator.config.code_free:
+        return ""  # one local worker, which has the code
+    told = coordinator.invitation
+    host, port = (config.master_ip, coordinator.port) if told is None else (told.host, told.port)
+    joined = "" if told is None else f"W5XDE_JOIN_FILE={Path(config.checkpoint_dir) / 'join'} "
+    return f"{joined}python -m w5xde_async.facade.guava --master-ip {host} --master-port {port}"
 
 
 class _StepLog:
