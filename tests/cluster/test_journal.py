@@ -101,8 +101,8 @@ async def crash(
         worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
         told: int = await reached
         await asyncio.gather(worker, return_exceptions=True)
-        assert coordinator._following is not None
-        saving = coordinator._following._saving
+        assert coordinator._phases is not None
+        saving = coordinator._phases.following._saving
         if saving is not None:
             await asyncio.wait([saving])
         if coordinator._journaling is not None:

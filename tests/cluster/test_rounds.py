@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
+from w5xde_async.coordinator.autotuning import Autotuning
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
-from w5xde_async.telemetry.events import Event, StepCommitted
+from w5xde_async.plan.tuning import Figures, Situation
+from w5xde_async.telemetry.events import Event, StepCommitted, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
@@ -158,6 +161,49 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
         await task
         assert len(training.rule.done) > 0
         assert training.counts().leaves_in_vain == 0
+
+
+def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[Autotuning, Any], Situation | None]:
+    """What would be measured over a network of this rate."""
+    measured = Autotuning.situation
+
+    def situation(self: Autotuning, training: Any) -> Situation | None:
+        found = measured(self, training)
+        if found is None:
+            return None
+        slow = [
+            Figures(batch_s=0.05, up_bytes_s=bytes_s, down_bytes_s=bytes_s, round_trip_s=round_trip_s)
+            for _ in found.workers
+        ]
+        return replace(found, workers=tuple(slow))
+
+    return situation
+
+
+@pytest.mark.parametrize(("bytes_s", "round_trip_s", "rule"), [(1e9, 0.0, "sync"), (1e5, 0.04, "local")])
+async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
+    bytes_s: float, round_trip_s: float, rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Autotuning, "situation", over_a_line(bytes_s, round_trip_s))
+    make, commits, said = jobs.mlp_sgd, Commits(), []
+    commits.bus.subscribe(lambda event: said.append(event.text) if isinstance(event, Warned) else None)
+    config = settings(auto=True, checkpoint_every=4)
+    async with Coordinator(make(), run_dir=tmp_path / "run", config=config, bus=commits.bus) as coordinator:
+        workers = [Worker(coordinator.address, job=make(), config=QUICK_WORKER) for _ in range(2)]
+        tasks = [asyncio.create_task(worker.run()) for worker in workers]
+        await commits.reach(8)
+        coordinator.request_stop("test")
+        first = await coordinator.wait()
+        for worker in workers:
+            worker.drain()
+        await asyncio.gather(*tasks)
+    assert any(text.startswith("auto: ") for text in said)
+    async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
+        assert coordinator._training is not None
+        assert coordinator.step >= first.step
+        assert coordinator._training.config.update.rule == rule  # as chosen before: nothing is measured again
+        second = await run_until(coordinator, make, Commits(), None) if rule == "local" else None
+    assert second is None or (second.step, second.outcome) == (total(make()), "finished")
 
 
 @pytest.mark.parametrize(

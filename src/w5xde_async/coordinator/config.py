@@ -59,6 +59,7 @@ class CoordinatorConfig:
                             for a token and speaks TLS (not with ``insecure``)
     trackers                names of experiment trackers, each with its target behind a colon (telemetry.trackers)
     update                  how results become parameters, and how both travel (``UpdateConfig``)
+    auto                    choose rule, codec and H from what the first steps show of the links, and go on looking
     code_free               make a program of the step, for workers that start without the job's code
     """
 
@@ -101,6 +102,7 @@ class CoordinatorConfig:
     code_free: bool = False
     pacing: PacingConfig = field(default_factory=PacingConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    auto: bool = False
 
     def __post_init__(self) -> None:
         def need(holds: bool, text: str) -> None:
@@ -125,8 +127,8 @@ class CoordinatorConfig:
             f"durability is {self.durability!r}; give checkpoint or journal",
         )
         need(
-            self.update.rule == "sync" or self.durability == "checkpoint",
-            f"a journal keeps the gradients of the sync rule; update {self.update.rule} has --durability checkpoint",
+            (self.update.rule == "sync" and not self.auto) or self.durability == "checkpoint",
+            "a journal keeps the gradients of the sync rule; other rules, and auto, have --durability checkpoint",
         )
         need(self.min_workers <= self.max_workers, "min_workers is more than max_workers")
         need(self.silence_s > self.heartbeat_s, "silence_s must be longer than heartbeat_s")

@@ -75,6 +75,12 @@ class Following:
         if evaluate and self._prepared.evaluator is not None and self._evaluated_step != version:
             await self._evaluate(version)
 
+    async def settle(self) -> None:
+        """Wait for what is under way."""
+        under_way = [task for task in (self._saving, self._evaluating) if task is not None and not task.done()]
+        if under_way:
+            await asyncio.wait(under_way)
+
     async def aclose(self) -> None:
         """Wait for the evaluation's thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)

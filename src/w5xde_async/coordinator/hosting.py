@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from w5xde_async.coordinator.accounts import Accounts
@@ -36,6 +36,7 @@ from w5xde_async.wire.messages import (
     Ready,
     Refusal,
     Result,
+    Retune,
     Revoke,
     Welcome,
 )
@@ -120,6 +121,7 @@ class Hosting(ABC):
         self._stop_at = 0.0
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
+        self._retuned: Retune | None = None
         loader.on_ready = self._schedule
         loader.on_error = self.fail
 
@@ -240,6 +242,13 @@ class Hosting(ABC):
         before, self._bytes_before = self._bytes_before, (sent, received)
         return sent - before[0], received - before[1]
 
+    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
+        """From now on workers write by another codec, and versions travel by another."""
+        self._retuned = Retune(codec, downlink)
+        for session in self.sessions.values():
+            session.post(self._retuned)
+        self._welcome = replace(self._welcome, codec=codec, downlink=downlink)
+
     def _warn(self, text: str) -> None:
         self.bus.publish(Warned(text=text))
 
@@ -321,6 +330,8 @@ class Hosting(ABC):
             )
         )  # fmt: skip
         self._put_out_ids.discard(session.worker_id)  # somebody has let it in again
+        if self._retuned is not None:  # it may have been welcomed before
+            session.post(self._retuned)
         self._introduce(session)
         self._schedule()
         return None

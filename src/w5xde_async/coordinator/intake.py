@@ -43,6 +43,11 @@ class Intake:
         self._receiving: dict[Session, tuple[int, int, Part]] = {}
         self.encoded_bytes: dict[str, int] = {}  #: by worker, of what was read at once and not asked for yet
 
+    def allow(self, codec: Codec) -> None:
+        """Results may come in this codec too: workers were told to use it from now on."""
+        self.codec = codec
+        self._codecs |= {known.name: known for known in codec.alternatives if known.name != "raw"}
+
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
         """Where an explained result goes. Raises RemoteError, FrameTooLarge, MalformedFrame for a wrong one."""
         buckets = self.layout.result_buckets

@@ -111,6 +111,11 @@ class Loader:
         self.on_error: Callable[[BaseException], None] = lambda error: None
 
     @property
+    def leaf_bytes(self) -> int:
+        """Bytes of one leaf's batch, as far as known."""
+        return self._leaf_bytes
+
+    @property
     def max_block_leaves(self) -> int:
         """Most leaves that one lease may hold, by its bytes and buffers."""
         if self._gather:

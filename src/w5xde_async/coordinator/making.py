@@ -20,7 +20,7 @@ def make_training(
     prepared: Prepared, loader: Loader, name: str, config: CoordinatorConfig, bus: Bus
 ) -> Training | Rounds:
     """The training of a prepared run; ``name`` is the run's."""
-    job, update = prepared.job, config.update
+    job, update = prepared.job, prepared.update
     welcome = Welcome(
         prepared.run_id, name, prepared.term, job.seed, job.precision, job.microbatch_samples,
         job.accumulate_grad_batches, config.bucket_bytes, prepared.layout.fingerprint, config.heartbeat_s,

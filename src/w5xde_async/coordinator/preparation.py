@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule, make_rule
 from w5xde_async.updates.sync import SyncRule
 
-__all__ = ["Prepared", "prepare", "record_of"]
+__all__ = ["Prepared", "change_rule", "prepare", "record_of"]
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Prepared:
     loss: float | None = None  # of the last step that was replayed
     schedule: Schedule | None = None  # under rules of local steps, of the workers' optimizers
     inner: bytes = b""  # and what those are: ``compute.inner``, as msgpack
+    update: UpdateConfig = field(default_factory=UpdateConfig)  # what counts: ``auto`` may have chosen another
 
 
 def prepare(
@@ -103,12 +105,13 @@ def prepare(
     state = FlatState(layout)
     state.copy_from(model)
     state.adopt(model)
-    rule, schedule, inner = _rule(job, config, model, layout, state)
+    rule, schedule, inner = _rule(job, config, config.update, model, layout, state)
     pack_state(rule.state_dict())  # an optimizer that cannot be saved is refused now, not at the first checkpoint
     prepared = Prepared(
         job=job, sampler=sampler, model=model, evaluator=evaluator, layout=layout, state=state, rule=rule, run_dir=None,
         store=None, run_id="", term=1, first_step=0, total_steps=total_steps, samples=0, notes=[],
         program=program, untraceable=untraceable, schedule=schedule, inner=inner,
+        update=config.update,
     )  # fmt: skip
     if run_path is None:
         if config.resume not in ("auto", "never"):
@@ -127,10 +130,10 @@ def prepare(
 
 
 def _rule(
-    job: Job, config: CoordinatorConfig, model: nn.Module, layout: Layout, state: FlatState
+    job: Job, config: CoordinatorConfig, update: UpdateConfig, model: nn.Module, layout: Layout, state: FlatState
 ) -> tuple[SyncRule | OuterRule, Schedule | None, bytes]:
     """The update rule; under rules of local steps also what workers are told of their optimizer."""
-    rule, update = SyncRule.of(job, model, layout, state), config.update
+    rule = SyncRule.of(job, model, layout, state)
     if job.precision == "fp16" and not update.plain:
         raise JobError(
             "precision",
@@ -148,6 +151,18 @@ def _rule(
     streaming = [update.fragments, update.overlap, update.mixing] if update.rule == "streaming" else None
     inner = msgpack.packb({**described, "clip": job.gradient_clip_val, "streaming": streaming})
     return outer, schedule, bytes(inner)
+
+
+def change_rule(prepared: Prepared, config: CoordinatorConfig, update: UpdateConfig, step: int, samples: int) -> None:
+    """Go on by another rule, from the parameters as they are after ``step`` steps. Optimizers begin afresh.
+
+    Raises JobError where the job does not fit it; then nothing has changed.
+    """
+    made = _rule(prepared.job, config, update, prepared.model, prepared.layout, prepared.state)
+    prepared.rule, prepared.schedule, prepared.inner = made
+    prepared.update, prepared.first_step, prepared.samples = update, step, samples
+    if isinstance(prepared.rule, OuterRule):
+        prepared.rule.begin_after(step, samples)
 
 
 def _trace(job: Job, model: nn.Module, layout: Layout) -> tuple[Document | None, str]:
@@ -200,6 +215,9 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
     )  # fmt: skip
     journal.sweep()
     if record is not None:
+        known: Any = record.meta.get("update")
+        if config.auto and known is not None and known["rule"] != prepared.update.rule:
+            change_rule(prepared, config, UpdateConfig(**known), 0, 0)
         _restore(prepared, record, str(run_dir.path))
     replay = _replay(prepared, record, journal, run_dir, config)
     if record is not None:
@@ -384,6 +402,7 @@ def record_of(prepared: Prepared, step: int, samples: int) -> Record:
                 "step_in_epoch": step % prepared.sampler.steps_per_epoch, "samples": samples,
             },
             "identity": _identity(prepared),
+            "update": asdict(prepared.update),
             "layout": json.loads(prepared.layout.describe()),
             "rule": skeleton,
         },

@@ -14,7 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
+from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.assigning import Assigning
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -125,6 +127,13 @@ class Rounds(Assigning):
                 await self._wake.wait()
         except TimeoutError:
             pass
+
+    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
+        super().retune(codec, downlink, inner_steps)
+        self.intake.allow(make_codec(codec))
+        if self.downlink.deltas and downlink != "raw":
+            self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
+        self.turns.inner_steps = max(inner_steps, 1)
 
     def stop(self) -> None:
         super().stop()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
@@ -133,6 +134,13 @@ class Training(Hosting):
             await self._commit()
         if self._failure is not None:
             raise self._failure
+
+    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
+        super().retune(codec, downlink, inner_steps)
+        if self.results.intake is not None:
+            self.results.intake.allow(make_codec(codec))
+        if self.downlink is not None and downlink != "raw":
+            self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
 
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""

@@ -24,5 +24,5 @@ LogFormat = Literal["text", "json"]
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 Durability = Literal["checkpoint", "journal"]
 
-Rule = Literal["sync", "async", "local", "streaming", "async-local"]
+Rule = Literal["auto", "sync", "async", "local", "streaming", "async-local"]
 Average = Literal["mean", "radial", "median", "trimmed", "clipping"]

@@ -283,6 +283,7 @@ class CoordinatorSettings(TrainingSettings):
             code_free=self.code_free,
             norm_gate=self.norm_gate,
             update=self.update_config(),
+            auto=self.update == "auto",
             audit_fraction=self.audit_fraction,
             audit_tolerance=self.audit_tolerance,
             quarantine=self.quarantine,

@@ -49,8 +49,8 @@ class TrainingSettings(Program):
 
     update: Rule = setting(
         _UPDATE.rule, "how results become parameters: sync waits for every part of a step, async takes gradients as "
-        "they come; under local, streaming and async-local workers make steps of their own", group="updates",
-        metavar="RULE", accepts=f"one of {', '.join(RULES)}",
+        "they come; under local, streaming and async-local workers make steps of their own; auto chooses rule, codec "
+        "and steps by the links", group="updates", metavar="RULE", accepts=f"one of auto, {', '.join(RULES)}",
     )  # fmt: skip
     codec: Text = setting(
         _UPDATE.codec, "how workers write what they send", group="updates", metavar="CODEC", accepts=_CODECS
@@ -112,9 +112,9 @@ class TrainingSettings(Program):
     def update_config(self) -> UpdateConfig:
         """Raises UsageError for what does not go together."""
         return UpdateConfig(
-            rule=self.update, codec=self.codec, downlink=self.downlink or "", feedback=self.feedback,
-            inner_steps=self.inner_steps, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum,
-            fragments=self.fragments, overlap=self.overlap, mixing=self.mixing,
+            rule="sync" if self.update == "auto" else self.update, codec=self.codec, downlink=self.downlink or "",
+            feedback=self.feedback, inner_steps=self.inner_steps, outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum, fragments=self.fragments, overlap=self.overlap, mixing=self.mixing,
             results_per_step=self.results_per_step or 0, max_staleness=self.max_staleness,
             staleness_exponent=self.staleness_exponent, compensation=self.compensation, average=self.average,
             quorum=self.quorum,

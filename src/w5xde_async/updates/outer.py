@@ -175,6 +175,10 @@ class OuterRule(ABC):
         self.version += 1
         return applied
 
+    def begin_after(self, step: int, samples: int) -> None:
+        """Steps before ``step`` were done under another rule."""
+        self.done, self.samples = DoneSteps(step), samples
+
     @property
     @abstractmethod
     def due(self) -> bool:

@@ -31,6 +31,7 @@ from w5xde_async.wire.messages import (
     Refusal,
     Report,
     Result,
+    Retune,
     Revoke,
     Submit,
     Verdict,
@@ -96,6 +97,7 @@ WORKER: Table = {
     (State.READY, Verdict): State.READY,
     (State.READY, Revoke): State.READY,
     (State.READY, Submit): State.READY,
+    (State.READY, Retune): State.READY,
     (State.READY, Heartbeat): State.READY,
     (State.READY, Refusal): State.CLOSED,
     (State.READY, Drain): State.DRAINING,
@@ -105,6 +107,7 @@ WORKER: Table = {
     (State.DRAINING, Verdict): State.DRAINING,
     (State.DRAINING, Revoke): State.DRAINING,
     (State.DRAINING, Submit): State.DRAINING,
+    (State.DRAINING, Retune): State.DRAINING,
     (State.DRAINING, Heartbeat): State.DRAINING,
     (State.DRAINING, Bye): State.CLOSED,
 }

@@ -36,6 +36,7 @@ __all__ = [
     "Refusal",
     "Report",
     "Result",
+    "Retune",
     "Revoke",
     "Submit",
     "Verdict",
@@ -378,3 +379,11 @@ class Report(Message):
     device_total_bytes: int
     cpu_s: float
     flops_per_leaf: float
+
+
+@_message(21)
+class Retune(Message):
+    """To a worker: write results by another codec from the next lease on; deltas are written by ``downlink`` now."""
+
+    codec: str
+    downlink: str

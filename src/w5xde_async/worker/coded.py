@@ -11,13 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.block import Task
 from w5xde_async.compute.engine import Engine, LeafError, Outcome
-from w5xde_async.errors import MalformedFrame
+from w5xde_async.errors import MalformedFrame, UsageError
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
-from w5xde_async.wire.messages import Done, Lease, Result, Submit, Verdict
+from w5xde_async.wire.messages import Done, Lease, Result, Retune, Submit, Verdict
 from w5xde_async.worker.inbox import HeldLease, Version
 from w5xde_async.worker.pieces import PieceInbox, PieceVersion, Published
 from w5xde_async.worker.replicas import FollowingReplica, Replica, SteppingReplica
@@ -37,7 +38,7 @@ class CodedServing(Serving):
 
     def _take_up(self, engine: Engine) -> None:
         welcome = self.welcome
-        downlink = codec(welcome.downlink)
+        downlink = _codec_of(welcome.downlink)
         self._inbox: PieceInbox = PieceInbox(
             engine.layout, downlink, engine.incoming, self._limit, exact=welcome.update == "sync"
         )
@@ -60,6 +61,11 @@ class CodedServing(Serving):
         elif type(message) is Verdict:
             self._queue.append(message)
             self._feed()
+        elif type(message) is Retune:
+            self._inbox.allow(_codec_of(message.downlink))
+            _codec_of(message.codec)
+            self._queue.append(message)
+            self._feed()
 
     def _expected_s(self) -> float:
         return 0.0  # what is queued takes longer than its leases do: it runs in the compute thread
@@ -79,6 +85,8 @@ class CodedServing(Serving):
                 self.uplink.settle(item.leases, item.code)
             elif isinstance(item, Submit):
                 self._submit(item)
+            elif isinstance(item, Retune):
+                self.uplink.change(_codec_of(item.codec))
             elif isinstance(item, HeldLease):
                 lease = item.message
                 if lease.lease in self._revoked:
@@ -172,6 +180,14 @@ class CodedServing(Serving):
             release = _nothing
         self.outbox.post(encode(done), sent=release)
         self.leases_done += 1
+
+
+def _codec_of(name: str) -> Codec:
+    """Raises MalformedFrame for a name that is none."""
+    try:
+        return codec(name)
+    except UsageError as error:
+        raise MalformedFrame(str(error)[:200]) from None
 
 
 def _let_go(vector: ResultVector) -> None:

@@ -55,6 +55,10 @@ class PieceInbox(Inbox):
         self._kept: list[Piece] = []
         self._items: list[HeldLease | Submit] = []
 
+    def allow(self, codec: Codec) -> None:
+        """Versions may come in this codec too."""
+        self._codecs |= {known.name: known for known in codec.alternatives}
+
     def place_params(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
         buckets = self._layout.buckets
         if message.bucket >= len(buckets) or message.num_buckets > len(buckets) or len(specs) != 1:

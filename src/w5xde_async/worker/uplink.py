@@ -37,17 +37,36 @@ class Uplink:
         self.codec, self.pool = codec, BytePool()
         self._forms = forms_of(layout)
         self._clock = clock
-        # Buckets of trainable parameters are the first ones of a layout: their numbers are a feedback's own.
-        forms = [self._forms[index] for index in sorted(self._forms)]
-        self._feedback = Feedback(codec, forms, pool=self.pool) if feedback and not codec.exact else None
-        self._encoders = {} if self._feedback is not None else {i: codec.encoder(f) for i, f in self._forms.items()}
+        self._wanted = feedback
+        self._build()
         self._keys: set[int] = set()
+        self._next: Codec | None = None
         self.encode_s = 0.0  #: of the lease under way
         self.raw_bytes = 0
+
+    def _build(self) -> None:
+        codec = self.codec
+        # Buckets of trainable parameters are the first ones of a layout: their numbers are a feedback's own.
+        forms = [self._forms[index] for index in sorted(self._forms)]
+        kept = self._wanted and not codec.exact
+        self._feedback = Feedback(codec, forms, pool=self.pool) if kept else None
+        self._encoders = {} if kept else {index: codec.encoder(form) for index, form in self._forms.items()}
+
+    def change(self, codec: Codec) -> None:
+        """Encode by another codec, as soon as no verdict is awaited; what was left out is added as ever."""
+        self._next = codec
 
     def begin(self) -> None:
         """A lease's results are about to be encoded."""
         self.encode_s, self.raw_bytes = 0.0, 0
+        if self._next is None or self._keys:
+            return
+        kept = {} if self._feedback is None else self._feedback.state_dict()
+        self.codec, self._next = self._next, None
+        self._build()
+        if self._feedback is not None:  # residuals are values, whatever the codec
+            residuals = {name: value for name, value in kept.items() if name.startswith("residual.")}
+            self._feedback.load_state_dict(residuals | self._feedback.state_dict())
 
     def encode(self, lease: int, bucket: int, values: Tensor) -> Coded | None:
         """Encode one bucket, float32 in host memory. None for one that travels as it lies."""

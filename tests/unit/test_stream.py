@@ -1,0 +1,104 @@
+"""Steps handed out one by one: each in one place, done once, whatever comes back and in what order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from w5xde_async.plan.stream import DoneSteps, StreamLedger
+
+WORKERS = ("a", "b", "c")
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["grant", "carry", "ask", "submit", "settle", "refuse", "give", "lose", "fail"]),
+              st.sampled_from(WORKERS)),
+    max_size=120,
+)  # fmt: skip
+
+
+@given(ACTS)
+def test_every_step_is_in_one_place(acts: list[tuple[str, str]]) -> None:
+    ledger = StreamLedger(total_steps=12, max_failures=1000, max_deaths=1000)
+    waiting: list[int] = []
+    now = 0.0
+    for act, worker in acts:
+        now += 1.0
+        steps = [grant for grant in ledger.held(worker) if grant.step >= 0]
+        asks = [grant for grant in ledger.held(worker) if grant.step < 0]
+        if act == "grant":
+            ledger.grant(worker, now=now, deadline_s=5.0, others=WORKERS)
+        elif act == "carry" and steps:
+            ledger.carry(steps[0].lease, now)
+        elif act == "ask":
+            ledger.ask(worker, now=now)
+        elif act == "submit" and (asks or steps):
+            lease = (asks or steps)[0].lease
+            ledger.submitted(lease, now)
+            waiting.append(lease)
+        elif act in ("settle", "refuse") and waiting:
+            ledger.settle(waiting.pop(0), accepted=act == "settle")
+        elif act == "give" and steps:
+            ledger.give_back(steps[0].lease)
+        elif act == "fail" and steps:
+            ledger.fail(steps[0].lease)
+        elif act == "lose":
+            ledger.lose(worker)
+        ledger.validate()
+    # Whatever happened, the rest can be done, and then every step is done once.
+    for worker in WORKERS:
+        ledger.lose(worker)
+    for lease in waiting:
+        ledger.settle(lease, accepted=False)
+    while (grant := ledger.grant("d", now=now, deadline_s=5.0)) is not None:
+        ledger.submitted(grant.lease, now)
+        ledger.settle(grant.lease, accepted=True)
+    assert ledger.complete
+    assert ledger.num_open == 0
+    assert ledger.done.state_dict() == {"floor": 12, "above": []}
+
+
+def test_what_a_lost_worker_carried_is_done_by_others() -> None:
+    ledger = StreamLedger(total_steps=3)
+    for _ in range(2):
+        grant = ledger.grant("a", now=0.0, deadline_s=5.0)
+        assert grant is not None
+        ledger.carry(grant.lease, 1.0)
+    assert ledger.carried("a") == (0, 1)
+    assert ledger.lose("a")[0] == 2
+    again = ledger.grant("b", now=2.0, deadline_s=5.0)
+    assert again is not None
+    assert again.step == 0
+
+
+def test_a_submission_has_no_deadline_and_the_oldest_lease_of_a_worker_has() -> None:
+    ledger = StreamLedger(total_steps=3)
+    first = ledger.grant("a", now=0.0, deadline_s=5.0)
+    second = ledger.grant("a", now=0.0, deadline_s=5.0)
+    asked = ledger.ask("b", now=0.0)
+    assert first is not None
+    assert second is not None
+    assert ledger.overdue(4.9) == []
+    assert ledger.overdue(5.0) == [first]
+    ledger.carry(first.lease, 5.0)
+    assert ledger.overdue(9.9) == []  # the second could begin only then
+    assert ledger.overdue(10.0) == [second]
+    assert asked not in ledger.overdue(1e9)
+
+
+def test_a_step_that_failed_on_a_worker_is_left_to_others() -> None:
+    ledger = StreamLedger(total_steps=1, max_failures=3)
+    grant = ledger.grant("a", now=0.0, deadline_s=5.0)
+    assert grant is not None
+    assert ledger.fail(grant.lease) is None
+    assert ledger.grant("a", now=0.0, deadline_s=5.0, others=["a", "b"]) is None
+    assert ledger.grant("b", now=0.0, deadline_s=5.0, others=["a", "b"]) is not None
+
+
+def test_a_step_is_done_once() -> None:
+    done = DoneSteps.of_state({"floor": 2, "above": [4]})
+    done.add(2)
+    assert (done.floor, done.above(), len(done)) == (3, [4], 4)
+    done.add(3)
+    assert (done.floor, done.above()) == (5, [])
+    with pytest.raises(ValueError, match="done already"):
+        done.add(4)
