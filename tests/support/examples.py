@@ -46,7 +46,13 @@ def run(folder: Path) -> int:
 if __name__ == "__main__":
     import torch
 
-    from w5xde_async import cluster, telemetry
+    from w5xde_async import cluster
+    from w5xde_async.telemetry import plot
 
-    assert all((torch, cluster, telemetry))
+    assert all((cluster, plot))
+    torch.set_num_threads(1)  # nothing may have started a thread when it forks
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        kind([parameter]).step()  # an optimizer's first step imports much
     sys.exit(sum(bool(run(Path(folder).resolve())) for folder in sys.argv[1:]))
