@@ -119,6 +119,40 @@ def test_callbacks_get_what_an_observer_of_the_socket_counts(calls: Any) -> None
         assert steps[step + 1].loss == pytest.approx(sum(losses) / len(losses))
 
 
+class Sparse(nn.Module):
+    """Most of its gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(400, 64)
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed((x * 10).long().clamp(0, 399)).mean(1))
+        return out
+
+
+def test_compressed_gradients_are_fewer_bytes_and_the_same_bits(calls: Any) -> None:
+    digests, sent = set(), {}
+    for compressed in (False, True):
+        torch.manual_seed(3)
+        server = server_of(None, model=Sparse())
+        running, _ = serve(calls, server)
+        node = node_for(server, model=Sparse, collect_metrics=True, compress_gradients=compressed)
+        pieces: list[tuple[Any, ...]] = []
+        node.train(network_callback=lambda *args, pieces=pieces: pieces.append(args))
+        digests.add(running.result(10).digest)
+        sent[compressed] = node.bytes_sent
+        numel = sum(parameter.numel() for parameter in Sparse().parameters())
+        for bytes_sent, _, comp_time, _, orig_size, comp_size in pieces:
+            assert 4 * numel <= orig_size < 4 * numel + 256  # entries begin at multiples of 64 bytes
+            assert (comp_time > 0) == compressed
+            assert comp_size < orig_size / 3 if compressed else comp_size == orig_size
+            assert comp_size < bytes_sent < comp_size + 2000
+    assert len(digests) == 1
+    assert sent[True] < sent[False] / 3
+
+
 def messages(tape: bytes) -> Iterator[tuple[Message, Any, int]]:
     at = 0
     while at < len(tape):

@@ -46,8 +46,8 @@ def lease(number: int, step: int, start: int, samples: tuple[int, ...]) -> Lease
                     "samples": samples})  # fmt: skip
 
 
-def done(number: int, losses: tuple[float, ...]) -> list[Buffer]:
-    return encode(Done(**{**_blank(Done), "lease": number, "losses": losses}))
+def done(number: int, losses: tuple[float, ...], encode_s: float = 0.0) -> list[Buffer]:
+    return encode(Done(**{**_blank(Done), "lease": number, "losses": losses, "encode_s": encode_s}))
 
 
 def _blank(kind: type) -> dict[str, Any]:
@@ -55,11 +55,15 @@ def _blank(kind: type) -> dict[str, Any]:
     return {name: empty.get(str(hint), ()) for name, hint in kind.__annotations__.items()}
 
 
-def result(number: int, numel: int, nbytes: int | None = None) -> list[Buffer]:
-    nbytes = 4 * numel if nbytes is None else nbytes
-    codec = "raw" if nbytes == 4 * numel else "lz4"
-    fields = {**_blank(Result), "lease": number}
-    return encode(Result(**fields), [(BufferSpec("", "float32", (numel,), codec, nbytes), bytes(nbytes))])
+SIZES = (200, 80, 400, 4, 12, 0)  # of each bucket as it lies in memory
+
+
+def result(number: int, bucket: int, nbytes: int | None = None) -> list[Buffer]:
+    """One bucket's sum, raw or in so many bytes of a codec."""
+    raw = nbytes is None
+    nbytes = SIZES[bucket] if nbytes is None else nbytes
+    spec = BufferSpec("", "float32", (nbytes // 4,), "raw", nbytes) if raw else BufferSpec("", "uint8", (nbytes,), "lz4", nbytes)  # fmt: skip  # noqa: E501
+    return encode(Result(**{**_blank(Result), "lease": number, "bucket": bucket}), [(spec, bytes(nbytes))])
 
 
 def size(frame: Sequence[Buffer]) -> int:
@@ -70,21 +74,24 @@ async def test_every_number_of_a_piece() -> None:
     wire = Wire([(lease(7, 3, 4, (10, 30)), 500), (lease(8, 4, 0, (5,)), 60)])
     pieces: list[Piece] = []
     ticks = itertools.count()
-    link = WatchedLink(wire, on_piece=pieces.append, clock=lambda: float(next(ticks)))  # a second between two looks
+    link = WatchedLink(
+        wire, SIZES, on_piece=pieces.append, clock=lambda: float(next(ticks))
+    )  # a second between two looks
     await link.recv(lambda message, specs: [])
     await link.recv(lambda message, specs: [])
-    beat, first, second = encode(Heartbeat("busy")), result(7, 50), result(7, 20, 33)
+    beat, first, second = encode(Heartbeat("busy")), result(7, 0), result(7, 1, 33)
     await link.send([*beat, *first])
-    await link.send([*second, *done(7, (1.0, 2.0))])
+    await link.send([*second, *done(7, (1.0, 2.0), 0.25)])
     await link.send(done(8, (0.5,)))
     assert [(piece.step, piece.start, piece.samples, piece.loss) for piece in pieces] == [
         (3, 4, 40, 1.75), (4, 0, 5, 0.5),
     ]  # fmt: skip
-    assert pieces[0].sent_bytes == 100 + size(beat) + size(first) + size(second) + size(done(7, (1.0, 2.0)))
+    assert pieces[0].sent_bytes == 100 + size(beat) + size(first) + size(second) + size(done(7, (1.0, 2.0), 0.25))
     assert pieces[1].sent_bytes == size(done(8, (0.5,)))
     assert [piece.received_bytes for piece in pieces] == [40 + 500 + 60, 0]
     assert [piece.gradient_bytes for piece in pieces] == [280, 0]
     assert [piece.encoded_bytes for piece in pieces] == [233, 0]
+    assert [piece.encode_s for piece in pieces] == [0.25, 0.0]
     assert [piece.network_s for piece in pieces] == pytest.approx([4.0, 1.0])
 
 
@@ -92,10 +99,10 @@ async def test_frames_that_go_together_have_their_share_of_the_time() -> None:
     wire = Wire([(lease(1, 0, 0, (1,)), 0), (lease(2, 0, 1, (1,)), 0)])
     pieces: list[Piece] = []
     ticks = itertools.count()
-    link = WatchedLink(wire, on_piece=pieces.append, clock=lambda: float(next(ticks)))
+    link = WatchedLink(wire, SIZES, on_piece=pieces.append, clock=lambda: float(next(ticks)))
     await link.recv()
     await link.recv()
-    await link.send([*result(1, 100), *done(1, (1.0,)), *result(2, 1), *done(2, (1.0,))])
+    await link.send([*result(1, 2), *done(1, (1.0,)), *result(2, 3), *done(2, (1.0,))])
     assert len(wire.sends) == 1
     assert sum(piece.network_s for piece in pieces) == pytest.approx(1.0)
     assert pieces[0].network_s / pieces[1].network_s == pytest.approx(
@@ -104,10 +111,10 @@ async def test_frames_that_go_together_have_their_share_of_the_time() -> None:
 
 
 async def test_without_gathering_every_frame_is_a_write_and_the_bytes_are_the_same() -> None:
-    chunks = [*result(1, 3), *result(1, 0), *done(1, (1.0,)), *encode(Heartbeat("idle"))]
+    chunks = [*result(1, 4), *result(1, 5), *done(1, (1.0,)), *encode(Heartbeat("idle"))]
     together, alone = Wire(), Wire()
-    await WatchedLink(together, on_piece=None).send(chunks)
-    await WatchedLink(alone, on_piece=None, gathered=False).send(chunks)
+    await WatchedLink(together, SIZES, on_piece=None).send(chunks)
+    await WatchedLink(alone, SIZES, on_piece=None, gathered=False).send(chunks)
     assert (len(together.sends), len(alone.sends)) == (1, 4)
     assert b"".join(alone.sends) == together.sends[0]
 
@@ -115,7 +122,7 @@ async def test_without_gathering_every_frame_is_a_write_and_the_bytes_are_the_sa
 async def test_a_lease_that_was_revoked_in_time_is_no_piece() -> None:
     wire = Wire([(lease(1, 0, 0, (4,)), 0)])
     pieces: list[Piece] = []
-    link = WatchedLink(wire, on_piece=pieces.append)
+    link = WatchedLink(wire, SIZES, on_piece=pieces.append)
     await link.recv()
     await link.send(done(1, ()))
     assert not pieces
@@ -123,7 +130,7 @@ async def test_a_lease_that_was_revoked_in_time_is_no_piece() -> None:
 
 async def test_it_is_the_link_that_it_stands_for() -> None:
     wire = Wire()
-    link = WatchedLink(wire, on_piece=None)
+    link = WatchedLink(wire, SIZES, on_piece=None)
     link.caps = SESSION_CAPS
     assert wire.caps is link.caps is SESSION_CAPS
     assert (link.peer, link.certificate, link.figures) == ("peer", b"cert", None)

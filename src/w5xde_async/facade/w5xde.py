@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.telemetry.events import Bus
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
 
@@ -48,6 +50,7 @@ NetworkCallback = Callable[[int, int, float, float, int, int], object]
 _DEFAULT_ADDRESS = ("localhost", 5555)
 _ENDLESS = 1_000_000_000  # steps: until somebody stops it
 _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
+_LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
 
 
@@ -136,6 +139,7 @@ class CentralServer:
             prefetch_leaves=queue_size,
             code_free=criterion is not None,
             resume=resume,
+            update=UpdateConfig(codec=_LOSSLESS, downlink="raw"),
         )
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
         self._lock = threading.Lock()
@@ -225,7 +229,7 @@ class TrainingNode:
     server_address      ``(host, port)`` or ``"host:port"``; default: the join string's, else ``('localhost', 5555)``
     secure              TLS; on loopback that needs the server's join file. Off loopback there is always TLS
     collect_metrics     ``network_callback`` is called only with it
-    compress_gradients  lossless lz4 for what is sent, where it saves bytes
+    compress_gradients  lossless lz4 for the gradients that are sent, where it saves 3 % of their bytes
     batch_gradients     gradients that are ready together share one write; False: each leaves by itself
     device              ``cpu``, ``cuda:0``, ``mps`` or a torch.device; default: the best there is
     criterion           ``criterion(output, target) -> mean loss``; default: the server's, which is CrossEntropyLoss
@@ -256,6 +260,7 @@ class TrainingNode:
             raise UsageError(f"model is a {type(model).__name__}, neither a module nor something that makes one")
         self.server_address = where_to_join(server_address, _DEFAULT_ADDRESS, join_file=join_file, secure=secure)
         self.collect_metrics, self.batch_gradients = collect_metrics, batch_gradients
+        self.compress_gradients = compress_gradients
         self._config = WorkerConfig(
             name=name,
             token=find_token(token),
@@ -329,10 +334,15 @@ class TrainingNode:
         job = None if program else self._job()
         worker = WatchedWorker(self.server_address, job=job, config=self._config)
         needs_program = self._criterion is None and not program
-        worker.watch(
-            self._traffic, on_piece=on_piece, gathered=self.batch_gradients,
-            on_welcome=_refuse_other_criterion if needs_program else None,
-        )  # fmt: skip
+
+        def on_welcome(welcome: Welcome) -> Welcome:
+            _, found, criterion = welcome.run_name.partition(_OWN_CRITERION)
+            if found and needs_program:
+                raise _NeedsProgram(f"the server trains with its own criterion ({criterion})")
+            plain = welcome.codec == _LOSSLESS and not self.compress_gradients
+            return replace(welcome, codec="raw") if plain else welcome
+
+        worker.watch(self._traffic, on_piece=on_piece, on_welcome=on_welcome, gathered=self.batch_gradients)
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -369,12 +379,6 @@ class TrainingNode:
 
 class _NeedsProgram(UsageError):
     """The server has a criterion of its own, and this node none."""
-
-
-def _refuse_other_criterion(welcome: Welcome) -> None:
-    _, found, criterion = welcome.run_name.partition(_OWN_CRITERION)
-    if found:
-        raise _NeedsProgram(f"the server trains with its own criterion ({criterion})")
 
 
 def _reporting(

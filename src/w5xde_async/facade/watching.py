@@ -13,7 +13,7 @@ from typing import NamedTuple
 from w5xde_async.errors import LocalError
 from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.tuning import Figures
-from w5xde_async.wire.frame import DTYPE_BYTES, LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, Caps, decode_header
+from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, Caps, decode_header
 from w5xde_async.wire.messages import Done, Lease, Message, Result, Welcome
 from w5xde_async.worker.joining import Joined
 from w5xde_async.worker.service import Worker
@@ -72,14 +72,21 @@ class WatchedLink:
     """
 
     def __init__(
-        self, link: Link, *, on_piece: Callable[[Piece], None] | None, gathered: bool = True,
+        self,
+        link: Link,
+        sizes: Sequence[int],
+        *,
+        on_piece: Callable[[Piece], None] | None,
+        gathered: bool = True,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """``sizes``: bytes of each of the layout's result buckets, as it lies in memory."""
         self._link, self._on_piece, self._gathered, self._clock = link, on_piece, gathered, clock
+        self._sizes = sizes
         self._leases: dict[int, Lease] = {}
         self._sent = link.bytes_sent  # since the last piece; the handshake was before this link was looked at
         self._received = 0  # of which account has been given
-        self._network_s = self._encode_s = 0.0
+        self._network_s = 0.0
         self._gradient_bytes = self._encoded_bytes = 0
 
     @property
@@ -148,9 +155,8 @@ class WatchedLink:
             self._sent += frame.nbytes
             self._network_s += elapsed_s * frame.nbytes / total
             if type(frame.message) is Result:
-                for spec in frame.specs:
-                    self._gradient_bytes += _numel(spec.shape) * DTYPE_BYTES[spec.dtype]
-                    self._encoded_bytes += spec.nbytes
+                self._gradient_bytes += self._sizes[frame.message.bucket]
+                self._encoded_bytes += sum(spec.nbytes for spec in frame.specs)
             elif type(frame.message) is Done:
                 self._finish(frame.message)
 
@@ -167,13 +173,13 @@ class WatchedLink:
             sum(loss * count for loss, count in zip(done.losses, lease.samples, strict=True)) / samples,
             self._sent,
             received - self._received,
-            self._encode_s,
+            done.encode_s,
             self._network_s,
             self._gradient_bytes,
             self._encoded_bytes,
         )
         self._sent, self._received = 0, received
-        self._network_s = self._encode_s = 0.0
+        self._network_s = 0.0
         self._gradient_bytes = self._encoded_bytes = 0
         if self._on_piece is not None:
             self._on_piece(piece)
@@ -198,35 +204,31 @@ def _frames(chunks: Sequence[Buffer]) -> Iterator[_Frame]:
         at = end
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    return numel
-
-
 class WatchedWorker(Worker):
-    """A Worker whose links are watched. ``on_welcome`` sees every run that it is let into, and may raise."""
-
-    on_piece: Callable[[Piece], None] | None = None
-    on_welcome: Callable[[Welcome], None] | None = None
-    gathered = True
+    """A Worker whose links are watched; ``watch`` comes before ``run``."""
 
     def watch(
-        self, traffic: Traffic, *, on_piece: Callable[[Piece], None] | None = None,
-        on_welcome: Callable[[Welcome], None] | None = None, gathered: bool = True,
-    ) -> None:  # fmt: skip
-        """Before ``run``."""
+        self,
+        traffic: Traffic,
+        *,
+        on_piece: Callable[[Piece], None] | None = None,
+        on_welcome: Callable[[Welcome], Welcome] | None = None,
+        gathered: bool = True,
+    ) -> None:
+        """``on_welcome`` gets what is said of each run that lets it in, and may alter it, or raise."""
         self._traffic = traffic
-        self.on_piece, self.on_welcome, self.gathered = on_piece, on_welcome, gathered
+        self._on_piece, self._on_welcome, self._gathered = on_piece, on_welcome, gathered
 
     async def _try_to_join(self, left_s: float) -> Joined:
         joined = await super()._try_to_join(left_s)
         self._traffic.add(joined.link)
-        if self.on_welcome is not None:
+        welcome, layout = joined.welcome, joined.layout
+        if self._on_welcome is not None:
             try:
-                self.on_welcome(joined.welcome)
+                welcome = self._on_welcome(welcome)
             except BaseException:
                 joined.link.abort()
                 raise
-        return joined._replace(link=WatchedLink(joined.link, on_piece=self.on_piece, gathered=self.gathered))
+        sizes = [layout.result_nbytes(bucket) for bucket in layout.result_buckets]
+        link = WatchedLink(joined.link, sizes, on_piece=self._on_piece, gathered=self._gathered)
+        return joined._replace(link=link, welcome=welcome)
