@@ -131,8 +131,8 @@ class Checks:
         except (AssertionError, KeyError) as error:
             self.violate("ledger", f"after {what}: {error!r}")
         sessions, ahead = len(training.sessions), self.config.pacing.leases_ahead
-        # A drained or replaced worker's leases go with it; two steps are open.
-        if training.ledger.num_open > 2 * ahead * max(sessions, 1) + ahead:
+        # A drained or replaced worker's leases go with it; two steps are open; audits have a bound of their own.
+        if training.ledger.num_open > 2 * ahead * max(sessions, 1) + ahead + self.config.audit.most_open:
             self.violate("memory", f"{training.ledger.num_open} leases open for {sessions} workers")
         if training.ledger.num_open != sum(training.ledger.num_held(worker) for worker in training.sessions):
             self.violate("ledger", f"after {what}: a lease is open whose worker is not here")
