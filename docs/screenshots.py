@@ -29,7 +29,7 @@ PICTURES = (
     ("dashboard-dark.png", "status", DESKTOP, "dark"),
     ("dashboard-phone.png", "status", PHONE, "light"),
     ("workers-light.png", "workers", (1280, 480), "light"),
-    ("timeline-dark.png", "timeline", (1280, 480), "dark"),
+    ("timeline-dark.png", "timeline", (1280, 530), "dark"),
     ("workers-phone.png", "workers", PHONE, "dark"),
 )
 
