@@ -119,6 +119,11 @@ class Session:
         self._garbage = 0
         self._end_reason = ""
 
+    @property
+    def vanished(self) -> bool:
+        """The worker is gone without a word, and it was not us: what it computed may have killed it."""
+        return not self.given_up and self.state is not State.CLOSED
+
     # -- life ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
