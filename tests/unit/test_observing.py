@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,16 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.events import committed, run_reported
 from tests.support.jobs import mlp_sgd
 
+from w5xde_async import status
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.coordinator.observing import Observer, reason_to_wait
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import ExitCode
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
+from w5xde_async.telemetry.progress import Progress, ProgressConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
@@ -216,6 +220,29 @@ async def test_the_dashboard_of_a_coordinator(tmp_path: Path):
     assert [event.text for event in events if isinstance(event, Warned)] == []
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert not [handler for handler in logging.getLogger("w5xde_async").handlers if "LogHandler" in repr(type(handler))]
+
+
+async def test_off_loopback_it_asks_for_a_token_that_no_record_holds(tmp_path: Path):
+    bus, shown = Bus(), StringIO()
+    bus.subscribe(Progress(ProgressConfig(log_format="json", mode="verbose"), stream=shown))
+    config = settings(max_steps=2, dashboard="0.0.0.0:0", advertise="localhost")
+    run_dir = tmp_path / "run"
+    async with Coordinator(mlp_sgd(), run_dir=run_dir, config=config, bus=bus) as coordinator:
+        link = coordinator.dashboard_link
+        assert link.startswith("https://localhost:")
+        token = link.partition("token=")[2]
+        assert len(token) > 30
+        loop = asyncio.get_running_loop()
+        for file, code in ((run_dir, ExitCode.OK), (tmp_path, ExitCode.USAGE)):
+            assert await loop.run_in_executor(None, status.main, ["--json", "--run-dir", str(file)]) == code
+        worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        await coordinator.wait()
+        await worker
+    kept = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".toml", ".json")]
+    assert {path.name for path in kept} >= {"metrics.jsonl", "config.toml"}
+    assert not [path for path in kept if token in path.read_text()]
+    assert "run_started" in shown.getvalue()
+    assert token not in shown.getvalue()
 
 
 async def test_without_the_extra_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
