@@ -282,7 +282,7 @@ class Rounds(Assigning):
         for grant in self.ledger.held(worker):
             self.intake.drop(grant.lease)
         self._reports.forget(self.ledger.carried(worker))
-        returned, culprit = self.ledger.lose(worker, died=not session.given_up)
+        returned, culprit = self.ledger.lose(worker, died=session.vanished)
         self._waiting.pop(worker, None)
         self.turns.leave(worker)
         self.pacing.forget(worker)

@@ -376,7 +376,7 @@ class Training(Hosting):
             self.downlink.forget(session)
 
     def _take_back(self, session: Session) -> int:
-        grants, culprit = self.ledger.lose(session.worker_id, died=not session.given_up)
+        grants, culprit = self.ledger.lose(session.worker_id, died=session.vanished)
         self.dispatch.forget(session.worker_id)
         self.judging.left(session.worker_id)
         if culprit is not None and self._failure is None:
