@@ -39,7 +39,12 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
-_PAGES = {"README.md": "start.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
+_PAGES = {
+    "README.md": "start.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+    "bench/README.md": "benches.md",
+}
 _COLUMN = re.compile(r"^(?!\.\.\.|>>>)(\S+(?:,? \S+)*)\s{2,}(\S.*)$")
 
 
@@ -50,8 +55,10 @@ def inside(text: str) -> str:
     return text
 
 
-def from_root(text: str) -> str:
-    """Links of a file that stands beside docs/ and is included by a page, for the site."""
+def from_root(text: str, folder: str = "") -> str:
+    """Links of a file that stands beside docs/, or in a folder there, and is included by a page, for the site."""
+    if folder:
+        text = re.sub(r"\]\((?!\.\./|\w+://|#)", f"]({folder}/", text).replace("](../", "](")
     for outside, page in _PAGES.items():
         text = text.replace(f"]({outside}", f"]({page}")
     text = text.replace("](docs/", "](")
@@ -85,8 +92,9 @@ def setup(app: object) -> None:
         content[0] = inside(content[0])
 
     def include_read(_app: object, path: Path, _parent: str, content: list[str]) -> None:
-        if path.parent in (Path(), Path("..")) or path.resolve().parent == ROOT:
-            content[0] = from_root(content[0])
+        folder = (ROOT / "docs" / path).resolve().parent
+        if folder in (ROOT, ROOT / "bench"):
+            content[0] = from_root(content[0], "" if folder == ROOT else folder.name)
 
     def docstring(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
         lines[:] = definitions(lines)

@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Pages that only include a file which the index names itself.
-INCLUDED = {"start.md", "security.md", "changelog.md"}
+INCLUDED = {"start.md", "security.md", "changelog.md", "benches.md"}
 
 
 class Example(NamedTuple):
