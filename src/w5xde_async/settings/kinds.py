@@ -8,6 +8,26 @@ from pydantic import Field
 
 from w5xde_async.settings.values import Duration, WholeNumber
 
+__all__ = [
+    "BYTES",
+    "FROM_0",
+    "FROM_1",
+    "NAME",
+    "SECONDS",
+    "AtLeast0",
+    "AtLeast1",
+    "Average",
+    "Durability",
+    "LogFormat",
+    "LogMode",
+    "LoopKind",
+    "Name",
+    "Part",
+    "Rule",
+    "Text",
+    "Time",
+]
+
 FROM_0, FROM_1 = "a whole number >= 0", "a whole number >= 1"
 SECONDS = "a time above 0, like 90, 90s, 5m or 2h"
 BYTES = "a size like 512KiB, 4MiB or 1GB"
