@@ -345,6 +345,20 @@ async def test_a_viewer_that_goes_is_forgotten():
             await ask(dashboard, "/health")
 
 
+async def test_a_connection_that_says_nothing_is_closed():
+    async with served("hush") as (dashboard, _):
+        silent = [await asyncio.open_connection("127.0.0.1", dashboard.port) for _ in range(3)]
+        assert (await ask(dashboard, "/health"))[0] == 200
+        now = asyncio.get_running_loop().time()
+        dashboard.drop_silent(now)
+        dashboard.drop_silent(now + 11.0)
+        for reader, writer in silent:
+            assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+        assert (await ask(dashboard, "/health"))[0] == 200
+
+
 async def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]

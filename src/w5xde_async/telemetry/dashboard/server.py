@@ -15,6 +15,7 @@ import ssl as tls
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from importlib.resources import files
+from typing import Any
 from urllib.parse import quote
 
 import uvicorn
@@ -34,6 +35,7 @@ __all__ = ["Dashboard"]
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 0.5
+_SILENT_S = 10.0
 _TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
     ".js": "text/javascript; charset=utf-8", ".txt": "text/plain; charset=utf-8",
@@ -67,6 +69,7 @@ class Dashboard:
         self._static: dict[str, tuple[bytes, str]] = {}
         self._server: _Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._seen: dict[Any, float] = {}  # connection -> since when, on the loop's clock
 
     @property
     def address(self) -> str:
@@ -141,9 +144,18 @@ class Dashboard:
             await asyncio.sleep(_FLUSH_S)
             try:
                 self.feed.flush()
+                self.drop_silent(asyncio.get_running_loop().time())
             except Exception:
                 logger.exception("dashboard shows nothing new from now on, the run goes on")
                 return
+
+    def drop_silent(self, now: float) -> None:
+        """Close connections that have asked for nothing for ``_SILENT_S``: uvicorn would wait for ever."""
+        connections = [] if self._server is None else list(self._server.server_state.connections)
+        self._seen = {connection: self._seen.get(connection, now) for connection in connections}
+        for connection, since in self._seen.items():
+            if getattr(connection, "cycle", None) is None and now - since >= _SILENT_S:
+                connection.transport.close()  # type: ignore[union-attr, unused-ignore]
 
     # -- what it answers -----------------------------------------------------------------------------------
 
