@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trustme
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.jobs import mlp_sgd
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused, W5xdeError
+from w5xde_async.job import Job
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.tls import TlsFiles, own_certificate
 from w5xde_async.telemetry.events import Event, WorkerLeft
@@ -228,29 +232,94 @@ async def test_strangers_of_one_address_are_few_and_workers_still_get_in(tmp_pat
         await asyncio.gather(made, return_exceptions=True)
 
 
-async def test_a_stranger_sees_nothing_of_the_run(tmp_path: Path):
-    """Everything that one without the secret ever receives, in every state that he can reach, is searched."""
-    canary = b"canary-7f3a"
-    made = settings(max_steps=10_000, token="the secret")
-    seen = bytearray()
+CANARY = b"canary-7f3a-"  # 12 bytes: three float32 values, all of them finite
+
+
+class Marked(nn.Module):
+    """The canary is in its parameters, in a constant of its program and in the names of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        marked = torch.frombuffer(bytearray(CANARY * 16), dtype=torch.float32)
+        self.canary_7f3a = nn.Linear(48, 10)
+        with torch.no_grad():
+            self.canary_7f3a.weight.copy_(marked.repeat(10, 1))
+        self.register_buffer("shift", marked.clone(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.canary_7f3a(x * 1e-20 + self.shift)
+        return out
+
+
+def marked() -> Job:
+    rows = torch.frombuffer(bytearray(CANARY * 16), dtype=torch.float32).repeat(64, 1)
+    return Job(
+        model=Marked, dataset=TensorDataset(rows, torch.zeros(64, dtype=torch.int64)),
+        loss=nn.functional.cross_entropy, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        batch_size=16, microbatch_size=4, max_steps=10_000,
+    )  # fmt: skip
+
+
+def every_message() -> list[list[Any]]:
+    """One frame of each kind that there is, as somebody might send it without having proved anything."""
+    golden = Path(__file__).parents[1] / "golden" / "frames"
+    return [[path.read_bytes()] for path in sorted(golden.glob("[0-9]*.bin"))]
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_stranger_sees_nothing_of_the_run(tls: bool, tmp_path: Path):
+    """Everything that one without the secret ever receives, in every state that he can reach, is searched, while a
+    worker is at work: parameters, data, program, names, the secret."""
+    config: dict[str, Any] = {"max_steps": 1_000_000, "token": "the secret", "code_free": True, "max_time_s": 30.0}
+    config |= {"join_file": tmp_path / "join"} if tls else {}
+    seen, commits = bytearray(), Commits()
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
     async def try_with(port: int, *frames: Any) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for frame in frames:
-            writer.writelines(frame)
-        writer.write_eof()
-        seen.extend(await reader.read())
-        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context if tls else None)
+        certificate = writer.get_extra_info("ssl_object").getpeercert(True) if tls else b""
+        seen.extend(certificate)
+        try:
+            for frame in frames:
+                writer.writelines(frame)
+            if not tls:
+                writer.write_eof()
+            async with asyncio.timeout(0.2 if tls else 5.0):
+                while data := await reader.read(1 << 16):
+                    seen.extend(data)
+        except (ConnectionError, TimeoutError):
+            pass  # turned away, or told nothing more
+        finally:
+            writer.transport.abort()
 
-    async with Coordinator(mlp_sgd(), name=canary.decode(), config=made) as coordinator:
+    made = settings(**config)
+    name = CANARY.decode()
+    async with Coordinator(
+        marked(), run_dir=tmp_path / name, name=name, config=made, bus=commits.bus, job_reference=""
+    ) as coordinator:
+        where = (tmp_path / "join").read_text().strip() if tls else coordinator.address
+        working = asyncio.create_task(
+            Worker(where, job=None, config=replace(QUICK_WORKER, token="" if tls else "the secret")).run()
+        )
+        await commits.reach(2)
         hello = encode(Hello(PROTOCOL_VERSION, bytes(32), "stranger", "stranger", "0"))
+        wrong = encode(Proof(bytes(32)))
         await try_with(coordinator.port)
-        await try_with(coordinator.port, hello)
-        await try_with(coordinator.port, hello, encode(Proof(bytes(32))))
-        await try_with(coordinator.port, hello, encode(Proof(b"")))
-        await try_with(coordinator.port, hello, hello)
         await try_with(coordinator.port, [b"GET / HTTP/1.1\r\n\r\n"])
-        fingerprint = coordinator._prepared.layout.fingerprint  # type: ignore[union-attr]
+        await try_with(coordinator.port, hello, encode(Proof(b"")))
+        messages = every_message() if not tls else every_message()[:6]  # the same code behind another stream
+        for message in messages:
+            await try_with(coordinator.port, message)
+            await try_with(coordinator.port, hello, message)
+            await try_with(coordinator.port, hello, wrong, message)
+        prepared = coordinator._prepared
+        assert prepared is not None
+        fingerprint, text = prepared.layout.fingerprint, prepared.program.text if prepared.program else b""
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
     assert len(seen) > 200
-    for secret in (canary, b"the secret", fingerprint, b"weight"):
+    assert len(text) > 200  # there was a program to see
+    program = [text[at : at + 16] for at in range(0, len(text) - 16, 16)]
+    for secret in (CANARY, b"canary", b"7f3a", b"the secret", fingerprint, b"weight", b"aten", *program):
         assert secret not in seen
