@@ -120,6 +120,39 @@ async def test_workers_that_vanish_and_come(update: dict[str, Any]) -> None:
         assert training.samples_applied == training.rule.samples == samples_of(make())
 
 
+async def test_what_a_codec_left_out_goes_from_one_worker_to_the_next(tmp_path: Path) -> None:
+    update, make = UpdateConfig(codec="topk:0.05"), jobs.mlp_sgd
+    commits, config = Commits(), replace(QUICK_WORKER, data_dir=tmp_path / "kept")
+    async with Coordinator(make(), config=settings(update=update), bus=commits.bus) as coordinator:
+        first = Worker(coordinator.address, job=make(), config=config)
+        task = asyncio.create_task(first.run())
+        await commits.reach(5)
+        first.drain("test")
+        await task
+        (kept,) = (tmp_path / "kept").iterdir()
+        assert first._uplink is not None
+        assert first._uplink.feedback is not None
+        norm = first._uplink.feedback.norm()
+        assert norm > 0
+        second = Worker(coordinator.address, job=make(), config=config)
+        task = asyncio.create_task(second.run())
+        await commits.reach(coordinator.step + 1)
+        assert not kept.exists()  # taken, so that nothing is added twice
+        await coordinator.wait()
+        await task
+
+
+@pytest.mark.parametrize("rule", ["async", "local", "streaming"])
+async def test_workers_without_the_jobs_code(rule: str) -> None:
+    """The inner optimizer comes as a name and numbers, the step as a program."""
+    update = UpdateConfig(rule=rule, inner_steps=4, fragments=2)
+    async with Coordinator(jobs.cnn_sgd(), config=settings(update=update, code_free=True)) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await working
+    assert (result.outcome, result.step) == ("finished", total(jobs.cnn_sgd()))
+
+
 async def run_until(coordinator: Coordinator, make: Callable[[], Job], commits: Commits, step: int | None) -> RunResult:
     worker = Worker(coordinator.address, job=make(), config=QUICK_WORKER)
     task = asyncio.create_task(worker.run())

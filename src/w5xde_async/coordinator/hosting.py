@@ -122,6 +122,8 @@ class Hosting(ABC):
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
         self._retuned: Retune | None = None
+        self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
+        self._keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
         loader.on_ready = self._schedule
         loader.on_error = self.fail
 
@@ -356,6 +358,12 @@ class Hosting(ABC):
                 self._warn(f"{session.name or session.link.peer} did not join: {reason}")
             return
         del self.sessions[session.worker_id]
+        if not clean and self._keeps_residuals and member is not None and member.leaves:
+            self.residuals_lost += 1
+            self._warn(
+                f"{session.name} took with it what its codec had left out, unless it comes back "
+                f"({self.residuals_lost} so far)"
+            )
         returned = self._take_back(session)
         if member is not None:
             self.accounts.remember(session, member)

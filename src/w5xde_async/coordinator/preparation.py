@@ -35,6 +35,7 @@ from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
+from w5xde_async.updates.asynchronous import delay_warning
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule, make_rule
@@ -113,6 +114,17 @@ def prepare(
         program=program, untraceable=untraceable, schedule=schedule, inner=inner,
         update=config.update,
     )  # fmt: skip
+    if config.update.rule == "async" and (warning := delay_warning(rule.optimizer.param_groups)) is not None:
+        prepared.notes.append(warning)
+    if (
+        not config.update.uplink_codec.exact
+        and config.update.rule == "sync"
+        and (config.norm_gate or config.audit_fraction)
+    ):
+        prepared.notes.append(
+            f"results in codec {config.update.codec} hold what was left out before, so no two are alike: they are not "
+            "computed again to be compared (see SECURITY.md)"
+        )
     if run_path is None:
         if config.resume not in ("auto", "never"):
             raise UsageError("resume names a checkpoint but there is no run directory")

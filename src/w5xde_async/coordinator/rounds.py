@@ -108,6 +108,8 @@ class Rounds(Assigning):
             for fragment in range(len(self._buckets)):  # what came after the last round that closed
                 if self.rule.pending(fragment):
                     await self._commit(fragment)
+            if self._accepted:  # steps of which no fragment was left to commit
+                await self._commit(0)
         if self._failure is not None:
             raise self._failure
 

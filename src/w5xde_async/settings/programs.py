@@ -199,6 +199,11 @@ class CoordinatorSettings(TrainingSettings):
     threads: AtLeast1 | None = setting(
         None, "torch's threads in the coordinator itself", group="program", accepts=FROM_1, shown="torch's choice"
     )
+    data_dir: Path | None = setting(
+        None, "what a lossy codec has left out is kept there when the worker leaves in good order", group="machine",
+        metavar="DIR", accepts="a path",
+    )  # fmt: skip
+
     loop: LoopKind = setting(
         "auto", "event loop: auto, uvloop or asyncio", group="program", metavar="KIND",
         accepts="auto, uvloop or asyncio",
@@ -389,6 +394,11 @@ class WorkerSettings(Program):
         accepts=f"auto, or {BYTES}, at least 1MiB", shown="auto",
     )  # fmt: skip
 
+    data_dir: Path | None = setting(
+        None, "what a lossy codec has left out is kept there when the worker leaves in good order", group="machine",
+        metavar="DIR", accepts="a path",
+    )  # fmt: skip
+
     loop: LoopKind = setting(
         "auto", "event loop: auto, uvloop or asyncio", group="program", metavar="KIND",
         accepts="auto, uvloop or asyncio",
@@ -441,6 +451,7 @@ class WorkerSettings(Program):
             threads=self.threads,
             connect_timeout_s=self.connect_timeout,
             lifetime_s=self.lifetime,
+            data_dir=self.data_dir,
             grace_s=self.grace,
             inline_block_s=self.inline_block,
             compile=self.compile,

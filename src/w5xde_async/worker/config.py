@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.tls import TlsFiles
@@ -29,6 +30,8 @@ class WorkerConfig:
     compile           ``torch.compile`` the step where that pays; other bits then than without
     lifetime_s        leave in good order after that long (a spot instance's hour)
     grace_s           asked to leave, it finishes the lease under way within that long or gives it back
+    data_dir          where what a lossy codec has left out is kept when the worker leaves in good order, for the next
+                      that joins the same run with this directory; None: it is dropped, and the log says how much
     memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
     """
 
@@ -45,6 +48,7 @@ class WorkerConfig:
     compile: bool = False
     lifetime_s: float | None = None
     grace_s: float = 25.0
+    data_dir: Path | None = None
     memory_limit_bytes: int = field(default_factory=lambda: _quarter_of_memory())
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import stamina
 import torch
@@ -48,6 +49,7 @@ from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.coded import CodedServing
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.joining import Joined, fetch_program, join
+from w5xde_async.worker.residuals import keep, take_up
 from w5xde_async.worker.serving import Departure, RunFailed, Serving
 from w5xde_async.worker.uplink import Uplink
 
@@ -104,6 +106,7 @@ class Worker:
         self._program: Program | None = None
         self._program_digest = b""
         self._uplink: Uplink | None = None
+        self._kept_in: Path | None = None
         self._uplink_key: tuple[object, ...] = ()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="w5xde-compute", initializer=self._set_threads)
         self._serving: Serving | None = None
@@ -128,10 +131,16 @@ class Worker:
             while True:
                 departure = await self._one_connection()
                 if departure is not None:
+                    if departure is Departure.FINISHED:
+                        self._uplink = None  # nobody has a use for what was left out any more
+                    self._kept_in = self.config.data_dir
                     return departure
         finally:
             if lifetime is not None:
                 lifetime.cancel()
+            if self._uplink is not None:
+                run_id = str(self._uplink_key[0])
+                await loop.run_in_executor(None, keep, self._uplink, self._kept_in, run_id)
             if self._engine is not None:
                 await loop.run_in_executor(self._compute, self._engine.close)
             await loop.run_in_executor(None, self._compute.shutdown)
@@ -177,7 +186,7 @@ class Worker:
         )  # fmt: skip
         if isinstance(serving, CodedServing):
             serving.inner = joined.inner
-            serving.uplink = self._uplink = self._uplink_for(welcome, layout)
+            serving.uplink = self._uplink = await self._uplink_for(welcome, layout)
         try:
             return await serving.run(lambda: self._prepare(welcome, layout, serving))
         except ProgramRefused:
@@ -262,14 +271,18 @@ class Worker:
                 "it may want a certificate of this worker: --tls-cert and --tls-key",
             ) from None
 
-    def _uplink_for(self, welcome: Welcome, layout: Layout) -> Uplink:
+    async def _uplink_for(self, welcome: Welcome, layout: Layout) -> Uplink:
         """The uplink of this run: kept over its links, with what it has left out."""
-        key = (welcome.run_id, welcome.update, welcome.codec, welcome.feedback, layout.fingerprint)
+        key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
         if self._uplink is not None and self._uplink_key == key:
             self._uplink.cut()
+            self._uplink.change(codec(welcome.codec))
             return self._uplink
         self._uplink_key = key
-        return Uplink(layout, codec(welcome.codec), feedback=welcome.feedback)
+        uplink = Uplink(layout, codec(welcome.codec), feedback=welcome.feedback)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, take_up, uplink, self.config.data_dir, welcome.run_id)
+        return uplink
 
     # -- the model -----------------------------------------------------------------------------------------
 
