@@ -19,7 +19,7 @@ from tests.simulator.loop import HOST, ComputeExecutor, InlineExecutor, VirtualL
 from tests.simulator.model import IntegerEngine
 from tests.simulator.network import Network
 
-from w5xde_async.coordinator import aggregator, following, journaling, loader, preparation
+from w5xde_async.coordinator import aggregator, following, journaling, loader, phases, preparation
 from w5xde_async.coordinator import service as coordinator
 from w5xde_async.net import outbox
 from w5xde_async.store import checkpoint, journal, rundir
@@ -140,7 +140,7 @@ def in_virtual_world(loop: VirtualLoop, network: Network, seed: str, knobs: rand
             put(function, "__kwdefaults__", bound)
         put(os, "urandom", entropy.randbytes)
         put(coordinator, "listen", network.listen)
-        put(coordinator, "Loader", make_loader)
+        put(phases, "Loader", make_loader)
         put(coordinator, "ThreadPoolExecutor", inline)
         put(coordinator, "Recorder", _NoRecorder)
         put(coordinator, "draw_loss", lambda *_: False)

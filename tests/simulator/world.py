@@ -77,6 +77,15 @@ class _Errors(logging.Handler):
             self._world.violate("unexpected", f"log: {text} {record.exc_info[1] if record.exc_info else ''}")
 
 
+class SmallBuckets(CoordinatorConfig):
+    """Many buckets: they are smaller than a person may choose."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bucket_bytes", CoordinatorConfig.bucket_bytes)
+        super().__post_init__()
+        object.__setattr__(self, "bucket_bytes", BUCKET_BYTES)
+
+
 class World(Checks):
     """The state of one simulation."""
 
@@ -101,7 +110,7 @@ class World(Checks):
         self.finished = False
         self.stopped_faults = False
         self.supervisors: list[asyncio.Task[Any]] = []
-        self.config = CoordinatorConfig(
+        self.config = SmallBuckets(
             host=ADDRESS[0], port=ADDRESS[1], token="simulated", heartbeat_s=1.0, silence_s=5.0, handshake_s=5.0,
             grace_s=self.random.choice([0.5, 3.0]), checkpoint_every=self.random.choice([1, 2, 3, 4, 50]),
             keep_checkpoints=self.random.choice([1, 2, 3]), durability=self.random.choice(["checkpoint", "journal"]),
@@ -113,7 +122,6 @@ class World(Checks):
                 min_deadline_s=4.0, first_deadline_s=8.0, max_deadline_s=20.0,
             ),
         )  # fmt: skip
-        object.__setattr__(self.config, "bucket_bytes", BUCKET_BYTES)  # less than a person may choose: many buckets
 
     # -- hosts -------------------------------------------------------------------------------------------------
 
