@@ -14,7 +14,8 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
 
     Result vectors: one for each open block and, between them, at most log2(leaves) merged ones, never more than there
     are leaves, and four spare; those of audits and of the referee, which while it computes also holds a model; for each
-    connection 256 KiB of read-ahead and one scratch bucket. With a journal also the vectors of the steps that are not
+    connection 256 KiB of read-ahead and one scratch bucket. Under other rules than the synchronous one: the results that
+    workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of the steps that are not
     durable yet.
     """
     open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
@@ -25,5 +26,11 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
         replica_bytes = 2 * state_bytes
     if config.durability == "journal":
         vectors += MOST_AHEAD
+    if not config.update.plain:  # what is published, one copy of it being sent, and deltas that wait for the slowest
+        replica_bytes += 6 * state_bytes
+    if config.update.rule != "sync":
+        # Each worker's results under way, encoded (never more than they are raw), one decoded, and the rule's own.
+        vectors = config.max_workers * config.pacing.leases_ahead + 4
+        vectors += 64 if config.update.average not in ("mean", "radial") else 3
     per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
     return vectors * vector_bytes + replica_bytes + config.max_workers * per_link
