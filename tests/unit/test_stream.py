@@ -85,6 +85,16 @@ def test_a_submission_has_no_deadline_and_the_oldest_lease_of_a_worker_has() -> 
     assert asked not in ledger.overdue(1e9)
 
 
+def test_the_time_of_a_lease_begins_when_its_version_is_there() -> None:
+    ledger = StreamLedger(total_steps=3)
+    grant = ledger.grant("a", now=0.0, deadline_s=5.0)
+    ledger.waits = lambda lease: True
+    assert ledger.overdue(100.0) == []
+    ledger.waits = lambda lease: False
+    assert ledger.overdue(104.9) == []
+    assert ledger.overdue(105.0) == [grant]
+
+
 def test_a_step_that_failed_on_a_worker_is_left_to_others() -> None:
     ledger = StreamLedger(total_steps=1, max_failures=3)
     grant = ledger.grant("a", now=0.0, deadline_s=5.0)

@@ -58,6 +58,8 @@ class Assigning(Hosting):
         self._plans: dict[int, StepPlan] = {}
         # Granted and not sent yet, with the oldest version that will do: their data is being read.
         self._waiting: dict[str, deque[tuple[StreamGrant, int]]] = {}
+        self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
+        self.ledger.waits = self._waits
         self._begun = False
 
     def _plan(self, step: int) -> StepPlan:
@@ -75,6 +77,7 @@ class Assigning(Hosting):
             self._begun = True
         self._open_ahead(len(ready))
         now = self.clock()
+        self._forget_leases()
         for room in range(self.config.pacing.leases_ahead):
             for worker in ready:
                 if only is None or worker == only:
@@ -109,6 +112,8 @@ class Assigning(Hosting):
             self.loader.open(plan)
         waiting = self._waiting.setdefault(worker, deque())
         waiting.append((grant, pace.min_version))
+        if self._local:
+            self._oldest[grant.lease] = pace.min_version
         if self._local:
             for fragment in self.turns.granted(worker, ready, now):
                 self._ask(worker, fragment, ready, now)
@@ -152,6 +157,19 @@ class Assigning(Hosting):
             if session.receiving != grant.lease:
                 self.ledger.give_back(grant.lease)
                 self._revoke(grant, "no more steps are wanted")
+
+    def _waits(self, grant: StreamGrant) -> bool:
+        """Whether a worker has not been sent yet what a lease needs: its time begins when it has."""
+        session = self.sessions.get(grant.worker)
+        if session is None or grant.step < 0:
+            return False
+        version = self._oldest.get(grant.lease, 0)
+        return version > self.version or bool(session.unsent) or session.outbox.lease_bytes > 0
+
+    def _forget_leases(self) -> None:
+        """Leases that have ended need no version."""
+        if len(self._oldest) > 2 * self.ledger.num_open + 64:
+            self._oldest = {lease: version for lease, version in self._oldest.items() if self.ledger.get(lease)}
 
     def _send_waiting(self, worker: str) -> None:
         """Send, in order, what has its data."""

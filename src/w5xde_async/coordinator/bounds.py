@@ -14,9 +14,9 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
 
     Result vectors: one for each open block and, between them, at most log2(leaves) merged ones, never more than there
     are leaves, and four spare; those of audits and of the referee, which while it computes also holds a model; for each
-    connection 256 KiB of read-ahead and one scratch bucket. Under other rules than the synchronous one: the results that
-    workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of the steps that are not
-    durable yet.
+    connection 256 KiB of read-ahead and one scratch bucket. Under other rules than the synchronous one: the results
+    that workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors
+    of the steps that are not durable yet.
     """
     open_blocks = min(config.max_workers * config.pacing.leases_ahead, num_leaves)
     vectors = min(num_leaves, (open_blocks + 1) * max(1, num_leaves.bit_length())) + 4

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,8 @@ class StreamLedger:
         self._deaths: dict[int, int] = {}
         self._past: dict[int, tuple[StreamGrant, bool]] = {}
         self._ended: deque[int] = deque()
+        #: Whether a lease cannot be begun yet (its version is not there): its time has not begun either.
+        self.waits: Callable[[StreamGrant], bool] = lambda grant: False
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -239,7 +241,9 @@ class StreamLedger:
         found = []
         for worker, leases in self._held.items():
             grant = self._grants[leases[0]]
-            if max(grant.granted_at, self._since.get(worker, grant.granted_at)) + grant.deadline_s <= now:
+            if self.waits(grant):
+                self._since[worker] = now
+            elif max(grant.granted_at, self._since.get(worker, grant.granted_at)) + grant.deadline_s <= now:
                 found.append(grant)
         return found
 
