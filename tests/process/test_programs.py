@@ -336,3 +336,39 @@ def test_the_common_program() -> None:
     assert run("w5xde_async", "dance")[0] == ExitCode.USAGE
     assert run("w5xde_async", "coordinator", "--help")[0] == ExitCode.OK
     assert run("w5xde_async", "--version")[0] == ExitCode.OK
+
+
+# -- joining
+
+
+def test_a_worker_with_nothing_but_a_join_file(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
+    """TLS, the secret and the step's program all come by the one file."""
+    join = tmp_path / "elsewhere" / "join"
+    join.parent.mkdir()
+    coordinator = start(*coordinate(f"{jobs}:job", tmp_path / "run", "--join-file", str(join)), code_free=True)
+    began = coordinator.wait_for("run_started")
+    assert f"--join-file {join}" in began["worker_command"]
+    assert join.stat().st_mode & 0o777 == 0o600
+    secret = join.read_text().partition("//")[2].partition("@")[0]
+    assert len(secret) >= 16
+    command = ("w5xde_async.worker", "--join-file", str(join), "--threads", "1")
+    worker = start(*command, cwd=tmp_path / "elsewhere")  # where there is no job file
+    assert coordinator.finish() == ExitCode.OK
+    assert worker.finish() == ExitCode.OK
+    said = "".join((*coordinator.text, *worker.text))
+    assert secret not in said
+    assert [share["leaves"] for share in coordinator.last("run_finished")["shares"]] == [20 * 2]
+
+
+def test_a_join_file_that_others_could_read_or_that_is_none(start: Callable[..., Program], tmp_path: Path) -> None:
+    open_to_all, nonsense = tmp_path / "open", tmp_path / "nonsense"
+    open_to_all.write_text(f"w5xde://{'s' * 32}@127.0.0.1:1?cert=sha256:{'0' * 64}\n")
+    open_to_all.chmod(0o644)
+    nonsense.write_text("127.0.0.1:5555\n")
+    nonsense.chmod(0o600)
+    for path, words in ((open_to_all, "chmod 600"), (nonsense, "join"), (tmp_path / "missing", "missing")):
+        code, said = run("w5xde_async.worker", "--join-file", str(path))
+        assert code == ExitCode.USAGE, said
+        assert words in said
+        assert "s" * 32 not in said
+        assert "Traceback" not in said
