@@ -110,7 +110,10 @@ class World(Checks):
         self.finished = False
         self.stopped_faults = False
         self.supervisors: list[asyncio.Task[Any]] = []
+        # Unjudged, buckets are added as they come; judged, a block at a time, and some are computed twice.
+        norm_gate, audit_fraction = random.Random(f"{seed}/judging").choice([(0.0, 0.0), (6.0, 0.01), (6.0, 0.3)])
         self.config = SmallBuckets(
+            norm_gate=norm_gate, audit_fraction=audit_fraction,
             host=ADDRESS[0], port=ADDRESS[1], token="simulated", heartbeat_s=1.0, silence_s=5.0, handshake_s=5.0,
             grace_s=self.random.choice([0.5, 3.0]), checkpoint_every=self.random.choice([1, 2, 3, 4, 50]),
             keep_checkpoints=self.random.choice([1, 2, 3]), durability=self.random.choice(["checkpoint", "journal"]),
