@@ -91,6 +91,8 @@ class Rounds(Assigning):
 
     async def run(self) -> None:
         self._last_commit = self.clock()
+        if self.rule.due:  # the checkpoint was made between a result and its commit
+            await self._commit(0)
         self._schedule()
         while self._failure is None and not self._ended():
             self._wake.clear()
