@@ -11,6 +11,9 @@ over that of the same round's A.
   ``silent_samples_per_s``  of A, to tell a slow machine from a slow program
   ``ARM_cpu_us``            processor time of the coordinator's process for each step (Linux), which other programs on
                             the machine disturb less than its speed
+  ``step_NAME_us``          what one step's event costs in dashboard and metrics, and in verbose and silent progress,
+                            called in a loop: no neighbour disturbs that much
+  ``update_50_viewers_ms``  processor time of one update to 50 viewers; there are at most two a second
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ def main() -> None:
     report.add("silent_samples_per_s", rates["silent"])
     for arm, cost in costs.items():
         report.add(f"{arm}_cpu_us", cost)
+    for name, cost_us in per_step().items():
+        report.add(f"step_{name}_us", cost_us)
+    report.add("update_50_viewers_ms", [asyncio.run(per_update()) for _ in range(3)])
     print()
     report.show()
     report.write(args.json)
@@ -113,6 +119,64 @@ def measure(folder: Path, job: str, arm: str, seconds: float) -> tuple[float, fl
     measured = [entry for entry in commits(folder, None, 2) if begin <= entry[0] <= end]
     rate = sum(samples for _, samples in measured[1:]) / (measured[-1][0] - measured[0][0])
     return rate, 1e6 * spent_s / len(measured)
+
+
+def per_step() -> dict[str, list[float]]:
+    """Microseconds that a subscriber takes for a step, five times."""
+    from w5xde_async.telemetry.dashboard.view import View
+    from w5xde_async.telemetry.events import StepCommitted, Subscriber
+    from w5xde_async.telemetry.metrics import Metrics
+    from w5xde_async.telemetry.progress import Progress, ProgressConfig
+
+    event = StepCommitted(
+        step=1, epoch=0, loss=0.5, metrics={}, samples=64, leaves=8, learning_rate=0.1, gradient_norm=1.0,
+        loss_scale=1.0, skipped=False, seconds=0.01, num_workers=2, bytes_sent=1, bytes_received=1,
+        phases_s={"wait": 0.008, "reduce": 0.001, "apply": 0.001, "publish": 0.0001},
+    )  # fmt: skip
+    found: dict[str, list[float]] = {}
+    with open(os.devnull, "w") as nowhere:
+        for _ in range(5):
+            view, metrics = View(), Metrics()
+            subscribers: dict[str, list[Subscriber]] = {
+                "dashboard": [view, metrics],
+                "verbose": [Progress(ProgressConfig(mode="verbose"), stream=nowhere)],
+                "silent": [Progress(ProgressConfig(mode="silent"), stream=nowhere)],
+            }
+            for name, called in subscribers.items():
+                began = time.process_time()
+                for number in range(20_000):
+                    for subscriber in called:
+                        subscriber(event)
+                    if number % 200 == 0:
+                        view.update()
+                found.setdefault(name, []).append(1e6 * (time.process_time() - began) / 20_000)
+    return found
+
+
+async def per_update() -> float:
+    """Milliseconds of processor time that an update to all viewers takes the server's process."""
+    from w5xde_async.telemetry.dashboard.server import Dashboard
+    from w5xde_async.telemetry.dashboard.view import View
+    from w5xde_async.telemetry.events import WorkerJoined
+    from w5xde_async.telemetry.metrics import Metrics
+
+    view = View()
+    dashboard = Dashboard(view, Metrics(), host="127.0.0.1", port=0)
+    await dashboard.start()
+    viewers = subprocess.Popen([sys.executable, __file__, "--view", dashboard.address], cwd=ROOT)
+    try:
+        while dashboard.feed.num_viewers < VIEWERS:
+            await asyncio.sleep(0.05)
+        began, updates = time.process_time(), 60
+        for number in range(updates):
+            view(WorkerJoined(worker_id="a", name="a", peer="", device="cpu", threads=1, num_workers=number))
+            dashboard.feed.flush()
+            await asyncio.sleep(0.02)  # they leave while others are made
+        return 1e3 * (time.process_time() - began) / updates
+    finally:
+        viewers.terminate()
+        viewers.wait()
+        await dashboard.aclose()
 
 
 def cpu_s(pid: int) -> float:
