@@ -1,6 +1,6 @@
 # make setup   a virtual environment in .venv with everything (again after a change of what it needs)
 # make demo    handwritten digits on two workers of this machine
-# make test    the tests: those of milliseconds, then those with real processes
+# make test    the tests (make test-fast: those of milliseconds; make test-slow: those with real processes)
 # make check   lint, format, types
 # make bench   the benchmarks, each in under a minute
 # make chaos   runs in which everything is killed, stopped and cut, and a report of what held (CHAOS_FLAGS=--quick)
@@ -12,6 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 DOCS := .venv/.docs
+PYTEST = $(BIN)/python -m pytest -q -n 2 --dist worksteal
 DEMO_FLAGS ?=
 CHAOS_FLAGS ?=
 NEWCOMER_FLAGS ?=
@@ -29,13 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m w5xde_async.coordinator examples/digits.py:job --workers 2 --name digits --resume never --port 0 $(DEMO_FLAGS)
 
-test: test-fast test-slow
+test: setup
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-slow: setup
-	$(BIN)/python -m pytest -q -n 2 -m slow
+	$(PYTEST) -m slow
 
 check: setup
 	$(BIN)/ruff check .

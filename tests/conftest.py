@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from blockbuster import BlockBuster
 from tests.support import forking
@@ -45,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: starts programs, by fork from one that has imported everything")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs here would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes says what else runs here
+    hypothesis.settings.load_profile("suite")
     linecache.checkcache = _checked_once
     if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2):
         ast.parse = _parsed_alone
@@ -194,6 +197,7 @@ _BEFORE = pytest.StashKey[tuple[set[threading.Thread], set[tuple[str, str]]]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # the long ones first, the short fill the gaps
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj) and _watched(item):
             item.obj = _leaving_no_task(item.obj)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -67,26 +68,27 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_the_bytes_are_as_many_as_the_codec_says(name: str, numel: int) -> None:
-    for values in (gradient(numel), repetitive(numel), torch.zeros(numel)):
-        what = encoded(name, values)
-        most = what.codec.encoded_nbytes(what.form)
-        assert what.codec.name in {c.name for c in codec(name).alternatives}
-        assert what.data.numel() <= most if what.codec.variable else what.data.numel() == most
-        assert len(what.view) == what.data.numel()
-        what.codec.check_nbytes(what.form, what.data.numel())
-        assert decoded(what).shape == (numel,)
+# The sizes are in a loop, here and below: a test of each would take longer than what it tests.
+def test_the_bytes_are_as_many_as_the_codec_says(name: str) -> None:
+    for numel in SIZES:
+        for values in (gradient(numel), repetitive(numel), torch.zeros(numel)):
+            what = encoded(name, values)
+            most = what.codec.encoded_nbytes(what.form)
+            assert what.codec.name in {c.name for c in codec(name).alternatives}, numel
+            assert what.data.numel() <= most if what.codec.variable else what.data.numel() == most, numel
+            assert len(what.view) == what.data.numel(), numel
+            what.codec.check_nbytes(what.form, what.data.numel())
+            assert decoded(what).shape == (numel,)
 
 
-@pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("alpha", [1.0, -1.0])
-def test_adding_gives_the_bits_of_decoding_and_adding(name: str, numel: int, alpha: float) -> None:
-    what = encoded(name, gradient(numel) if numel % 2 else repetitive(numel))
-    start = gradient(numel, seed=1)
-    expected = start.clone().add_(decoded(what), alpha=alpha)
-    what.codec.add_to(what.data, what.form, start, alpha)
-    assert torch.equal(bits(start), bits(expected))
+def test_adding_gives_the_bits_of_decoding_and_adding(name: str, alpha: float) -> None:
+    for numel in SIZES:
+        what = encoded(name, gradient(numel) if numel % 2 else repetitive(numel))
+        start = gradient(numel, seed=1)
+        expected = start.clone().add_(decoded(what), alpha=alpha)
+        what.codec.add_to(what.data, what.form, start, alpha)
+        assert torch.equal(bits(start), bits(expected)), numel
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -121,17 +123,16 @@ def test_encoding_again_gives_what_was_decoded(name: str) -> None:
         assert torch.equal(bits(decoded(encoded(name, values))), bits(values))
 
 
-@pytest.mark.parametrize("numel", [1, 300, 70_000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", [0.0, 0.37, 1.0])
-def test_what_is_not_finite_stays_so(name: str, numel: int, bad: float, where: float) -> None:
-    values = gradient(numel)
-    values[int(where * (numel - 1))] = bad
-    encoder = codec(name).encoder(form_of(numel))
-    what = encoder.encode(values, BytePool())
-    assert not bool(decoded(what).isfinite().all())
-    after = encoder.encode(gradient(numel, seed=2), BytePool())  # nothing of it is left in the encoder
-    assert bool(decoded(after).isfinite().all())
+def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
+    for numel, where in product((1, 300, 70_000), (0.0, 0.37, 1.0)):
+        values = gradient(numel)
+        values[int(where * (numel - 1))] = bad
+        encoder = codec(name).encoder(form_of(numel))
+        what = encoder.encode(values, BytePool())
+        assert not bool(decoded(what).isfinite().all()), (numel, where)
+        after = encoder.encode(gradient(numel, seed=2), BytePool())  # nothing of it is left in the encoder
+        assert bool(decoded(after).isfinite().all()), (numel, where)
 
 
 def test_more_bad_values_than_are_sent(name: str) -> None:
