@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
 from w5xde_async.facade.reading import BatchLoss, token_loss
 from w5xde_async.facade.w5xde import CentralServer, TrainingNode
+from w5xde_async.facade.watching import WatchedLink
 from w5xde_async.net.join import Invitation
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.telemetry.events import CheckpointSaved, RunStarted, StepCommitted, WorkerJoined
@@ -186,7 +187,17 @@ def test_what_a_callback_raises_ends_the_node_and_not_the_server(calls: Any) -> 
     assert running.result(10).outcome == "finished"
 
 
-def test_gradients_leave_one_by_one_or_together_with_the_same_result(calls: Any) -> None:
+def test_gradients_leave_one_by_one_or_together_with_the_same_result(
+    calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[bool] = []
+
+    class Seen(WatchedLink):  # what that comes to: test_facade_watching.py
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            gathered.append(kwargs["gathered"])
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr("w5xde_async.facade.watching.WatchedLink", Seen)
     digests = set()
     for batched in (True, False):
         server = server_of(None)
@@ -194,6 +205,7 @@ def test_gradients_leave_one_by_one_or_together_with_the_same_result(calls: Any)
         node_for(server, batch_gradients=batched).train()
         digests.add(running.result(10).digest)
     assert len(digests) == 1
+    assert gathered == [True, False]
 
 
 # -- the server's arguments --------------------------------------------------------------------------------

@@ -267,8 +267,7 @@ class TrainingNode:
             device="auto" if device is None else str(device),
             connect_timeout_s=timeout_s,
         )
-        # The given module may be the server's, which trains it in place in another thread.
-        self._pristine = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+        self._given = model
         self._replica: nn.Module | None = None
         self._criterion = criterion
         self._traffic = Traffic()
@@ -279,7 +278,7 @@ class TrainingNode:
     @property
     def model(self) -> nn.Module | Callable[[], nn.Module]:
         """This node's copy, with the newest parameters that it has computed with; what was given, before that."""
-        return self._pristine if self._replica is None else self._replica
+        return self._given if self._replica is None else self._replica
 
     @property
     def bytes_sent(self) -> int:
@@ -372,8 +371,8 @@ class TrainingNode:
         )
 
     def _make_replica(self) -> nn.Module:
-        pristine = self._pristine
-        self._replica = copy.deepcopy(pristine) if isinstance(pristine, nn.Module) else pristine()
+        given = self._given  # it may be the server's, which trains it in place in another thread
+        self._replica = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
         return self._replica
 
 
