@@ -57,9 +57,7 @@ PROMISES = (
     Promise("G7", "half-open links found in 15 s", "tests/process/test_liveness.py -k half_open"),
     Promise("G8", "memory is bounded", "tests/process/test_liveness.py -k 200_peers"),
     Promise("G12", "replay and wrong clocks", "tests/cluster -k clocks_that_are_wrong or another_term"),
-    Promise(
-        "G14", "of two coordinators one commits", "tests/cluster/test_journal.py -k two_coordinators or taken_over"
-    ),
+    Promise("G14", "of two coordinators one commits", "tests/cluster/test_journal.py -k two_coordinators"),
     Promise("G15", "a coordinator's death is not the end", "tests/process/test_liveness.py -k outlive"),
     Promise("G16", "a slow worker holds nobody", "tests/cluster/test_leases.py -k back"),
     Promise("G17", "SIGTERM wastes nothing", "tests/process/test_liveness.py -k sigterm"),
