@@ -13,6 +13,7 @@ from tests.support import jobs, reference
 from tests.support.cluster import settings
 
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import StoreError, Unreachable, UpdateFailed
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.worker.config import WorkerConfig
@@ -76,3 +77,17 @@ async def test_blocks_computed_on_the_loop_give_the_same_bits(name: str) -> None
         await asyncio.gather(*workers)
         result = await coordinator.wait()
     assert result.digest == reference.digest(jobs.ALL[name]())
+
+
+async def test_a_fault_of_ours_while_a_member_is_served_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may be half noted by then: going on could end well with wrong parameters."""
+
+    def broken(*_: object) -> None:
+        raise AttributeError("planted")
+
+    monkeypatch.setattr(Training, "_answered", broken)
+    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
+        with pytest.raises(AttributeError, match="planted"):
+            await coordinator.wait()
+        await asyncio.gather(working, return_exceptions=True)

@@ -309,7 +309,8 @@ class Coordinator:
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
         assert self._security is not None
-        plan = prepared.sampler.plan(0)
+        steps, growing = prepared.steps, prepared.growing
+        num_leaves = steps.plan(prepared.first_step).num_leaves
         return RunStarted(
             version=w5xde_async.__version__,
             run_name=self.name,
@@ -321,8 +322,8 @@ class Coordinator:
             fingerprint=prepared.layout.fingerprint.hex()[:12],
             dataset=type(job.dataset).__name__,
             num_samples=len(job.dataset),
-            batch_size=job.batch_size,
-            leaves_per_step=plan.num_leaves,
+            batch_size=steps.batch_size,
+            leaves_per_step=num_leaves,
             update_rule=prepared.rule.name,
             codec=config.update.codec,
             precision=job.precision,
@@ -334,9 +335,12 @@ class Coordinator:
             dashboard=self._showing.address,
             dashboard_link=self._showing.link,
             total_steps=prepared.total_steps,
-            steps_per_epoch=prepared.sampler.steps_per_epoch,
+            steps_per_epoch=steps.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(
-                prepared.layout.vector_bytes, prepared.layout.state_bytes, plan.num_leaves, config
+                prepared.layout.vector_bytes,
+                prepared.layout.state_bytes,
+                num_leaves if growing is None else growing.most_leaves,
+                config,
             ),
         )
 
@@ -382,7 +386,14 @@ class Coordinator:
             link, training, token=security.credentials, handshake_s=self.config.handshake_s,
             incarnation=self._incarnations,
         )  # fmt: skip
-        await session.run()
+        try:
+            await session.run()
+        except Exception as error:
+            # Whatever a peer does ends its session and raises nothing. This is a fault of ours, perhaps halfway through
+            # a member's result: better no run than a wrong one.
+            if not session.admitted_at:
+                raise
+            training.fail(error)
 
     # -- the end -------------------------------------------------------------------------------------------
 
