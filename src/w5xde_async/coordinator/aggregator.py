@@ -25,9 +25,9 @@ from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
-from w5xde_async.params.reducer import Reducer, VectorPool
+from w5xde_async.params.reducer import Halves, Reducer, VectorPool
 from w5xde_async.plan.sampler import StepPlan
-from w5xde_async.plan.tree import Block, Frontier, Merge
+from w5xde_async.plan.tree import Block, Frontier, Merge, right_half
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.messages import Done
@@ -69,6 +69,8 @@ class StepState:
     root: ResultVector | None = None  # a copy of the sum as the rule got it, and which buckets are in it
     present: list[bool] = field(default_factory=list)
     copy_s: float = 0.0
+    rate_factor: float = 1.0  # of this step's learning rate
+    halves: Halves | None = None  # of the true gradient's sum, where it is measured
 
     @property
     def samples(self) -> list[int]:
@@ -115,10 +117,13 @@ class Aggregator:
         self._second: dict[int, ResultVector] = {}  # audit's lease -> what it has brought
         self._update_s = math.inf  # what the last update took
 
-    def begin(self, plan: StepPlan) -> None:
-        """The next step."""
+    def begin(self, plan: StepPlan, *, rate_factor: float = 1.0, measure: bool = False) -> None:
+        """The next step. ``measure``: the halves of its sum, which no lease may span then."""
         frontiers = [Frontier(plan.num_leaves) for _ in self.layout.result_buckets]
-        self.step = StepState(plan, frontiers, [0.0] * plan.num_leaves, self._clock())
+        self.step = StepState(
+            plan, frontiers, [0.0] * plan.num_leaves, self._clock(), rate_factor=rate_factor
+        )  # fmt: skip
+        self._reducer.half = right_half(plan.num_leaves) if measure else 0
 
     def memory(self, block: Block, bucket: int) -> memoryview:
         """Where a bucket of a block's result is received."""
@@ -143,12 +148,12 @@ class Aggregator:
 
     def weigh(self, block: Block, buckets: Iterable[int]) -> dict[int, float]:
         """L2 norm of each of a block's buckets of floats; not finite where an element is not."""
-        vector, groups, known = self._reducer.vector(block.start), self.layout.groups, self.layout.result_buckets
-        return {
-            bucket: float(torch.linalg.vector_norm(vector.buckets[bucket]))
-            for bucket in buckets
-            if groups[known[bucket].group].role != "max"
-        }
+        pieces, norms = self._reducer.vector(block.start).buckets, {}
+        for bucket in buckets:
+            piece = pieces[bucket]
+            if piece.dtype is torch.float32:
+                norms[bucket] = math.sqrt(torch.dot(piece, piece).item())
+        return norms
 
     def fill(self, block: Block, bucket: int, *, present: bool) -> bool:
         """A bucket has come, or is nothing. True when something can be added now."""
@@ -185,8 +190,13 @@ class Aggregator:
                 step.root.memory.copy_(root.memory)
                 step.copy_s = self._clock() - began
                 began += step.copy_s
+            if (halves := self._reducer.halves()) is not None:
+                scale = self.rule.loss_scale**2  # what the workers multiplied with; the update may change it
+                step.halves = Halves(*(square / scale for square in halves))
             failpoint("apply.before")
-            applied = self.rule.apply(root, present, step.plan.num_samples, step.untouched or set())
+            applied = self.rule.apply(
+                root, present, step.plan.num_samples, step.untouched or set(), rate_factor=step.rate_factor
+            )
             failpoint("apply.after")
             apply_s = self._clock() - began
             return applied

@@ -52,6 +52,8 @@ class Candidate:
     suppliers: dict[int, str]
     held: HeldBlock | None = None
     norms: dict[int, float] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)  # by role, of a mean over its samples
+    samples: int = 0
     other: Done | None = None  # the second computation is in
 
 
@@ -75,6 +77,7 @@ class Judging:
         self._precision, self._clock, self._bus, self._wake = precision, clock, bus, wake
         roles = {group.role for group in layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
+        self._roles = {bucket.index: layout.groups[bucket.group].role for bucket in layout.result_buckets}
         self._held: list[Candidate] = []
         self._unweighed: list[Candidate] = []
         self._waiting: list[Candidate] = []  # for the very first norm to be confirmed
@@ -94,8 +97,7 @@ class Judging:
         """Whether it counts at once. Otherwise ``count`` or ``discard`` will be called."""
         if not self.active:
             return True
-        nbytes = self._layout.vector_bytes
-        if nbytes > INLINE_WEIGH_BYTES:
+        if self._layout.vector_bytes > INLINE_WEIGH_BYTES:
             self._unweighed.append(candidate)
             return False
         return self._look(candidate, self._aggregator.weigh(candidate.grant.block, candidate.suppliers))
@@ -104,8 +106,11 @@ class Judging:
         """With its norms known: counts at once, or is held."""
         grant, step = candidate.grant, self._aggregator.step
         assert step is not None
+        (start, stop), plan = grant.block, step.plan
         candidate.norms = norms
-        others = any(worker != grant.worker for worker in self.machines)
+        candidate.samples = min(stop * plan.leaf_samples, plan.num_samples) - start * plan.leaf_samples
+        candidate.sizes = self._sizes(norms, candidate.samples)
+        others = len(self.machines) > (grant.worker in self.machines)
         why = None if (grant.step, grant.block.start) in self._unsettled else self._why(candidate)
         if why is None and others and self._auditor.draw(grant.step, grant.block, step.plan.num_leaves, grant.worker):
             why = Why.SAMPLED
@@ -126,35 +131,28 @@ class Judging:
     def _why(self, candidate: Candidate) -> Why | None:
         if not all(map(math.isfinite, candidate.norms.values())):
             return Why.NOT_FINITE
-        samples = self._samples(candidate)
-        for role, norm in self._sizes(candidate).items():
+        for role, size in candidate.sizes.items():
             gate = self._gates[role]
             if gate.cold:
                 return Why.FIRST
-            if norm > gate.bound(samples):
+            if size > gate.bound(candidate.samples):
                 return Why.NORM
         return None
 
-    def _sizes(self, candidate: Candidate) -> dict[str, float]:
+    def _sizes(self, norms: dict[int, float], samples: int) -> dict[str, float]:
         """A block's norm by role, as of a mean over its samples."""
         squares: dict[str, float] = {}
-        buckets, groups = self._layout.result_buckets, self._layout.groups
-        scale = 1.0 / (self._samples(candidate) * self._aggregator.rule.loss_scale)
-        for bucket, norm in candidate.norms.items():
-            role = groups[buckets[bucket].group].role
+        scale = 1.0 / (samples * self._aggregator.rule.loss_scale)
+        for bucket, norm in norms.items():
+            role = self._roles[bucket]
             if role in self._gates:
                 squares[role] = squares.get(role, 0.0) + (norm * scale) ** 2
         return {role: math.sqrt(square) for role, square in squares.items()}
 
-    def _samples(self, candidate: Candidate) -> int:
-        step = self._aggregator.step
-        assert step is not None
-        return sum(step.plan.samples_in(leaf) for leaf in range(*candidate.grant.block))
-
     def _learn(self, candidate: Candidate) -> None:
         if all(map(math.isfinite, candidate.norms.values())):
-            for role, norm in self._sizes(candidate).items():
-                self._gates[role].learn(norm, self._samples(candidate))
+            for role, size in candidate.sizes.items():
+                self._gates[role].learn(size, candidate.samples)
 
     # -- the second computation ----------------------------------------------------------------------------
 

@@ -102,19 +102,21 @@ class Auditor:
     """Draws, chooses and remembers who was compared. ``key``: 16 bytes or more that nobody else knows."""
 
     def __init__(self, config: AuditConfig, key: bytes) -> None:
-        self.config, self._key = config, key
+        self.config, self._keyed = config, hashlib.blake2b(key=key[:64], digest_size=7)
         self._known: set[str] = set()  # workers whose work has agreed with another's
 
     def draw(self, step: int, block: Block, num_leaves: int, worker: str) -> bool:
         """Whether this finished block of a step of ``num_leaves`` leaves is sampled."""
+        if not self.config.fraction:
+            return False
         part = self.config.fraction * (1.0 if worker in self._known else _NEWCOMER)
         return self._chance(step, block.start) < part * block.num_leaves / num_leaves
 
     def _chance(self, *what: int) -> float:
         """In [0, 1), the same for the same arguments."""
-        text = ",".join(map(str, what)).encode()
-        digest = hashlib.blake2b(text, key=self._key[:64], digest_size=7).digest()
-        return int.from_bytes(digest, "big") / (1 << 56)
+        keyed = self._keyed.copy()
+        keyed.update(b",".join([b"%d" % number for number in what]))
+        return int.from_bytes(keyed.digest(), "big") / (1 << 56)
 
     def choose(self, held: HeldBlock, choices: Sequence[Choice]) -> str | None:
         """Who computes it again: nobody that had a hand in it, an equal machine first, then whoever holds least."""
