@@ -14,7 +14,7 @@ from tests.support.cluster import settings
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import StoreError, Unreachable, UpdateFailed
+from w5xde_async.errors import LocalError, StoreError, Unreachable, UpdateFailed
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import RunFailed, Worker
@@ -88,6 +88,6 @@ async def test_a_fault_of_ours_while_a_member_is_served_ends_the_run(monkeypatch
     monkeypatch.setattr(Training, "_answered", broken)
     async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
         working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
-        with pytest.raises(AttributeError, match="planted"):
+        with pytest.raises(LocalError, match="AttributeError: planted"):
             await coordinator.wait()
         await asyncio.gather(working, return_exceptions=True)

@@ -393,7 +393,9 @@ class Coordinator:
             # a member's result: better no run than a wrong one.
             if not session.admitted_at:
                 raise
-            training.fail(error)
+            fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            training.fail(fault)
 
     # -- the end -------------------------------------------------------------------------------------------
 
