@@ -19,7 +19,15 @@ from w5xde_async.telemetry.dashboard.feed import Feed
 from w5xde_async.telemetry.dashboard.history import recorded_rows
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View
-from w5xde_async.telemetry.events import CheckpointSaved, Evaluated, Waiting, Warned
+from w5xde_async.telemetry.events import (
+    Audited,
+    CheckpointSaved,
+    Evaluated,
+    ResultHeld,
+    Waiting,
+    Warned,
+    WorkerQuarantined,
+)
 from w5xde_async.telemetry.metrics import Metrics
 from w5xde_async.telemetry.records import to_line, to_record
 
@@ -121,7 +129,11 @@ def test_pages_have_what_happened():
     view, _ = view_of(
         STARTED, Waiting(reason="0 of 2 workers"), Evaluated(step=5, metrics={"accuracy": 0.9}, seconds=0.1),
         CheckpointSaved(step=5, path="p", nbytes=10, pause_s=0.1, seconds=0.2), Warned(text="look\x1b[31m here"),
-        run_reported(leaves_in_vain=3),
+        run_reported(leaves_in_vain=3), ResultHeld(worker_id="a", name="anna", step=4, why="norm"),
+        Audited(
+            step=4, worker_id="a", second_id="b", why="norm", agreed=False, same_bits=False, relative=2.0
+        ),
+        WorkerQuarantined(worker_id="a", name="anna", reason="its block was wrong", put_out=True),
     )  # fmt: skip
     shown = view.snapshot()
     assert shown["status"]["state"] == "waiting"
@@ -131,6 +143,8 @@ def test_pages_have_what_happened():
     assert shown["checkpoints"][0]["nbytes"] == 10
     assert shown["settings"] == {"coordinator": {"port": 5555}}
     assert [line["level"] for line in shown["logs"] if "look" in line["text"]] == ["warning"]
+    assert [shown["status"][key] for key in ("results_held", "audits_disagreed", "workers_quarantined")] == [1, 1, 1]
+    assert "anna computes wrongly: its block was wrong" in [line["text"] for line in shown["logs"]]
     assert not any("\x1b" in line["text"] for line in shown["logs"])
     view(FINISHED)
     assert view.snapshot()["finished"]["outcome"] == "finished"

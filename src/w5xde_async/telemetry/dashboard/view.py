@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.dashboard.rows import Row, Rows
 from w5xde_async.telemetry.events import (
+    Audited,
+    BatchGrown,
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
     Event,
     JournalFailed,
+    ResultHeld,
     RunFinished,
     RunReported,
     RunStarted,
@@ -29,6 +32,7 @@ from w5xde_async.telemetry.events import (
     Warned,
     WorkerJoined,
     WorkerLeft,
+    WorkerQuarantined,
     WorkerReported,
 )
 from w5xde_async.telemetry.records import plain_value, to_record
@@ -121,6 +125,8 @@ class View:
                 self._status |= {"step": event.resumed_step, "total_steps": event.total_steps, "state": "waiting"}
                 self._row_at = self._wall()
                 self.log("info", f"run {event.run_name} began at step {event.resumed_step:,}, term {event.term}")
+            case BatchGrown():
+                self._status |= {"total_steps": event.total_steps}
             case WorkerJoined():
                 self._joined(event)
             case WorkerLeft():
@@ -132,6 +138,18 @@ class View:
             case CheckpointSaved():
                 saved = {**to_record(event, omit=("event",)), "time": self._wall()}
                 self._note("checkpoints", self._checkpoints, saved)
+            case ResultHeld():
+                self._count("results_held")
+                text = f"a result of {event.name} for step {event.step:,} is computed by another too: {event.why}"
+                self.log("info", text)
+            case Audited():
+                self._count("audits_agreed" if event.agreed else "audits_disagreed")
+                if not event.agreed:
+                    text = f"two workers disagree about step {event.step:,} ({event.why}), by {event.relative:.2g}"
+                    self.log("warning", text)
+            case WorkerQuarantined():
+                self._count("workers_quarantined")
+                self.log("warning", f"{event.name} computes wrongly: {event.reason}")
             case Warned():
                 self.log("warning", event.text)
             case RunFinished():
@@ -145,6 +163,10 @@ class View:
         kept.append(value)
         self._new[name].append(value)
         del self._new[name][:-_MOST_LOGS]
+
+    def _count(self, name: str) -> None:
+        known = self._status.get(name, 0)
+        self._status[name] = (known if isinstance(known, int) else 0) + 1
 
     def _joined(self, event: WorkerJoined) -> None:
         worker = self._workers.setdefault(event.worker_id, _Worker({}))

@@ -105,7 +105,9 @@ const drawStatus = () => {
     : [element("p", { class: "empty shown" }, "No step yet.")]));
   const verdicts = [["applied", leaves, "leaves"], ["in vain", vain, "leaves"], ["stale", status.leases_stale, "leases that came too late"],
     ["duplicate", status.leases_duplicate, "leases that another had done"], ["rejected", status.leases_rejected, "leases that the rule refused"],
-    ["backed up", status.leases_backed_up, "leases given to a second worker"]];
+    ["backed up", status.leases_backed_up, "leases given to a second worker"],
+    ...[["held", status.results_held, "odd results, computed by another too"], ["agreed", status.audits_agreed, "audits"],
+      ["disagreed", status.audits_disagreed, "audits"], ["quarantined", status.workers_quarantined, "workers"]].filter((row) => row[1])];
   by("verdicts").replaceChildren(table("Verdicts", [["Verdict", (row) => row[0]], ["", (row) => row[2], { class: "dim" }],
     ["Number", (row) => count(row[1] || 0), { number: true }]], verdicts));
   const names = last ? Object.keys(last.metrics) : [];
