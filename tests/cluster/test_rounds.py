@@ -25,6 +25,7 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
 RULES: dict[str, dict[str, Any]] = {
+    "fresh": {"rule": "async", "max_staleness": 0},  # whoever is late is told of the newest version
     "async": {"rule": "async", "results_per_step": 2},
     "compensated": {"rule": "async", "compensation": True},
     "local": {"rule": "local", "inner_steps": 3, "outer_momentum": 0.5},

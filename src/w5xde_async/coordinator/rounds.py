@@ -190,6 +190,8 @@ class Rounds(Assigning):
         else:
             self._refused[code] += 1
             self._leaves_in_vain += leaves
+            if self._on_demand and session is not None and session not in self._newcomers:
+                self._newcomers.append(session)  # what it has is too old: nobody else would tell it
         if session is not None:
             session.post(Verdict((given.lease,), code, reason))
         if self.rule.due:
@@ -334,6 +336,8 @@ class Rounds(Assigning):
                 member.wait_s += done.wait_s
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
+            self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
+            self.loader.close_step(grant.step)
             self.turns.carried(worker, self._plan(grant.step).num_samples)
         else:
             self._submitted(session, grant, done, now)
