@@ -58,7 +58,10 @@ async def train(
             asyncio.create_task(Worker(coordinator.address, job=make_job(), config=QUICK_WORKER).run())
             for _ in range(workers)
         ]
-        result = await coordinator.wait()
-        departures = await asyncio.gather(*running)
+        try:
+            result = await coordinator.wait()
+            departures = await asyncio.gather(*running)
+        finally:  # where it failed, they go in their own time
+            await asyncio.gather(*running, return_exceptions=True)
     assert result.outcome != "finished" or departures == [Departure.FINISHED] * workers
     return result
