@@ -385,6 +385,24 @@ def test_a_nodes_criterion_counts(calls: Any) -> None:
     assert step.loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
+def test_a_node_that_is_stopped_leaves_and_the_server_goes_on(calls: Any) -> None:
+    server = server_of(None, max_steps=None)
+    running, events = serve(calls, server)
+    reached = threading.Event()
+    node = node_for(server, name="brief")
+    working = calls(node.train, lambda loss, batch_id: reached.set())
+    assert reached.wait(10)
+    with pytest.raises(UsageError, match="trains already"):
+        node.train()
+    node.stop()
+    assert working.result(10) is None
+    node.stop()  # nothing to stop
+    assert server.running
+    server.stop()
+    assert running.result(10).outcome == "stopped"
+    assert [event.name for event in events if isinstance(event, WorkerJoined)] == ["brief"]
+
+
 def test_nobody_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -403,6 +421,7 @@ def test_nobody_answers() -> None:
         (lambda: CentralServer(Model(), Data(), checkpoint_interval=0), "give minutes > 0"),
         (lambda: CentralServer(Model(), Data(), secure=True, checkpoint_dir=None), "needs a checkpoint_dir"),
         (lambda: CentralServer(Model(), Data(), ip="0.0.0.0", checkpoint_dir=None), "without a secret"),
+        (lambda: CentralServer(Model(), Data(), log="loud"), "log is 'loud'"),  # type: ignore[arg-type]
         (lambda: CentralServer(Model(), Data(), queue_size=0), "prefetch_leaves is 0"),
         (lambda: CentralServer(Model(), Data(), port=70000), "port is 70000"),
     ],

@@ -79,8 +79,6 @@ def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str]) -> Iterator[Progr
 
     ``join``: what somebody types to join; asked for once the run has begun.
     """
-    if mode not in ("silent", "normal", "verbose"):
-        raise UsageError(f"log is {mode!r}; give silent, normal or verbose")
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
     progress = Progress(ProgressConfig(mode=mode, color=color), terminal=False if dumb else None)

@@ -101,6 +101,8 @@ class CentralServer:
         """Raises UsageError, JobError for what cannot work; nothing is opened before ``start``."""
         if not checkpoint_interval > 0:
             raise UsageError(f"checkpoint_interval is {checkpoint_interval!r}; give minutes > 0")
+        if log not in ("silent", "normal", "verbose"):
+            raise UsageError(f"log is {log!r}; give silent, normal or verbose")
         if secure and checkpoint_dir is None:
             raise UsageError("secure=True needs a checkpoint_dir: the join file and the certificate lie there")
         token = find_token(token)
