@@ -39,6 +39,7 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -517,6 +518,9 @@ def draw(rows: Sequence[dict[str, Any]], network: str, folder: Path) -> None:
             axis.plot(places, losses, label=f"{label} {row['codec']}" if row["rule"] != "ddp" else "PyTorch DDP")
             axis.set_xscale("log")
             axis.grid(alpha=0.3)
+    if not both[0].lines:
+        pyplot.close(figure)
+        return
     both[0].set_xlabel("seconds")
     both[1].set_xlabel("MB of both workers, start included")
     both[0].set_ylabel("loss of the training text")
@@ -553,6 +557,7 @@ def main() -> None:
     if args.child:
         serve({"move": move, "coordinate": coordinate, "work": work, "ddp": ddp})
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or namespaces would be left behind
     steps = QUICK_STEPS if args.quick else args.steps
     chosen = [
         cell
