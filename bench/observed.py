@@ -2,11 +2,10 @@
 
 Coordinator and workers are processes of one thread on loopback, on the digits MLP, whose steps take milliseconds: the
 worst case for whatever is paid per step. The viewers are 50 connections to ``/events`` in a process of their own on the
-same machine. Arms take turns (A B C D, A B C D, ...); a figure is the median over the rounds of the arm's samples/s
-over that of the same round's A.
+same machine. A figure is the median of ratios of samples/s between neighbours in time.
 
-  ``with_50_viewers``       dashboard on and watched by 50, over none (aim: 0.98)
-  ``with_dashboard``        dashboard on, nobody watching, over none
+  ``with_50_viewers``       one run, 50 viewers come and go in turns: with them over without (aim: 0.98)
+  ``with_dashboard``        dashboard on, nobody watching, over none; runs in turns, as the next
   ``verbose_over_silent``   ``--log verbose``, written to a file, over ``--log silent`` (aim: 0.98)
   ``silent_samples_per_s``  of A, to tell a slow machine from a slow program
   ``ARM_cpu_us``            processor time of the coordinator's process for each step (Linux), which other programs on
@@ -37,7 +36,6 @@ VIEWERS = 50
 WARM_S = 2.0  # after the first commit: kernels, caches, lease sizes
 ARMS = {
     "silent": ("--log", "silent", "--no-dashboard"),
-    "viewers": ("--log", "silent", "--dashboard-address", "127.0.0.1:0"),
     "dashboard": ("--log", "silent", "--dashboard-address", "127.0.0.1:0"),
     "verbose": ("--log", "verbose", "--no-dashboard"),
 }
@@ -45,8 +43,9 @@ ARMS = {
 
 def main() -> None:
     flags = parser(__doc__ or "")
-    flags.add_argument("--rounds", type=int, default=0, help="of the four arms (5; 1 with --quick)")
+    flags.add_argument("--rounds", type=int, default=0, help="of the three arms (5; 1 with --quick)")
     flags.add_argument("--seconds", type=float, default=0.0, help="that each arm is measured for (9; 4 with --quick)")
+    flags.add_argument("--turns", type=int, default=0, help="of the viewers (12; 3 with --quick)")
     flags.add_argument("--job", default=JOB)
     flags.add_argument("--view", metavar="URL", help="be the viewers of that dashboard (used by the bench itself)")
     args = flags.parse_args()
@@ -56,10 +55,12 @@ def main() -> None:
     rounds = args.rounds or (1 if args.quick else 5)
     seconds = args.seconds or (4.0 if args.quick else 9.0)
     report = Report({"job": args.job, "viewers": VIEWERS, "rounds": rounds, "seconds": seconds, "workers": 2})
+    turns = args.turns or (3 if args.quick else 12)
     folder = Path(tempfile.mkdtemp(prefix="observed-"))
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
     costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
     try:
+        watched = watched_over_not(folder / "watched", args.job, turns)
         for number in range(rounds):
             for arm in ARMS:
                 rate, cpu_us = measure(folder / f"{arm}-{number}", args.job, arm, seconds)
@@ -68,9 +69,8 @@ def main() -> None:
                 print(f"round {number + 1}, {arm}: {rate:.0f} samples/s, {cpu_us:.0f} us of CPU a step", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, arm in (
-        ("with_50_viewers", "viewers"), ("with_dashboard", "dashboard"), ("verbose_over_silent", "verbose")
-    ):  # fmt: skip
+    report.add("with_50_viewers", watched)
+    for name, arm in (("with_dashboard", "dashboard"), ("verbose_over_silent", "verbose")):
         report.add(name, [rate / base for rate, base in zip(rates[arm], rates["silent"], strict=True)])
     report.add("silent_samples_per_s", rates["silent"])
     for arm, cost in costs.items():
@@ -83,42 +83,84 @@ def main() -> None:
     report.write(args.json)
 
 
+class Run:
+    """A coordinator and its two workers, as ``arm`` has it."""
+
+    def __init__(self, folder: Path, job: str, arm: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("W5XDE_")}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self.folder = folder
+        self._log = (folder.parent / f"{folder.name}.log").open("w")
+        command = [
+            sys.executable, "-m", "w5xde_async.coordinator", job, "--run-dir", str(folder), "--port", "0", "--workers",
+            "2", "--worker-threads", "1", "--threads", "1", "--epochs", "100000", "--no-evaluate", "--no-code-free",
+            "--checkpoint-every", "1000000", *ARMS[arm],
+        ]  # fmt: skip
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log)
+
+    def __enter__(self) -> Run:
+        while not self.commits():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the run ended before its first step; see {self.folder}.log")
+            time.sleep(0.2)
+        time.sleep(WARM_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._log.close()
+
+    def commits(self) -> list[tuple[float, int]]:
+        """When each step was committed, and its samples, as far as that is on the disk."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [(event["time"], event["samples"]) for event in events if event["event"] == "step_committed"]
+
+    def measure(self, seconds: float) -> tuple[float, float, float]:
+        """Let it run; when that began and ended, and the coordinator's processor time meanwhile."""
+        before_s, begin = cpu_s(self._process.pid), time.time()
+        time.sleep(seconds)
+        return begin, time.time(), cpu_s(self._process.pid) - before_s
+
+
+def rate_of(commits: list[tuple[float, int]], begin: float, end: float) -> tuple[float, int]:
+    """Samples/s between two times, and how many steps there were."""
+    found = [samples for at, samples in commits if begin <= at < end]
+    return sum(found) / (end - begin), len(found)
+
+
 def measure(folder: Path, job: str, arm: str, seconds: float) -> tuple[float, float]:
     """Samples/s of one run, and microseconds of the coordinator's processor time a step."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("W5XDE_")}
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    log = (folder.parent / f"{folder.name}.log").open("w")
-    command = [
-        sys.executable, "-m", "w5xde_async.coordinator", job, "--run-dir", str(folder), "--port", "0", "--workers", "2",
-        "--worker-threads", "1", "--threads", "1", "--epochs", "100000", "--no-evaluate", "--no-code-free",
-        "--checkpoint-every", "1000000", *ARMS[arm],
-    ]  # fmt: skip
-    coordinator = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-    viewers: subprocess.Popen[bytes] | None = None
-    try:
-        first = commits(folder, coordinator, 1)[0][0]
-        if arm == "viewers":
-            link = (folder / "dashboard").read_text().split()[0]
-            viewers = subprocess.Popen([sys.executable, __file__, "--view", link], cwd=ROOT)
-        time.sleep(max(0.0, first + WARM_S - time.time()))
-        before_s, begin = cpu_s(coordinator.pid), time.time()
-        time.sleep(seconds)
-        spent_s, end = cpu_s(coordinator.pid) - before_s, time.time()
-        if viewers is not None and viewers.poll() is not None:
-            raise RuntimeError("the viewers have ended")
-    finally:
-        if viewers is not None:
-            viewers.terminate()
-            viewers.wait()
-        coordinator.terminate()
-        coordinator.wait()
-        log.close()
-    measured = [entry for entry in commits(folder, None, 2) if begin <= entry[0] <= end]
-    rate = sum(samples for _, samples in measured[1:]) / (measured[-1][0] - measured[0][0])
-    return rate, 1e6 * spent_s / len(measured)
+    with Run(folder, job, arm) as run:
+        begin, end, spent_s = run.measure(seconds)
+    rate, steps = rate_of(run.commits(), begin, end)
+    return rate, 1e6 * spent_s / max(steps, 1)
+
+
+def watched_over_not(folder: Path, job: str, turns: int, *, seconds: float = 3.0) -> list[float]:
+    """Samples/s of one run while 50 watch it, over the mean of before and after."""
+    spans: list[tuple[bool, float, float]] = []
+    with Run(folder, job, "dashboard") as run:
+        link = (folder / "dashboard").read_text().split()[0]
+        for turn in range(2 * turns + 1):
+            watching = turn % 2 == 1
+            viewers = subprocess.Popen([sys.executable, __file__, "--view", link], cwd=ROOT) if watching else None
+            time.sleep(1.5)  # to come, or to be gone
+            spans.append((watching, *run.measure(seconds)[:2]))
+            if viewers is not None:
+                if viewers.poll() is not None:
+                    raise RuntimeError("the viewers have ended")
+                viewers.terminate()
+                viewers.wait()
+        time.sleep(1.5)  # the last steps are written
+    commits = run.commits()
+    rates = [rate_of(commits, begin, end)[0] for _, begin, end in spans]
+    for (watching, *_), rate in zip(spans, rates, strict=True):
+        print(f"{VIEWERS if watching else 0} viewers: {rate:.0f} samples/s", flush=True)
+    return [2 * rates[at] / (rates[at - 1] + rates[at + 1]) for at in range(1, len(rates), 2)]
 
 
 def per_step() -> dict[str, list[float]]:
@@ -186,20 +228,6 @@ def cpu_s(pid: int) -> float:
     except OSError:
         return float("nan")
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def commits(folder: Path, coordinator: subprocess.Popen[bytes] | None, least: int) -> list[tuple[float, int]]:
-    """When each step was committed, and its samples; waits for ``least`` of them while the coordinator lives."""
-    path = folder / "metrics.jsonl"
-    while True:
-        lines = path.read_text().splitlines() if path.exists() else []
-        events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        found = [(event["time"], event["samples"]) for event in events if event["event"] == "step_committed"]
-        if len(found) >= least:
-            return found
-        if coordinator is None or coordinator.poll() is not None:
-            raise RuntimeError(f"the run ended after {len(found)} steps; see {folder}.log")
-        time.sleep(0.2)
 
 
 async def view(link: str) -> None:
