@@ -392,3 +392,81 @@ def test_held_leases_by_step() -> None:
     book.grant("a", 1, 4, now=0.0, deadline_s=1.0)
     grant(book)
     assert (book.num_held("a"), book.num_held("a", up_to_step=0), book.num_held("b")) == (2, 1, 0)
+
+
+# -- audits
+
+
+def finished(ledger: Ledger, worker: str = "a") -> Grant:
+    """A block of two leaves that ``worker`` has finished."""
+    grant = ledger.grant(worker, 0, 2, now=0.0, deadline_s=5.0)
+    assert grant is not None
+    for bucket in range(ledger.num_buckets):
+        ledger.fill(grant.lease, bucket)
+    ledger.finish(grant.lease)
+    return grant
+
+
+def test_an_audit_finishes_nothing_and_is_never_backed_up():
+    ledger = Ledger(num_buckets=2)
+    ledger.open(0, 4, 0.0)
+    mine = finished(ledger)
+    audit = ledger.audit(0, mine.block, "b", now=1.0, deadline_s=5.0)
+    assert ledger.is_audit(audit.lease)
+    assert not ledger.is_audit(mine.lease)
+    assert ledger.missing(audit.lease) == [0, 1]
+    assert ledger.unbacked(0, "c") == []
+    assert ledger.overdue(6.0) == [audit]
+    assert ledger.num_held("b") == 1
+    assert ledger.free_leaves(0) == 2
+    for bucket in range(2):
+        assert ledger.fill(audit.lease, bucket)
+    assert ledger.finish(audit.lease) is None
+    ledger.validate()
+    assert ledger.is_duplicate(audit.lease)
+    assert not ledger.complete(0)
+    assert ledger.free_leaves(0) == 2
+
+
+def test_an_audit_that_is_given_back_or_whose_step_closes_leaves_nothing():
+    ledger = Ledger(num_buckets=1)
+    ledger.open(0, 4, 0.0)
+    block = finished(ledger).block
+    first, second = (ledger.audit(0, block, worker, now=0.0, deadline_s=5.0) for worker in "bc")
+    ledger.give_back(first.lease)
+    assert ledger.free_leaves(0) == 2
+    ledger.validate()
+    ledger.close(0)
+    assert ledger.get(second.lease) is None
+    ledger.validate()
+
+
+def test_a_block_that_did_not_hold_is_for_others_first():
+    ledger = Ledger(num_buckets=1)
+    ledger.open(0, 2, 0.0)
+    block = finished(ledger, "a").block
+    assert ledger.complete(0)
+    ledger.reopen(0, block, "a")
+    ledger.validate()
+    assert not ledger.complete(0)
+    assert ledger.grant("a", 0, 2, now=0.0, deadline_s=5.0, others=["a", "b"]) is None
+    again = ledger.grant("b", 0, 2, now=0.0, deadline_s=5.0, others=["a", "b"])
+    assert again is not None
+    assert ledger.missing(again.lease) == [0]
+
+
+def test_what_is_not_believed_is_missing_again():
+    ledger = Ledger(num_buckets=2)
+    ledger.open(0, 2, 0.0)
+    grant = ledger.grant("a", 0, 2, now=0.0, deadline_s=5.0)
+    assert grant is not None
+    ledger.fill(grant.lease, 0)
+    ledger.give_back(grant.lease)
+    again = ledger.grant("b", 0, 2, now=0.0, deadline_s=5.0)
+    assert again is not None
+    ledger.unfill(0, again.block.start, [0])
+    assert ledger.missing(again.lease) == [0, 1]
+    assert ledger.contested(again.lease)  # b may have had bucket 0 turned away: its DONE without it is no offence
+    ledger.give_back(again.lease)
+    ledger.validate()
+    assert ledger.free_leaves(0) == 2

@@ -1,0 +1,179 @@
+"""Blocks that are held and computed a second time, frame by frame: who gets which lease, and what counts in the end.
+
+The first block of a run is always compared, which is what most of these tests wait for. There is no referee here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from tests.support.scripted import Run, Scripted, scripted, settle
+
+from w5xde_async.telemetry.events import Audited, Warned, WorkerQuarantined
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.messages import Lease, Result, Verdict, VerdictCode
+
+
+@asynccontextmanager
+async def judged(**config: Any) -> AsyncIterator[Run]:
+    async with scripted(norm_gate=6.0, **config) as run:
+        yield run
+
+
+async def send(worker: Scripted, lease: Lease, bucket: int, value: float) -> None:
+    """One bucket, all of it ``value`` for each sample."""
+    numel = worker.run.prepared.layout.result_buckets[bucket].numel
+    data = torch.full((numel,), value * sum(lease.samples)).numpy().tobytes()
+    await worker.link.send(
+        encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
+    )
+    await settle()
+
+
+async def work(*workers: Scripted, until: Callable[[], bool]) -> None:
+    """Have every open lease of the current step computed, until then."""
+    async with asyncio.timeout(5):
+        while not until():
+            for worker in workers:
+                training = worker.run.training
+                for lease in worker.all(Lease):
+                    if lease.step == training.version and training.ledger.get(lease.lease) and not worker.ended():
+                        await worker.compute(lease)
+            await asyncio.sleep(0.001)  # the loader's and the aggregator's threads have no event here
+
+
+async def audit_of(lease: Lease, *workers: Scripted) -> tuple[Scripted, Lease]:
+    """Who was given the same block again."""
+    async with asyncio.timeout(5):
+        while True:
+            for worker in workers:
+                for other in worker.all(Lease):
+                    if same_block(other, lease) and other.lease != lease.lease:
+                        return worker, other
+            await asyncio.sleep(0.001)
+
+
+def verdicts(worker: Scripted) -> dict[int, VerdictCode]:
+    return {lease: VerdictCode(verdict.code) for verdict in worker.all(Verdict) for lease in verdict.leases}
+
+
+def audits(run: Run) -> list[Audited]:
+    return [event for event in run.events if isinstance(event, Audited)]
+
+
+def same_block(one: Lease, other: Lease) -> bool:
+    return (one.step, one.start, one.samples) == (other.step, other.start, other.samples)
+
+
+async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agree():
+    async with judged(min_workers=2) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        mine, theirs = await a.lease(), await b.lease()
+        await a.compute(mine)
+        assert run.training.judging.holding
+        _, again = await audit_of(mine, b)
+        await a.lease(1)  # who waits for a judgement is not kept idle
+        await b.compute(theirs)
+        await b.compute(again)
+        assert [event.agreed for event in audits(run)] == [True]
+        assert not run.training.aggregator._second or await freed(run)
+        await work(a, b, until=lambda: run.training.version >= 2)
+        assert verdicts(a)[mine.lease] is VerdictCode.APPLIED
+        assert again.lease not in verdicts(b)
+        assert run.training.results.leaves_audited == len(mine.samples)
+        assert run.applied() == {float(run.training.version)}
+
+
+async def freed(run: Run) -> bool:
+    """The memory of audits is given back at the next look at the leases."""
+    run.training._schedule()
+    await settle()
+    return not run.training.aggregator._second
+
+
+async def test_whoever_was_to_compare_leaves_and_a_third_does():
+    async with judged(min_workers=3) as run:
+        a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
+        mine = await a.lease()
+        await a.compute(mine)
+        asked, again = await audit_of(mine, b, c)
+        other = c if asked is b else b
+        await asked.send(again, 0)  # a part of it, then it is gone
+        await asked.link.aclose()
+        await settle()
+        await audit_of(mine, other)
+        await work(a, other, until=lambda: run.training.version >= 1)
+        assert [event.second_id for event in audits(run)] == [other.worker_id]
+        assert run.applied() == {float(run.training.version)}
+        assert await freed(run)
+
+
+async def test_nobody_is_left_to_compare_and_the_block_counts():
+    async with judged(min_workers=2) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        mine = await a.lease()
+        await a.compute(mine)
+        assert run.training.judging.holding
+        await b.link.aclose()
+        await settle()
+        await work(a, until=lambda: run.training.version >= 1)
+        assert audits(run) == []
+        assert run.applied() == {float(run.training.version)}
+
+
+async def test_what_a_dying_worker_had_sent_counts_with_what_another_adds():
+    async with judged(min_workers=3) as run:
+        a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
+        mine = await a.lease()
+        await a.send(mine, 0)
+        await a.link.aclose()
+        await settle()
+        await work(b, c, until=lambda: run.training.version >= 1)
+        assert run.applied() == {float(run.training.version)}
+        assert all(event.agreed for event in audits(run))
+
+
+async def test_two_that_differ_without_a_referee_are_nobodys_fault_and_the_block_is_done_again():
+    async with judged(min_workers=3) as run:
+        a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
+        mine = await a.lease()
+        await odd(a, mine)
+        await work(a, b, c, until=lambda: run.training.version >= 2)
+        assert verdicts(a)[mine.lease] is VerdictCode.REJECTED
+        assert run.applied() == {float(run.training.version)}
+        assert any(isinstance(event, Warned) and "differ" in event.text for event in run.events)
+        assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
+        assert await freed(run)
+
+
+async def odd(worker: Scripted, lease: Lease) -> None:
+    """All of it is one, but for the first bucket."""
+    await send(worker, lease, 0, math.inf)
+    await worker.send(lease, *range(1, len(worker.run.prepared.layout.result_buckets)))
+    await worker.done(lease)
+
+
+async def test_a_result_that_is_not_finite_counts_where_two_workers_come_to_it():
+    """Training diverges: the step is skipped, as with one worker, and nobody is to blame."""
+    async with judged(min_workers=2) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        mine = await a.lease()
+        await odd(a, mine)
+        await odd(*await audit_of(mine, b))
+        await work(a, b, until=lambda: run.training.version >= 1)
+        assert [event.agreed for event in audits(run)][:1] == [True]
+        assert run.applied() == {float(run.training.version - 1)}
+        assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
+
+
+async def test_a_worker_alone_is_not_held_up():
+    async with judged() as run:
+        a = await run.worker("a")
+        await work(a, until=lambda: run.training.version >= 3)
+        assert audits(run) == []
+        assert run.applied() == {float(run.training.version)}
