@@ -10,19 +10,21 @@ from w5xde_async.settings.flags import Program
 ALWAYS = "--print-config --version --help"
 COORDINATOR = """
 --max-steps --epochs --max-time --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
+--target-batch --batch-patience
+--norm-gate --audit-fraction --audit-tolerance --quarantine --no-quarantine
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
 --heartbeat --silence --bucket-size --bulk-threads
 --workers --worker-threads --min-workers --max-workers --grace
 --name --run-dir --checkpoint-every --keep-checkpoints --durability --resume
 --dashboard --no-dashboard --dashboard-address --tracker
 --loader-threads --loader-processes --prefetch-leaves
---threads --loop --log --log-format --config
+--threads --loop --log --log-format --profile-memory --config
 """
 WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
 --device --threads --compile --inline-block --memory-limit
---loop --log --log-format --config --exit-with-stdin
+--loop --log --log-format --profile-memory --config --exit-with-stdin
 """
 
 

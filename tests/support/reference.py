@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.params.flat import named_digest
+from w5xde_async.plan.batching import BatchPlan
 from w5xde_async.plan.sampler import Sampler, seed_for
 from w5xde_async.randomness import random_state, seed_all
 
@@ -38,17 +39,20 @@ def _add(left: Sums, right: Sums) -> Sums:
     return {name: one(left[name], right[name]) for name in left}
 
 
-def train(job: Job, steps: int | None = None) -> tuple[nn.Module, list[float]]:
-    """Train in one process, one thread's order; returns the model and each step's loss."""
+def train(job: Job, steps: int | None = None, plan: BatchPlan | None = None) -> tuple[nn.Module, list[float]]:
+    """Train in one process, one thread's order; returns the model and each step's loss.
+
+    ``plan``: of a batch that grows.
+    """
     with random_state():
-        return _train(job, steps or job.max_steps or 0)
+        return _train(job, steps or job.max_steps or 0, plan)
 
 
 def _fetch(job: Job, indices: list[int]) -> Any:
     return (job.collate or default_collate)([job.dataset[i] for i in indices])
 
 
-def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
+def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, list[float]]:
     seed_all(job.seed)
     model = job.model().train() if not isinstance(job.model, nn.Module) else build_model(job)
     optimizer = job.optimizer(model)
@@ -64,7 +68,7 @@ def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
     scale, losses = 65536.0 if job.precision == "fp16" else 1.0, []
     random_data = _draws(job)
     for step in range(steps):
-        plan = sampler.plan(step)
+        plan = sampler.plan(step) if batches is None else batches.plan(step)
         start = {name: b.clone() for name, b in buffers.items()}
         sums: list[Sums] = []
         leaf_losses: list[tuple[int, float]] = []
@@ -115,7 +119,13 @@ def _train(job: Job, steps: int) -> tuple[nn.Module, list[float]]:
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         if job.gradient_clip_val is not None:
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], job.gradient_clip_val)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if batches is not None:
+            for group in optimizer.param_groups:
+                group["lr"] *= batches.rate_factor(step)
         optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         if scheduler is not None:
             scheduler.step()
         for name, b in buffers.items():

@@ -70,6 +70,15 @@ def test_growth_begins_where_it_says_and_the_rate_with_it() -> None:
     assert plan.plan(3).num_leaves == 4
 
 
+def test_the_end_stays_where_it_was_when_the_batch_grows_beyond_it() -> None:
+    """A run that ends before it may grow, and is then given more epochs, is one that was given them at once."""
+    plan = BatchPlan(sampler())
+    assert [plan.epoch_of(step) for step in (0, 12, 13)] == [0, 0, 1]
+    plan.grow(14, 16, 1.0)  # eight samples into epoch 1
+    assert [plan.total_steps(epochs) for epochs in (1, 2, 3)] == [13, 20, 27]
+    assert [plan.epoch_of(step) for step in (12, 13, 19, 20, 27)] == [0, 1, 1, 2, 3]
+
+
 def test_what_is_planned_already_does_not_change() -> None:
     plan = BatchPlan(sampler())
     plan.grow(3, 16, 1.0)

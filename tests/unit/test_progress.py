@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from w5xde_async.telemetry.events import (
+    BatchGrown,
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
@@ -226,6 +228,28 @@ def test_the_last_step_is_shown_before_the_table() -> None:
     assert "ETA" not in text
     shown.progress.close()
     shown.progress.close()
+
+
+GROWN = BatchGrown(
+    step=10, after_step=11, batch_size_before=64, batch_size=128, noise_scale=1234.0, rate_factor=1.3, total_steps=500
+)
+
+
+def test_a_batch_that_grows_is_said_and_moves_the_end() -> None:
+    said = (
+        "* the batch grows from 64 to 128 samples: noise scale 1.23k samples; learning rate x 1.3; after step 11; "
+        "the run ends at step 500\n"
+    )
+    shown = Shown()
+    shown(START)
+    assert shown(GROWN) == said
+    assert "step 11/500 (2 %)" in shown.steps(11, 11, every_s=10.0)
+    assert "beyond measure" in shown(replace(GROWN, noise_scale=math.inf))
+    bar = Shown(terminal=True, color=False)
+    bar(START, step(1), GROWN)
+    assert " 50% |" in bar.steps(250, 250, every_s=1.0)
+    record = json.loads(Shown(log_format="json")(GROWN))
+    assert (record["event"], record["total_steps"]) == ("batch_grown", 500)
 
 
 def test_lines_go_above_the_bar() -> None:

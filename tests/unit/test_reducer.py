@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Reducer, VectorPool
-from w5xde_async.plan.tree import Block, Frontier, aligned_block
+from w5xde_async.plan.tree import Block, Frontier, aligned_block, right_half
 
 
 def layout() -> Layout:
@@ -107,6 +108,34 @@ def test_minus_zero_survives() -> None:
 def test_what_nobody_sent_is_nothing() -> None:
     nothing: Part = [None] * len(BUCKETS)
     assert reduce([nothing] * 3, [Block(0, 2), Block(2, 3)]) == nothing
+
+
+@pytest.mark.parametrize(("num_leaves", "span", "absent"), [(2, 1, 0.0), (5, 1, 0.5), (7, 4, 0.0), (1, 1, 0.0)])
+def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent: float) -> None:
+    """The same numbers whatever the blocks: those of the gradient's sums, not of buffers."""
+    parts = [leaf_part(40 + leaf, absent) for leaf in range(num_leaves)]
+    reducer, frontiers = Reducer(LAYOUT, VectorPool(LAYOUT, make=_dirty)), [Frontier(num_leaves) for _ in BUCKETS]
+    reducer.half = half = right_half(num_leaves)
+    for start in reversed(range(0, num_leaves, span)):
+        block = Block(start, min(start + span, num_leaves))
+        for bucket, piece in enumerate(tree_sum(parts[block.start : block.stop], add)):
+            if piece is not None:
+                reducer.vector(start).buckets[bucket].copy_(piece)
+            reducer.put(bucket, start, present=piece is not None)
+            for left, right in frontiers[bucket].fill(block):
+                reducer.merge(bucket, left, right)
+
+    def square(part: Part) -> float:
+        gradients = [bucket.index for bucket in BUCKETS if LAYOUT.groups[bucket.group].role == "grad"]
+        return sum(float(piece.double().square().sum()) for i in gradients if (piece := part[i]) is not None)
+
+    if num_leaves == 1:
+        assert reducer.halves() is None
+        return
+    wanted = [tree_sum(of, add) for of in (parts[:half], parts[half:], parts)]
+    assert reducer.halves() == pytest.approx([square(part) for part in wanted], rel=1e-5)
+    reducer.clear()
+    assert reducer.halves() is None
 
 
 def test_memory_is_given_back_as_blocks_merge() -> None:

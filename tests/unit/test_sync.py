@@ -64,7 +64,10 @@ class Bench:
         self.rule = SyncRule.of(job(**changes), self.model, self.layout, self.state)
         self.names = [entry.name for entry in self.layout.entries]
 
-    def apply(self, sums: dict[str, Tensor], samples: int = 8, buffers: dict[str, Tensor] | None = None) -> Any:
+    def apply(
+        self, sums: dict[str, Tensor], samples: int = 8, buffers: dict[str, Tensor] | None = None,
+        rate_factor: float = 1.0,
+    ) -> Any:  # fmt: skip
         """``sums`` per trainable parameter; what is missing got no gradient."""
         root = ResultVector(self.layout)
         root.memory.fill_(77)  # what is not present may hold anything
@@ -82,7 +85,7 @@ class Bench:
             if not there:
                 root.buckets[bucket.index].fill_(-7)
         untouched = {index for index in self.layout.trainable if index not in touched}
-        return self.rule.apply(root, present, samples, untouched)
+        return self.rule.apply(root, present, samples, untouched, rate_factor=rate_factor)
 
 
 def gradients(step: int, *, rare: bool = True) -> dict[str, Tensor]:
@@ -125,6 +128,28 @@ def test_equal_to_a_plain_loop(make: Make, schedule: Any, clip: float | None) ->
     assert bench.state.digest() == named_digest(plain(make, schedule, clip, 6))
     assert (rates[0] == rates[-1]) == (schedule is None)
     assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_factor_multiplies_every_groups_rate_in_one_step_alone(tensors: bool) -> None:
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = grouped(module)
+        for group in optimizer.param_groups if tensors else ():
+            group["lr"] = torch.tensor(group["lr"])
+        return optimizer
+
+    def tripled(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(module)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 3.0
+        return optimizer
+
+    mine, other = Bench(optimizer=make), Bench(optimizer=tripled)
+    before = [group["lr"] for group in mine.rule.optimizer.param_groups]
+    applied, expected = mine.apply(gradients(0), rate_factor=3.0), other.apply(gradients(0))
+    assert mine.state.digest() == other.state.digest()
+    assert applied.learning_rate == pytest.approx(expected.learning_rate)
+    assert all(group["lr"] is rate for group, rate in zip(mine.rule.optimizer.param_groups, before, strict=True))
 
 
 def test_the_norm_is_that_of_the_mean_gradient_before_clipping() -> None:

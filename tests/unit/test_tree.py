@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.reference import tree_sum
 
-from w5xde_async.plan.tree import Block, Frontier, aligned_block, carries, tree_order
+from w5xde_async.plan.tree import Block, Frontier, aligned_block, carries, right_half, tree_order
 
 sizes = st.integers(1, 70)
 
@@ -85,6 +85,12 @@ def test_an_aligned_block_is_a_subtree(data: st.DataObject) -> None:
 )
 def test_aligned_block(start: int, free_stop: int, num_leaves: int, most: int, expected: tuple[int, int]) -> None:
     assert aligned_block(start, free_stop, num_leaves, most) == expected
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 3, 4, 5, 8, 9, 33])
+def test_the_right_half_is_what_is_added_last(num_leaves: int) -> None:
+    last = tree_order(num_leaves)[-1:]
+    assert [(0, right_half(num_leaves))] == [tuple(merge) for merge in last] or (num_leaves == 1 and not last)
 
 
 def test_carries_are_those_of_a_binary_counter() -> None:

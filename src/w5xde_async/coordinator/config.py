@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import parse_address
@@ -59,6 +60,9 @@ class CoordinatorConfig:
                             for a token and speaks TLS (not with ``insecure``)
     trackers                names of experiment trackers, each with its target behind a colon (telemetry.trackers)
     update                  how results become parameters, and how both travel (``UpdateConfig``)
+    target_batch            let the batch grow with the gradient noise scale, up to so many samples a step; ``auto``:
+                            up to the dataset
+    batch_patience          steps before each time it doubles
     auto                    choose rule, codec and H from what the first steps show of the links, and go on looking
     code_free               make a program of the step, for workers that start without the job's code
     """
@@ -103,6 +107,8 @@ class CoordinatorConfig:
     pacing: PacingConfig = field(default_factory=PacingConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     auto: bool = False
+    target_batch: int | Literal["auto"] | None = None
+    batch_patience: int = 100
 
     def __post_init__(self) -> None:
         def need(holds: bool, text: str) -> None:
@@ -111,7 +117,7 @@ class CoordinatorConfig:
 
         need(0 <= self.port <= 65535, f"port is {self.port}; give a number from 0 to 65535")
         for name in ("min_workers", "max_workers", "checkpoint_every", "keep_checkpoints", "prefetch_leaves",
-                     "max_leaf_failures", "max_nonfinite_steps"):  # fmt: skip
+                     "max_leaf_failures", "max_nonfinite_steps", "batch_patience"):  # fmt: skip
             need(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give a number >= 1")
         for name in ("max_steps", "epochs"):
             need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give >= 1")
@@ -130,6 +136,26 @@ class CoordinatorConfig:
             (self.update.rule == "sync" and not self.auto) or self.durability == "checkpoint",
             "a journal keeps the gradients of the sync rule; other rules, and auto, have --durability checkpoint",
         )
+        if self.target_batch is not None:
+            target = f"target_batch is {self.target_batch!r}"
+            need(
+                self.target_batch == "auto" or (isinstance(self.target_batch, int) and self.target_batch >= 1),
+                f"{target}; give auto or a number of samples >= 1",
+            )
+            need(
+                self.update.rule == "sync" and not self.auto,
+                f"{target}: the batch of a step grows under --update sync alone; other rules have no such step",
+            )
+            need(
+                self.update.uplink_codec.exact,
+                f"{target}: codec {self.update.codec} is lossy, and what it leaves out would count as the gradient's "
+                "noise; use --codec raw or lz4",
+            )
+            need(
+                self.durability == "checkpoint",
+                f"{target}: a journal keeps the sums of steps, not of their halves, which the batch grows by; use "
+                "--durability checkpoint",
+            )
         need(self.min_workers <= self.max_workers, "min_workers is more than max_workers")
         need(self.silence_s > self.heartbeat_s, "silence_s must be longer than heartbeat_s")
         need(64 << 10 <= self.bucket_bytes <= 1 << 30, "bucket_bytes lies between 64 KiB and 1 GiB")

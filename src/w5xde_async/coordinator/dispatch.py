@@ -16,6 +16,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.pacing import Pacing
+from w5xde_async.plan.tree import right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import Lease
 
@@ -37,6 +38,7 @@ class Dispatch:
         self._unread: list[Grant] = []  # granted, waiting for their data; bounded by workers x leases_ahead
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
         self.num_backups = 0
+        self.at_most_half = False  #: no lease holds leaves of both halves of its step, which are measured
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
     @property
@@ -110,6 +112,8 @@ class Dispatch:
                         continue
                     leaves = self._pacing.block_leaves(worker, free, workers, step_leaves=ledger.num_leaves(step))
                     leaves = min(leaves, self._loader.max_block_leaves)
+                    if self.at_most_half:
+                        leaves = min(leaves, max(1, right_half(ledger.num_leaves(step))))
                     if unequal and step == steps[0]:
                         leaves = min(leaves, self._most_in_time(worker, workers, step, free, now))
                         if not leaves:

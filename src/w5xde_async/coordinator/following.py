@@ -59,7 +59,9 @@ class Following:
                 saving = self._save(commit.step, self._rotate(commit.step))
                 self._saving = tasks.create_task(saving, name=f"checkpoint {commit.step}")
         every = self._prepared.job.evaluate_every
-        due = commit.passes(self._prepared.sampler.steps_per_epoch if every is None else every)
+        steps = self._prepared.steps
+        ended = steps.epoch_of(commit.step) > steps.epoch_of(commit.before)
+        due = ended if every is None else commit.passes(every)
         if due and self._prepared.evaluator is not None and (self._evaluating is None or self._evaluating.done()):
             self._evaluating = tasks.create_task(self._evaluate(commit.step), name=f"evaluate {commit.step}")
 

@@ -29,7 +29,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
-from w5xde_async.plan.sampler import Sampler, StepPlan, seed_for
+from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.wire.frame import Buffer, BufferSpec
@@ -74,7 +74,7 @@ class Loader:
     def __init__(
         self,
         job: Job,
-        sampler: Sampler,
+        sampler: Steps,
         *,
         threads: int = 1,
         processes: int = 0,

@@ -31,6 +31,7 @@ def make_training(
         training = Training(
             sampler=prepared.sampler, loader=loader, layout=prepared.layout, state=prepared.state, rule=prepared.rule,
             welcome=welcome, config=config, bus=bus, first_step=prepared.first_step, total_steps=prepared.total_steps,
+            growing=prepared.growing,
         )  # fmt: skip
         training.judging.referee = Referee(prepared.job, loader, prepared.state, prepared.rule)
     else:

@@ -90,7 +90,7 @@ class Phases:
         prepared = self._prepared
         self.config = config = replace(self.config, update=prepared.update)
         loader = Loader(
-            prepared.job, prepared.sampler, threads=config.loader_threads, processes=config.loader_processes,
+            prepared.job, prepared.steps, threads=config.loader_threads, processes=config.loader_processes,
             prefetch_leaves=config.prefetch_leaves, reference=self._reference or None,
         )  # fmt: skip
         training = make_training(prepared, loader, self._name, config, self._bus)

@@ -22,12 +22,13 @@ from w5xde_async.compute.inner import Schedule, describe_inner
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.growing import Growing
 from w5xde_async.coordinator.journaling import apply_entry
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, JobError, MalformedFrame, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.sampler import Sampler, Steps
 from w5xde_async.store.checkpoint import CheckpointStore, Record, Skipped
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
@@ -72,6 +73,12 @@ class Prepared:
     schedule: Schedule | None = None  # under rules of local steps, of the workers' optimizers
     inner: bytes = b""  # and what those are: ``compute.inner``, as msgpack
     update: UpdateConfig = field(default_factory=UpdateConfig)  # what counts: ``auto`` may have chosen another
+    growing: Growing | None = None  # where the batch grows
+
+    @property
+    def steps(self) -> Steps:
+        """Which samples make which step."""
+        return self.sampler if self.growing is None else self.growing.plan
 
 
 def prepare(
@@ -93,7 +100,9 @@ def prepare(
         shuffle=job.shuffle,
         drop_last=job.drop_last,
     )
-    total_steps = _total_steps(job, config, sampler)
+    epochs, max_steps = _limits(job, config)
+    ends = [] if epochs is None else [sampler.total_steps(epochs)]
+    total_steps = min(ends if max_steps is None else [*ends, max_steps])
     model = build_model(job)
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
@@ -114,6 +123,11 @@ def prepare(
         program=program, untraceable=untraceable, schedule=schedule, inner=inner,
         update=config.update,
     )  # fmt: skip
+    if config.target_batch is not None:
+        prepared.growing = Growing(
+            sampler, rule.optimizer, target=config.target_batch, patience=config.batch_patience, epochs=epochs,
+            max_steps=max_steps,
+        )  # fmt: skip
     if config.update.rule == "async" and (warning := delay_warning(rule.optimizer.param_groups)) is not None:
         prepared.notes.append(warning)
     if (
@@ -184,16 +198,12 @@ def _trace(job: Job, model: nn.Module, layout: Layout) -> tuple[Document | None,
         return None, str(error)
 
 
-def _total_steps(job: Job, config: CoordinatorConfig, sampler: Sampler) -> int:
+def _limits(job: Job, config: CoordinatorConfig) -> tuple[int | None, int | None]:
+    """Epochs and steps after which the run ends, where they are given."""
     # What is given for this start takes the place of what the job says, both limits together.
     if config.max_steps is not None or config.epochs is not None:
-        epochs, max_steps = config.epochs, config.max_steps
-    else:
-        epochs, max_steps = job.epochs, job.max_steps
-    limits = [] if epochs is None else [epochs * sampler.steps_per_epoch]
-    if max_steps is not None:
-        limits.append(max_steps)
-    return min(limits)
+        return config.epochs, config.max_steps
+    return job.epochs, job.max_steps
 
 
 def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> None:
@@ -380,10 +390,29 @@ def _restore(prepared: Prepared, record: Record, where: str) -> None:
         # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
         if ours.get(name) != value and not (prepared.rule.scheduler and name.endswith(("lr", "momentum", "betas"))):
             prepared.notes.append(f"the checkpoint's optimizer setting {name}={value} counts, not {ours.get(name)}")
+    grown: Any = record.meta.get("batch")
+    if grown is not None:
+        _restore_batch(prepared, grown, where)
     prepared.first_step = prepared.saved_step = record.step
     prepared.samples, prepared.loss = samples, None
     if isinstance(prepared.rule, OuterRule):  # what it was offered since that commit counts too
         prepared.first_step, prepared.samples = len(prepared.rule.done), prepared.rule.samples
+
+
+def _restore_batch(prepared: Prepared, grown: Any, where: str) -> None:
+    """The steps of a run whose batch grows are those that its checkpoint says."""
+    growing = prepared.growing
+    if growing is not None:
+        try:
+            growing.load_state_dict(grown)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointMismatch(where, f"its growing batch cannot be taken up: {error}") from error
+        prepared.total_steps = growing.total_steps
+    elif len(grown["plan"]["stretches"]) > 1:
+        now = grown["plan"]["stretches"][-1]["batch_size"]
+        raise CheckpointMismatch(
+            where, f"its batch has grown to {now} samples; give --target-batch (--target-batch {now}: no further)"
+        )
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -410,9 +439,9 @@ def record_of(prepared: Prepared, step: int, samples: int) -> Record:
             "run_id": prepared.run_id,
             "term": prepared.term,
             "cursor": {
-                "step": step, "epoch": step // prepared.sampler.steps_per_epoch,
-                "step_in_epoch": step % prepared.sampler.steps_per_epoch, "samples": samples,
+                "step": step, "epoch": prepared.steps.epoch_of(step), "samples": samples,
             },
+            "batch": None if prepared.growing is None else prepared.growing.state_dict(),
             "identity": _identity(prepared),
             "update": asdict(prepared.update),
             "layout": json.loads(prepared.layout.describe()),

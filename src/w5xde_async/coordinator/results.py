@@ -27,7 +27,7 @@ from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.ledger import Culprit, Grant, Ledger
-from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
@@ -40,7 +40,7 @@ class Results:
 
     def __init__(
         self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, dispatch: Dispatch, loader: Loader,
-        sampler: Sampler, judging: Judging, clock: Callable[[], float], wake: Callable[[], None],
+        sampler: Steps, judging: Judging, clock: Callable[[], float], wake: Callable[[], None],
         warn: Callable[[str], None], fail: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         #: A block counts: its session, lease and DONE.

@@ -23,6 +23,7 @@ from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.downlink import Downlink, Piece
+from w5xde_async.coordinator.growing import AHEAD, Growing
 from w5xde_async.coordinator.hosting import Commit, Counts, Hosting, NonFinite
 from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Judging, Machine
@@ -37,7 +38,7 @@ from w5xde_async.plan.audit import AuditConfig, Auditor
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
-from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.sampler import Steps
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting
 from w5xde_async.updates.sync import Applied, SyncRule
@@ -53,7 +54,7 @@ class Training(Hosting):
     def __init__(
         self,
         *,
-        sampler: Sampler,
+        sampler: Steps,
         loader: Loader,
         layout: Layout,
         state: FlatState,
@@ -63,10 +64,14 @@ class Training(Hosting):
         bus: Bus,
         first_step: int,
         total_steps: int,
+        growing: Growing | None = None,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ) -> None:
-        """``clock`` gives seconds; ``executor`` runs updates and additions, one at a time (default: a thread)."""
+        """``clock`` gives seconds; ``executor`` runs updates and additions, one at a time (default: a thread).
+
+        ``growing``: of a batch that grows; its plan takes the place of ``sampler``.
+        """
         self.ledger = Ledger(
             num_buckets=len(layout.result_buckets),
             max_failures=config.max_leaf_failures,
@@ -76,10 +81,12 @@ class Training(Hosting):
             ledger=self.ledger, layout=layout, loader=loader, welcome=welcome, config=config, bus=bus,
             total_steps=total_steps, clock=clock,
         )  # fmt: skip
-        self.sampler, self.rule = sampler, rule
+        self.growing, self.rule = growing, rule
+        self.sampler: Steps = sampler if growing is None else growing.plan
         self.version = first_step
         self.pacing = Pacing(config.pacing)
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
+        self.dispatch.at_most_half = growing is not None
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
         update = config.update
@@ -96,7 +103,8 @@ class Training(Hosting):
         )  # fmt: skip
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
-            sampler=sampler, judging=self.judging, clock=clock, wake=self._wake.set, warn=self._warn, fail=self.fail,
+            sampler=self.sampler, judging=self.judging, clock=clock, wake=self._wake.set, warn=self._warn,
+            fail=self.fail,
         )  # fmt: skip
         if update.codec != "raw":
             self.results.intake = Intake(layout, update.uplink_codec)
@@ -152,13 +160,15 @@ class Training(Hosting):
     def _open_steps(self) -> None:
         """The current step and the next are open, so that a worker's next lease is there before the version is."""
         now = self.clock()
-        for step in range(self.version, min(self.version + 2, self.total_steps)):
+        for step in range(self.version, min(self.version + 1 + AHEAD, self.total_steps)):
             if step not in self.ledger.open_steps:
                 plan = self.sampler.plan(step)
                 self.ledger.open(step, plan.num_leaves, now)
                 self.loader.open(plan)
         if self.aggregator.step is None:
-            self.aggregator.begin(self.sampler.plan(self.version))
+            plan, growing = self.sampler.plan(self.version), self.growing
+            rate_factor = 1.0 if growing is None else growing.plan.rate_factor(self.version)
+            self.aggregator.begin(plan, rate_factor=rate_factor, measure=growing is not None)
 
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
@@ -272,6 +282,11 @@ class Training(Hosting):
             else:
                 self.bus.publish(event)
                 failpoint("commit.after")
+        if self.growing is not None and not applied.skipped:
+            grown = self.growing.observe(plan, step.halves)
+            if grown is not None:
+                self.total_steps = grown.total_steps
+                self.bus.publish(grown)
         self.on_commit(Commit(step=self.version, before=self.version - 1))
 
     # -- leases --------------------------------------------------------------------------------------------
@@ -315,6 +330,10 @@ class Training(Hosting):
     def done(self, session: Session, done: Done) -> None:
         other = self.results.done(session, done)
         member = self._answered(session, done.lease)
+        if member is not None and self.results.intake is not None and math.isfinite(done.encode_s):
+            member.encode_s += max(done.encode_s, 0.0)
+            member.raw_bytes += done.raw_bytes
+            member.encoded_bytes += self.results.intake.encoded_bytes.pop(session.worker_id, 0)
         if other is not None:
             self._revoke(other, "another worker was faster")
             self._liveness.await_answer(other.worker)

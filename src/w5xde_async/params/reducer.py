@@ -3,18 +3,35 @@
 It holds one ``ResultVector`` for each block that is not yet merged, taken from a pool. Which two to add comes from
 outside (``plan.tree.Frontier``); here they are added. A bucket that no worker changed arrives as *nothing* and
 contributes nothing. Memory: at most (open blocks + 1) x log2(leaves) vectors, plus the pool's spare ones.
+
+Asked to (``half``), it measures both halves of the root before it adds the one to the other, for the gradient noise
+scale: each piece costs three more passes over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 
-__all__ = ["Reducer", "VectorPool"]
+__all__ = ["Halves", "Reducer", "VectorPool"]
+
+#: Squares are added up in float32 within so many elements, in float64 beyond: below torch's grain for threads, so the
+#: bits do not depend on their number, and in the cache.
+_PIECE = 1 << 14
+
+
+class Halves(NamedTuple):
+    """Squared L2 norms of a step's gradient sum: of its left half, of its right half, of the whole."""
+
+    left: float
+    right: float
+    whole: float
 
 
 class VectorPool:
@@ -51,6 +68,10 @@ class Reducer:
         self._vectors: dict[int, ResultVector] = {}
         self._pieces: dict[int, int] = {}  # block -> buckets that still lie in its vector
         self._present: set[tuple[int, int]] = set()  # (bucket, block) that hold something
+        self.half = 0  #: first leaf of the root's right half, where its halves are to be measured
+        self._squares: dict[int, Halves] = {}  # by bucket
+        gradients = {group.index for group in layout.groups if group.role == "grad"}
+        self._measured = {bucket.index for bucket in layout.result_buckets if bucket.group in gradients}
 
     def vector(self, start: int) -> ResultVector:
         """The vector of the block that begins at ``start``, taken from the pool at first need."""
@@ -68,6 +89,8 @@ class Reducer:
 
     def merge(self, bucket: int, left: int, right: int) -> None:
         """Add block ``right`` to block ``left`` for one bucket; the right one's piece is then free."""
+        measured = self.half > 0 and right == self.half and bucket in self._measured
+        halves = (self._square(bucket, left), self._square(bucket, right)) if measured else None
         if (bucket, right) in self._present:
             self._present.discard((bucket, right))
             theirs = self._vectors[right].buckets[bucket]
@@ -79,6 +102,8 @@ class Reducer:
                 torch.maximum(mine, theirs, out=mine)
             else:
                 mine.add_(theirs)
+        if halves is not None:
+            self._squares[bucket] = Halves(*halves, self._square(bucket, left))
         self._pieces[right] -= 1
         if not self._pieces[right]:
             del self._pieces[right]
@@ -88,6 +113,18 @@ class Reducer:
         """The step's sum and, per result bucket, whether anything is in it. Valid until ``clear``."""
         return self._vectors[0], [(bucket.index, 0) in self._present for bucket in self.layout.result_buckets]
 
+    def halves(self) -> Halves | None:
+        """What was measured of a complete step, added in bucket order; None where nothing was."""
+        if not self._squares:
+            return None
+        rows = [self._squares[bucket] for bucket in sorted(self._squares)]
+        return Halves(*(sum(column) for column in zip(*rows, strict=True)))
+
+    def _square(self, bucket: int, start: int) -> float:
+        if (bucket, start) not in self._present:
+            return 0.0
+        return _square(self._vectors[start].buckets[bucket])
+
     def clear(self) -> None:
         """Give every vector back; the next step begins."""
         for vector in self._vectors.values():
@@ -95,3 +132,10 @@ class Reducer:
         self._vectors.clear()
         self._pieces.clear()
         self._present.clear()
+        self._squares.clear()
+
+
+def _square(values: Tensor) -> float:
+    pieces = [values[begin : begin + _PIECE] for begin in range(0, values.numel(), _PIECE)]
+    norms: list[float] = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]).tolist()
+    return sum(norm * norm for norm in norms)

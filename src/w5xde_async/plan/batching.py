@@ -10,8 +10,8 @@ to see the same numbers whatever the workers, so it takes the two halves of the 
 
     observe([|l|^2 / n_l^2, |r|^2 / n_r^2], [n_l, n_r], |l + r|^2 / n^2)      for sums l, r over n_l + n_r = n samples
 
-with the squares added bucket by bucket in float64 in bucket order. A lease then is at most half of a step. The growth
-that commit s decides begins with step s + 1 + ``ahead``, a constant of the run, for steps that are planned ahead.
+with the squares added bucket by bucket in bucket order. A lease then is at most half of a step. The growth that the
+commit of step s decides begins with step s + 1 + ``ahead``, a constant, for steps that are planned ahead.
 
 The learning-rate rule is ``learning_rate_factor``'s: linear for SGD, the square root for Adam and its kin, both less
 the nearer the batch comes to the noise scale. It multiplies the group's rate around ``optimizer.step()`` alone; what a
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from w5xde_async.plan.sampler import Sampler, StepPlan, epoch_order
+from w5xde_async.plan.tree import right_half
 
 __all__ = ["BatchPlan", "Stretch", "halves"]
 
@@ -45,12 +46,8 @@ class Stretch:
 
 def halves(plan: StepPlan) -> tuple[int, int] | None:
     """Samples under the root's left and right half; None for a step of one leaf, which says nothing of noise."""
-    leaves = plan.num_leaves
-    if leaves < 2:
-        return None
-    left = 1 << (leaves - 1).bit_length() - 1  # leaves of the largest aligned block that is not the root
-    samples = left * plan.leaf_samples
-    return samples, plan.num_samples - samples
+    samples = right_half(plan.num_leaves) * plan.leaf_samples
+    return (samples, plan.num_samples - samples) if samples else None
 
 
 class BatchPlan:
@@ -65,9 +62,19 @@ class BatchPlan:
         return tuple(self._stretches)
 
     @property
+    def seed(self) -> int:
+        """The sampler's."""
+        return self._sampler.seed
+
+    @property
     def batch_size(self) -> int:
         """Of the newest stretch, in samples."""
         return self._stretches[-1].batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch of the newest stretch."""
+        return self._per_epoch(self._stretches[-1])
 
     def rate_factor(self, step: int) -> float:
         """What the learning rate of a step is multiplied by."""
@@ -101,11 +108,13 @@ class BatchPlan:
         self._stretches.append(grown)
         return grown
 
+    def epoch_of(self, step: int) -> int:
+        """The epoch that step ``step`` lies in: so many epochs are over before it."""
+        return self._place(self._stretch(step), step)[0]
+
     def total_steps(self, epochs: int) -> int:
-        """Steps until ``epochs`` epochs are over, as planned now; fewer after each growth."""
-        last = self._stretches[-1]
-        if epochs <= last.epoch:
-            return last.first_step
+        """Steps until ``epochs`` (at least one) are over, as planned now; fewer after each growth."""
+        last = next(stretch for stretch in reversed(self._stretches) if stretch.epoch < epochs)
         return last.first_step + self._rest(last) + (epochs - last.epoch - 1) * self._per_epoch(last)
 
     def state_dict(self) -> dict[str, Any]:

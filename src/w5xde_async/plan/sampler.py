@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Sampler", "StepPlan", "epoch_order", "seed_for"]
+__all__ = ["Sampler", "StepPlan", "Steps", "epoch_order", "seed_for"]
 
 
 def seed_for(*parts: int | str) -> int:
@@ -58,6 +59,31 @@ class StepPlan:
         return self.indices[leaf * self.leaf_samples : (leaf + 1) * self.leaf_samples]
 
 
+class Steps(Protocol):
+    """Which samples make which step: a ``Sampler``, or the ``BatchPlan`` of a run whose batch grows."""
+
+    @property
+    def seed(self) -> int:
+        """Of the epochs' orders."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step, the newest where it grows."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch at that size."""
+
+    def plan(self, step: int) -> StepPlan:
+        """Step ``step`` of the run, counted from 0 over all epochs."""
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that step ``step`` lies in: so many epochs are over before it."""
+
+    def total_steps(self, epochs: int) -> int:
+        """Steps until ``epochs`` (at least one) are over, as planned now."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Cuts epochs into steps and steps into leaves. ``batch_size`` counts samples a step."""
@@ -83,3 +109,11 @@ class Sampler:
         else:
             indices = np.arange(begin, min(begin + self.batch_size, self.num_samples), dtype=np.int64)
         return StepPlan(step, epoch, indices, self.leaf_samples)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that step ``step`` lies in."""
+        return step // self.steps_per_epoch
+
+    def total_steps(self, epochs: int) -> int:
+        """Steps until ``epochs`` epochs are over."""
+        return epochs * self.steps_per_epoch

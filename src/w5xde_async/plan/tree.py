@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Block", "Frontier", "Merge", "aligned_block", "carries", "tree_order"]
+__all__ = ["Block", "Frontier", "Merge", "aligned_block", "carries", "right_half", "tree_order"]
 
 
 class Block(NamedTuple):
@@ -47,6 +47,11 @@ def aligned_block(start: int, free_stop: int, num_leaves: int, max_leaves: int) 
     ):
         span *= 2
     return Block(start, min(start + span, free_stop))
+
+
+def right_half(num_leaves: int) -> int:
+    """First leaf of the root's right half, which is also the size of the left one; 0 for a root of one leaf."""
+    return 0 if num_leaves < 2 else 1 << ((num_leaves - 1).bit_length() - 1)
 
 
 def carries(index: int) -> int:

@@ -44,5 +44,6 @@ LogFormat = Literal["text", "json"]
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 Durability = Literal["checkpoint", "journal"]
 
+Batch = AtLeast1 | Literal["auto"]
 Rule = Literal["auto", "sync", "async", "local", "streaming", "async-local"]
 Average = Literal["mean", "radial", "median", "trimmed", "clipping"]

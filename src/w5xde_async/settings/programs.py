@@ -289,6 +289,8 @@ class CoordinatorSettings(TrainingSettings):
             norm_gate=self.norm_gate,
             update=self.update_config(),
             auto=self.update == "auto",
+            target_batch=self.target_batch,
+            batch_patience=self.batch_patience,
             audit_fraction=self.audit_fraction,
             audit_tolerance=self.audit_tolerance,
             quarantine=self.quarantine,

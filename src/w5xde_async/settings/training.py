@@ -9,7 +9,19 @@ from pydantic import Field
 from w5xde_async.codecs.registry import NAMES
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.settings.flags import Program, setting
-from w5xde_async.settings.kinds import FROM_0, FROM_1, SECONDS, AtLeast0, AtLeast1, Average, Part, Rule, Text, Time
+from w5xde_async.settings.kinds import (
+    FROM_0,
+    FROM_1,
+    SECONDS,
+    AtLeast0,
+    AtLeast1,
+    Average,
+    Batch,
+    Part,
+    Rule,
+    Text,
+    Time,
+)
 from w5xde_async.updates.config import AVERAGES, RULES, UpdateConfig
 
 __all__ = ["TrainingSettings"]
@@ -108,6 +120,14 @@ class TrainingSettings(Program):
         _UPDATE.quorum, "local, streaming: part of the workers after which a round closes, with a learned grace",
         group="updates", metavar="X", accepts="a number above 0, at most 1",
     )  # fmt: skip
+
+    target_batch: Batch | None = setting(
+        None, "sync: double the batch as the gradient noise scale asks for it, up to N samples; auto: the dataset",
+        group="updates", metavar="N", accepts=f"auto or {FROM_1}",
+    )  # fmt: skip
+    batch_patience: AtLeast1 = setting(
+        _COORDINATOR.batch_patience, "steps before each time that it doubles", group="updates", accepts=FROM_1
+    )
 
     def update_config(self) -> UpdateConfig:
         """Raises UsageError for what does not go together."""

@@ -176,6 +176,23 @@ class StepCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchGrown(Event):
+    """The commit ``step`` has shown that larger steps pay: those after ``after_step`` have ``batch_size`` samples.
+
+    ``noise_scale``: in samples. ``rate_factor``: what this change multiplies the learning rate by. ``total_steps``:
+    where the run ends now.
+    """
+
+    step: int
+    after_step: int
+    batch_size_before: int
+    batch_size: int
+    noise_scale: float
+    rate_factor: float
+    total_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Event):
     step: int
     metrics: Mapping[str, float]

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from w5xde_async.telemetry.events import (
     Audited,
+    BatchGrown,
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
@@ -49,6 +50,7 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         self._run: RunStarted | None = None
+        self._total_steps = 0
         self._step: StepCommitted | None = None
         self._report: RunReported | None = None
         self._workers: dict[str, WorkerReported] = {}
@@ -92,7 +94,9 @@ class Metrics(Collector):
     def _rare(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._run = event
+                self._run, self._total_steps = event, event.total_steps
+            case BatchGrown():
+                self._total_steps = event.total_steps
             case WorkerJoined():
                 self._joined += 1
             case WorkerLeft():
@@ -140,7 +144,7 @@ class Metrics(Collector):
              "update_rule": run.update_rule, "codec": run.codec, "precision": run.precision},
         )  # fmt: skip
         yield _gauge("run_term", "Incarnation of the coordinator.", run.term)
-        yield _gauge("run_steps_target", "Step at which the run ends.", run.total_steps)
+        yield _gauge("run_steps_target", "Step at which the run ends.", self._total_steps)
         yield _gauge("model_parameters", "Parameters of the model.", run.num_parameters)
         yield _gauge("run_finished", "1 once the run has ended, whatever the outcome.", float(bool(self._outcome)))
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.events import (
+    BatchGrown,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -191,6 +192,10 @@ class Progress:
                 if not silent or event.outcome == "failed":
                     lines = wording.summary(event, first_step=self._first_step, paint=self._paint)
                     self._screen.write("\n".join(lines))
+            case BatchGrown():
+                self._grow(event)
+                if not silent:
+                    self._screen.write(str(wording.line(event, self._paint)))
             case Warned():
                 self._screen.write(f"{self._paint('warn', '!')} {wording.clean(event.text)}")
             case Waiting():
@@ -219,6 +224,8 @@ class Progress:
     def _as_json(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
+        if isinstance(event, BatchGrown):
+            self._grow(event)
         if isinstance(event, RunFinished):
             self.close()
         failed = isinstance(event, RunFinished) and event.outcome == "failed"
@@ -230,6 +237,10 @@ class Progress:
         self._first_step, self._total_steps = event.resumed_step, event.total_steps
         self._next_step = 0
         self._rates = _Rates()
+
+    def _grow(self, event: BatchGrown) -> None:
+        self._total_steps = event.total_steps
+        self._screen.set_total(event.total_steps)
 
     def _dated(self, event: Event) -> str:
         # JSON is read by machines and kept; the link is in the run directory's file.
@@ -316,6 +327,11 @@ class _Screen:
             leave=True,
             gui=False,
         )
+
+    def set_total(self, total: int) -> None:
+        """The bar's end."""
+        if self._bar is not None:
+            self._bar.total = total or None
 
     def draw(self, step: int, texts: list[str]) -> None:
         """Move the bar; the first of ``texts`` that leaves room for a bar stands beside it."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from w5xde_async.telemetry.events import (
+    BatchGrown,
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
@@ -168,6 +169,11 @@ def line(event: object, paint: Paint) -> str | None:
         case WorkerQuarantined():
             done = "put out of the run" if event.put_out else "wrong, and kept"
             return f"{paint('bad', '!')} {_name(event.name)} {done}: {clean(event.reason, limit=300)}"
+        case BatchGrown():
+            text = f"the batch grows from {_count(event.batch_size_before)} to {_count(event.batch_size)} samples"
+            why = f"noise scale {_scale(event.noise_scale)}; learning rate x {event.rate_factor:.3g}"
+            ends = f"after step {_count(event.after_step)}; the run ends at step {_count(event.total_steps)}"
+            return f"{paint('good', '*')} {text}: {why}; {ends}"
         case Evaluated():
             took = paint("dim", f"({brief(event.seconds)})")
             return f"{paint('accent', '*')} step {_count(event.step)} evaluated: {_metrics(event.metrics)} {took}"
@@ -188,6 +194,10 @@ def line(event: object, paint: Paint) -> str | None:
             return f"{paint('good', '*')} {text}"
         case _:
             return None
+
+
+def _scale(samples: float) -> str:
+    return f"{short(samples)} samples" if math.isfinite(samples) else "beyond measure"
 
 
 def status(

@@ -94,9 +94,16 @@ class SyncRule:
         return 1.0 if self.scale is None else self.scale.value
 
     @torch.no_grad()
-    def apply(self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int]) -> Applied:
-        """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf."""
+    def apply(
+        self, root: ResultVector, present: Sequence[bool], samples: int, untouched: Collection[int], *,
+        rate_factor: float = 1.0,
+    ) -> Applied:  # fmt: skip
+        """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
+
+        ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it.
+        """
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
+        learning_rate *= rate_factor
         buckets = self.layout.result_buckets
         divisor = samples * self.loss_scale
         for bucket in buckets:
@@ -115,7 +122,10 @@ class SyncRule:
             self._forget_gradients()
             return Applied(skipped=True, gradient_norm=norm, learning_rate=learning_rate, changed=())
         with torch.enable_grad():  # as in a plain loop; optimizers switch it off themselves
-            self.optimizer.step()
+            if rate_factor == 1.0:
+                self.optimizer.step()
+            else:
+                self._step_at(rate_factor)
             if self.scheduler is not None:
                 self.scheduler.step()
         self._forget_gradients()
@@ -131,6 +141,17 @@ class SyncRule:
                     mine.copy_(torch.where(result == torch.iinfo(torch.int64).min, mine.to(torch.int64), result))
                 changed.append(bucket.index)
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
+
+    def _step_at(self, rate_factor: float) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * rate_factor  # a new tensor where it is one
+            self.optimizer.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _fits(self) -> bool:
         """Whether gradients of float16 parameters are still finite in float16, whose range is the smaller one."""
