@@ -20,6 +20,7 @@ from w5xde_async.errors import CheckpointMismatch, UsageError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.batching import BatchPlan
+from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.telemetry.events import BatchGrown, Bus, Evaluated, Event, RunStarted, StepCommitted
 from w5xde_async.updates.config import UpdateConfig
@@ -65,10 +66,12 @@ def of(events: list[Event], kind: type[T]) -> list[T]:
     return [event for event in events if isinstance(event, kind)]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-async def test_it_grows_and_equals_the_plain_loop(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "least_lease_s"), [(1, 60.0), (3, 0.0)])
+async def test_it_grows_and_equals_the_plain_loop(workers: int, least_lease_s: float) -> None:
+    """One worker that would take whole steps, and three that take leaf by leaf."""
     events: list[Event] = []
-    result = await train(job, workers=workers, events=events, **GROWS)
+    pacing = PacingConfig(target_lease_s=least_lease_s, min_lease_s=least_lease_s)
+    result = await train(job, workers=workers, events=events, pacing=pacing, **GROWS)
     steps, grown = of(events, StepCommitted), of(events, BatchGrown)
     assert [event.batch_size for event in grown] == [16, 32, 64]
     assert all(event.noise_scale >= event.batch_size and 1 < event.rate_factor <= 2**0.5 for event in grown)
@@ -82,6 +85,7 @@ async def test_it_grows_and_equals_the_plain_loop(workers: int) -> None:
     assert [event.step for event in steps][-1] == result.step == grown[-1].total_steps
     first = [after.step - 1 for before, after in pairwise(steps) if after.epoch > before.epoch]
     assert [event.step for event in of(events, Evaluated)][-1] == result.step
+    assert of(events, Evaluated)[0].step == first[0]  # later ones are left out where one is still under way
     assert {event.step for event in of(events, Evaluated)} <= {*first, result.step}
     # What is shown as learning rate is what the step was made with.
     base = job()

@@ -10,6 +10,8 @@ from w5xde_async.settings.flags import Program
 ALWAYS = "--print-config --version --help"
 COORDINATOR = """
 --max-steps --epochs --max-time --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
+--update --codec --downlink --feedback --no-feedback --inner-steps --outer-lr --outer-momentum --fragments --overlap
+--mixing --results-per-step --max-staleness --staleness-exponent --compensation --average --quorum --data-dir
 --target-batch --batch-patience
 --norm-gate --audit-fraction --audit-tolerance --quarantine --no-quarantine
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
@@ -23,7 +25,7 @@ COORDINATOR = """
 WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
---device --threads --compile --inline-block --memory-limit
+--device --threads --compile --inline-block --memory-limit --data-dir
 --loop --log --log-format --profile-memory --config --exit-with-stdin
 """
 
