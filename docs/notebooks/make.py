@@ -109,7 +109,11 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     with tempfile.TemporaryDirectory() as folder:
         place = {"metadata": {"path": folder}}
-        NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False).execute()
+        quiet = ["--Application.log_level=40"]  # its transport is loopback; it warns of that at every start
+        client = NotebookClient(
+            notebook, timeout=TIMEOUT_S, resources=place, record_timing=False, extra_arguments=quiet
+        )
+        client.execute()
 
 
 def sources(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
