@@ -160,6 +160,8 @@ def watched_over_not(folder: Path, job: str, turns: int, *, seconds: float = 3.0
     rates = [rate_of(commits, begin, end)[0] for _, begin, end in spans]
     for (watching, *_), rate in zip(spans, rates, strict=True):
         print(f"{VIEWERS if watching else 0} viewers: {rate:.0f} samples/s", flush=True)
+    if not min(rates):
+        raise RuntimeError("the run stood still for seconds: nothing can be compared")
     return [2 * rates[at] / (rates[at - 1] + rates[at + 1]) for at in range(1, len(rates), 2)]
 
 
