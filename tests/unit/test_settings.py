@@ -154,7 +154,7 @@ def test_print_config_can_be_read_back_and_holds_no_secret(monkeypatch: pytest.M
         (("j.py:j", "--port"), ("--port", "expected one argument")),
         (("j.py:j", "--prot", "1"), ("--prot", "did you mean --port?")),
         (("j.py:j", "--min_wokers=1"), ("--min-wokers", "did you mean --min-workers?")),
-        (("j.py:j", "--quux"), ("--quux", "see --help")),
+        (("j.py:j", "--xyzzy"), ("--xyzzy", "see --help")),
         (("j.py:j", "-p", "1"), ("-p",)),
         (("j.py:j", "k.py:k"), ("'k.py:k'", "too many")),
         (("j.py:j", "--max-time", "soon"), ("--max-time", "'soon'", "2h")),
