@@ -120,7 +120,9 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(tmp_pat
 
 
 def test_sigterm_wastes_no_lease(tmp_path: Path, digest: str) -> None:
-    with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.05, flags=("--min-workers", "3")) as stage:
+    # Audits are leases that count in no share.
+    flags = ("--min-workers", "3", "--audit-fraction", "0")
+    with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.05, flags=flags) as stage:
         stage.until(lambda: stage.step >= 6, "6 steps")
         gone = [stage.workers.pop(place) for place in (0, 1)]
         for worker in gone:
@@ -219,7 +221,9 @@ async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tm
         stage.until(over, "")
         return max(seen)
 
-    with Stage(f"{job}:job", tmp_path / "run", workers=2, leaf_s=0.01, flags=("--min-workers", "2")) as stage:
+    # Without audits: a step waits for one until its deadline where a silent peer was asked for it.
+    flags = ("--min-workers", "2", "--audit-fraction", "0")
+    with Stage(f"{job}:job", tmp_path / "run", workers=2, leaf_s=0.01, flags=flags) as stage:
         await asyncio.to_thread(stage.until, lambda: stage.step >= 20, "20 steps")
         before = await asyncio.to_thread(measure, stage, 1.0)
         peers = [Silent(number, ready=ready) for number in range(NUM_SILENT)]
