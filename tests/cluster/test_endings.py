@@ -17,7 +17,7 @@ from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LocalError, StoreError, Unreachable, UpdateFailed
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.service import RunFailed, Worker
+from w5xde_async.worker.service import Departure, RunFailed, Worker
 
 WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
 
@@ -91,3 +91,18 @@ async def test_a_fault_of_ours_while_a_member_is_served_ends_the_run(monkeypatch
         with pytest.raises(LocalError, match="AttributeError: planted"):
             await coordinator.wait()
         await asyncio.gather(working, return_exceptions=True)
+
+
+async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -> None:
+    """It has been told that the run is finished: it does not look for the coordinator any more."""
+    config = settings(code_free=True)
+    async with Coordinator(jobs.mlp_sgd(), config=config, job_reference="nowhere.py:job") as coordinator:
+        assert coordinator._training is not None
+        coordinator._training.programs.ask = lambda session, request: None  # type: ignore[method-assign]
+        waiting = asyncio.create_task(Worker(coordinator.address, config=WORKER).run())
+        while not coordinator._training.joining:  # noqa: ASYNC110 - joining has no event
+            await asyncio.sleep(0)
+        working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
+        await coordinator.wait()
+        assert await waiting is Departure.FINISHED
+        assert await working is Departure.FINISHED

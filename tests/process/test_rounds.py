@@ -27,8 +27,8 @@ def test_killed_and_started_again(rule: str, tmp_path: Path) -> None:
         port = str(probe.getsockname()[1])
     run = tmp_path / "run"
     coordinator = (
-        "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--run-dir", str(run), "--port", port, "--update", rule,
-        "--codec", "int8", "--inner-steps", "5", "--max-steps", str(STEPS), "--checkpoint-every", "10",
+        "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--run-dir", str(run), "--port", port,
+        "--update", rule, "--codec", "int8", "--inner-steps", "5", "--max-steps", str(STEPS), "--checkpoint-every", "10",
         "--log-format", "json", "--log", "verbose",
     )  # fmt: skip
     worker = (

@@ -288,3 +288,10 @@ def test_bytes_at_odd_places_are_read(name: str) -> None:
     out = torch.zeros(700)
     what.codec.decode(shifted, what.form, out)
     assert torch.equal(bits(out), bits(decoded(what)))
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_every_name_in_the_help_is_a_codec(form: str) -> None:
+    name = form.replace("FRACTION", "0.1").replace("RANK", "2")
+    for text in {name.replace("[:CODEC]", ""), name.replace("[:CODEC]", ":int8")}:
+        assert codec(text).name == text

@@ -9,6 +9,7 @@ from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.dense import Bf16, Fp16, Raw
 from w5xde_async.codecs.lossless import Lz4
 from w5xde_async.codecs.lowrank import PowerSgd
+from w5xde_async.codecs.names import NAMES
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import UsageError
 
@@ -23,13 +24,6 @@ _NUMBERED: dict[str, tuple[str, Callable[[str], Codec]]] = {
 }
 _WRAPPERS = {"lz4": False, "lz4-shuffle": True}
 _LONGEST = 64
-
-#: Every form of a name, for help texts.
-NAMES = (
-    *_PLAIN,
-    *[f"{name}:{what}" for name, (what, _) in _NUMBERED.items()],
-    *[f"{name}[:CODEC]" for name in _WRAPPERS],
-)
 
 
 def codec(name: str) -> Codec:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.hosting import Hosting
+from w5xde_async.coordinator.liveness import Held
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.turns import Turns
 from w5xde_async.params.layout import Layout
@@ -157,6 +158,9 @@ class Assigning(Hosting):
             if session.receiving != grant.lease:
                 self.ledger.give_back(grant.lease)
                 self._revoke(grant, "no more steps are wanted")
+
+    def _was_sent(self, grant: Held) -> bool:
+        return all(waiting.lease != grant.lease for waiting, _ in self._waiting.get(grant.worker, ()))
 
     def _waits(self, grant: StreamGrant) -> bool:
         """Whether a worker has not been sent yet what a lease needs: its time begins when it has."""

@@ -260,11 +260,15 @@ class Hosting(ABC):
 
     def _revoke(self, grant: Held, reason: str) -> None:
         session = self.sessions.get(grant.worker)
-        if session is not None and not session.outbox.withdraw(grant.lease):
+        if session is not None and self._was_sent(grant) and not session.outbox.withdraw(grant.lease):
             session.post(Revoke(grant.lease, reason))
             member = self.membership.members.get(grant.worker)
             if member is not None:
                 member.owes.add(grant.lease)
+
+    def _was_sent(self, grant: Held) -> bool:
+        """Whether a lease has been given to the worker's session; else it waits for its data."""
+        return True
 
     def _answered(self, session: Session, lease: int) -> Member | None:
         """A worker has said what became of a lease: if that was the last that it owed, it is there again."""

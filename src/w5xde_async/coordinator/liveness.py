@@ -126,3 +126,5 @@ class Liveness:
             if holder.receiving != held.lease:
                 self._ledger.give_back(held.lease)
                 self._revoke(held, "an earlier lease is late")
+        if not member.owes:  # it had been sent none of them
+            member.standing = Standing.READY

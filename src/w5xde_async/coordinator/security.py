@@ -72,7 +72,8 @@ class Security:
     def write_join_file(self, port: int) -> Path | None:
         """Write the join string where workers' owners can take it; the path, None without TLS or run directory."""
         invitation = self.invitation(port)
-        path = self._config.join_file or (self._run_path / "join" if self._run_path is not None else None)
+        given = self._config.join_file
+        path = Path(given) if given is not None else (self._run_path / "join" if self._run_path is not None else None)
         if invitation is None or path is None:
             return None
         try:

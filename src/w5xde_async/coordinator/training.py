@@ -27,6 +27,7 @@ from w5xde_async.coordinator.growing import AHEAD, Growing
 from w5xde_async.coordinator.hosting import Commit, Counts, Hosting, NonFinite
 from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Judging, Machine
+from w5xde_async.coordinator.liveness import Held
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.publisher import Publisher
@@ -387,6 +388,9 @@ class Training(Hosting):
         else:
             self._newcomers.add(session)
             self._welcome_newcomers()
+
+    def _was_sent(self, grant: Held) -> bool:
+        return grant.lease not in self.dispatch.unread
 
     def _forget(self, session: Session) -> None:
         self.results.left(session)

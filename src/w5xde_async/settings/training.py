@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from w5xde_async.codecs.registry import NAMES
+from w5xde_async.codecs.names import NAMES
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.settings.flags import Program, setting
 from w5xde_async.settings.kinds import (

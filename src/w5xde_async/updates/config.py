@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from w5xde_async.codecs.codec import Codec
-from w5xde_async.codecs.registry import codec, refuse_divergence
 from w5xde_async.errors import UsageError
+
+if TYPE_CHECKING:
+    from w5xde_async.codecs.codec import Codec
 
 __all__ = ["AVERAGES", "LOCAL_RULES", "RULES", "UpdateConfig"]
 
@@ -87,6 +89,10 @@ class UpdateConfig:
             self.average == "mean" or self.rule in ("async", "local"),
             f"average {self.average} needs several results at once: async with --results-per-step, or local",
         )
+        if self.codec == "raw" and self.downlink in ("", "raw"):
+            return
+        from w5xde_async.codecs.registry import refuse_divergence  # torch takes seconds, and --help needs none
+
         refuse_divergence(self.uplink_codec, feedback=self.feedback)
         down = self.downlink_codec
         need(
@@ -97,15 +103,15 @@ class UpdateConfig:
     @property
     def uplink_codec(self) -> Codec:
         """Of results. Raises UsageError for an unknown name."""
-        return codec(self.codec)
+        return _codec(self.codec)
 
     @property
     def downlink_codec(self) -> Codec:
         """Of the parameters' changes."""
         if self.downlink:
-            return codec(self.downlink)
+            return _codec(self.downlink)
         up = self.uplink_codec
-        return codec("int8") if up.needs_feedback else up
+        return _codec("int8") if up.needs_feedback else up
 
     @property
     def local(self) -> bool:
@@ -115,4 +121,10 @@ class UpdateConfig:
     @property
     def plain(self) -> bool:
         """The synchronous tree with everything as it lies in memory: the same bits."""
-        return self.rule == "sync" and self.codec == "raw" and self.downlink_codec.name == "raw"
+        return self.rule == "sync" and self.codec == "raw" and self.downlink in ("", "raw")
+
+
+def _codec(name: str) -> Codec:
+    from w5xde_async.codecs.registry import codec
+
+    return codec(name)

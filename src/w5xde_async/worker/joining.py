@@ -10,7 +10,7 @@ from typing import NamedTuple
 import w5xde_async
 from w5xde_async.compute.program.carriage import Unloading, digest_of
 from w5xde_async.compute.program.form import FORM, Document
-from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, Refused, UnexpectedMessage
+from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UnexpectedMessage, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import Layout
@@ -43,6 +43,14 @@ class Joined(NamedTuple):
     welcome: Welcome
     layout: Layout
     inner: bytes = b""  # what WELCOME said of the inner optimizer
+
+
+class Dismissed(W5xdeError):
+    """The coordinator said goodbye while the worker was still preparing. Field: ``bye``."""
+
+    def __init__(self, bye: Bye) -> None:
+        self.bye = bye
+        super().__init__(bye.reason[:300])
 
 
 async def join(
@@ -148,7 +156,7 @@ async def fetch_program(link: Link, outbox: Outbox, digest: bytes) -> tuple[byte
         if isinstance(message, Refusal):
             raise refused(message)
         if isinstance(message, Bye):
-            raise LinkLost(link.peer, message.reason[:300])
+            raise Dismissed(message)
         if isinstance(message, Program):
             if not received.specs:
                 if message.digest != digest:

@@ -47,7 +47,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 from w5xde_async.worker.inbox import HeldLease, Inbox, Version
-from w5xde_async.worker.joining import refused
+from w5xde_async.worker.joining import Dismissed, refused
 
 __all__ = ["Departure", "RunFailed", "Serving"]
 
@@ -121,6 +121,8 @@ class Serving:
                 try:
                     await self._prepare(prepare)
                     return await self._read()
+                except Dismissed as dismissed:
+                    return self._goodbye(dismissed.bye)
                 finally:
                     for task in helpers:
                         task.cancel()
@@ -151,6 +153,8 @@ class Serving:
             engine, ready = await prepare()
         except Refused as error:
             await self.link.send(encode(Bye(ByeCode.MISMATCH, error.reason[:500])))
+            raise
+        except Dismissed:
             raise
         except W5xdeError as error:
             await self.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))

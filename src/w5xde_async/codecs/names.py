@@ -1,0 +1,11 @@
+"""The names of codecs, for help texts: without torch, which takes seconds to import."""
+
+from __future__ import annotations
+
+__all__ = ["NAMES"]
+
+#: Every form of a name that ``registry.codec`` knows.
+NAMES = (
+    "raw", "bf16", "fp16", "int8", "int4", "sign", "sparseloco", "topk:FRACTION", "powersgd:RANK", "lz4[:CODEC]",
+    "lz4-shuffle[:CODEC]",
+)  # fmt: skip

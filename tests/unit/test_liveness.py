@@ -1,0 +1,59 @@
+"""Workers whose leases are taken from them: who was never sent one owes nothing and is there at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.hosting import Hosting
+from w5xde_async.coordinator.liveness import Liveness
+from w5xde_async.plan.ledger import Ledger
+from w5xde_async.plan.membership import Member, Membership, Standing
+
+
+@pytest.mark.parametrize(
+    ("in_outbox", "was_sent", "standing"),
+    [
+        (True, True, Standing.READY),  # withdrawn from the outbox
+        (False, False, Standing.READY),  # its data was still being read
+        (False, True, Standing.LATE),  # it is with the worker, which has to answer
+    ],
+)
+def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: bool, standing: Standing) -> None:
+    ledger, membership, said = Ledger(num_buckets=1), Membership(12.0), []
+
+    def session(worker: str) -> Any:
+        outbox = SimpleNamespace(withdraw=lambda lease: in_outbox)
+        return SimpleNamespace(worker_id=worker, name=worker, receiving=None, outbox=outbox, post=said.append)
+
+    sessions = {worker: session(worker) for worker in "ab"}
+    for worker in "ab":
+        membership.join(
+            Member(
+                worker_id=worker, name=worker, peer="", device="cpu", threads=1, incarnation=1, joined_at=0.0,
+                last_seen=0.0,
+            )
+        )  # fmt: skip
+    host: Any = SimpleNamespace(sessions=sessions, membership=membership, _was_sent=lambda grant: was_sent)
+
+    def revoke(grant: Any, reason: str) -> None:
+        Hosting._revoke(host, grant, reason)
+
+    liveness = Liveness(
+        config=CoordinatorConfig(), sessions=sessions, joining={}, membership=membership, ledger=ledger, revoke=revoke,
+        warn=print,
+    )  # fmt: skip
+    ledger.open(0, 4, 0.0)
+    mine = ledger.grant("a", 0, 4, now=0.0, deadline_s=9.0)
+    assert mine is not None
+    ledger.back_up(mine.lease, "b", now=1.0, deadline_s=9.0)
+    ledger.fill(mine.lease, 0)
+    other = ledger.finish(mine.lease)
+    assert other is not None
+    revoke(other, "another worker was faster")
+    liveness.await_answer("b")
+    assert membership.members["b"].standing is standing
+    assert len(said) == (standing is Standing.LATE)
