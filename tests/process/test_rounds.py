@@ -28,8 +28,8 @@ def test_killed_and_started_again(rule: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     coordinator = (
         "w5xde_async.coordinator", "tests/support/jobs.py:mlp_sgd", "--run-dir", str(run), "--port", port,
-        "--update", rule, "--codec", "int8", "--inner-steps", "5", "--max-steps", str(STEPS), "--checkpoint-every", "10",
-        "--log-format", "json", "--log", "verbose",
+        "--update", rule, "--codec", "int8", "--inner-steps", "5", "--max-steps", str(STEPS),
+        "--checkpoint-every", "10", "--log-format", "json", "--log", "verbose",
     )  # fmt: skip
     worker = (
         "w5xde_async.worker",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Form, Matrix, as_tensor, as_view, pieces
+from w5xde_async.codecs.names import NAMES as HELP_NAMES
 from w5xde_async.codecs.registry import codec
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
 
@@ -290,7 +291,7 @@ def test_bytes_at_odd_places_are_read(name: str) -> None:
     assert torch.equal(bits(out), bits(decoded(what)))
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", HELP_NAMES)
 def test_every_name_in_the_help_is_a_codec(form: str) -> None:
     name = form.replace("FRACTION", "0.1").replace("RANK", "2")
     for text in {name.replace("[:CODEC]", ""), name.replace("[:CODEC]", ":int8")}:
