@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from w5xde_async.compute.engine import Engine
-from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.coordinator.hosting import NonFinite
+from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
