@@ -193,8 +193,8 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
             await asyncio.sleep(0)
         worker.drain("test")
         await task
-        assert len(training.rule.done) > 0
-        assert training.counts().leaves_in_vain == 0
+    assert len(training.rule.done) > 0
+    assert training.counts().leaves_in_vain == 0
 
 
 def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[Autotuning, Any], Situation | None]:

@@ -270,7 +270,8 @@ def every_message() -> list[list[Any]]:
 async def test_a_stranger_sees_nothing_of_the_run(tls: bool, tmp_path: Path):
     """Everything that one without the secret ever receives, in every state that he can reach, is searched, while a
     worker is at work: parameters, data, program, names, the secret."""
-    config: dict[str, Any] = {"max_steps": 1_000_000, "token": "the secret", "code_free": True, "max_time_s": 30.0}
+    config: dict[str, Any] = {"max_steps": 1_000_000, "token": "the secret", "code_free": True, "max_time_s": 30.0,
+                              "max_nonfinite_steps": 1_000_000}  # fmt: skip
     config |= {"join_file": tmp_path / "join"} if tls else {}
     seen, commits = bytearray(), Commits()
     context = ssl.create_default_context()

@@ -121,7 +121,7 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(tmp_pat
 
 def test_sigterm_wastes_no_lease(tmp_path: Path, digest: str) -> None:
     # Audits are leases that count in no share.
-    flags = ("--min-workers", "3", "--audit-fraction", "0")
+    flags = ("--min-workers", "3", "--audit-fraction", "0", "--norm-gate", "0")
     with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.05, flags=flags) as stage:
         stage.until(lambda: stage.step >= 6, "6 steps")
         gone = [stage.workers.pop(place) for place in (0, 1)]

@@ -44,10 +44,10 @@ def test_killed_and_started_again(rule: str, tmp_path: Path) -> None:
     )
     with programs() as start:
         first = start(*coordinator)
-        others = [start(*worker), start(*worker)]
+        others = [start(*worker, leaf_s=0.003), start(*worker, leaf_s=0.003)]
         first.wait_for("step_committed", step=20)
         others[0].signal(signal.SIGKILL)
-        others.append(start(*worker))
+        others.append(start(*worker, leaf_s=0.003))
         first.wait_for("step_committed", step=60)
         first.signal(signal.SIGKILL)
         first.finish()

@@ -115,7 +115,7 @@ def test_credentials_never_show_their_secret():
     assert "hush" not in repr(held)
     held.revoke("alice")
     assert held.revoked("bob", "alice")
-    held.replace_revoked({"carol"})
+    held.replace_revoked({"carol"}, {})
     assert [held.revoked(name) for name in ("alice", "carol")] == [False, True]
     held.rotate("other")
     assert held.secret_of("") == b"other"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.store.state import pack_state, unpack_state
-from w5xde_async.updates.admission import staleness_weight
+from w5xde_async.updates.admission import Admission, staleness_weight
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule, delay_warning
 from w5xde_async.updates.averages import RadialDirectionalAverage, WeightedMean
 from w5xde_async.updates.compensation import CompensationConfig, LeasedVersions
@@ -476,3 +476,15 @@ def test_a_state_of_another_rule_or_layout_is_refused() -> None:
     without = LocalStepsRule(torch.zeros(NUMEL), LocalStepsConfig())
     with pytest.raises(ValueError, match="norm gate"):
         without.load_state_dict(stored(made["local"].state_dict()))
+
+
+def test_a_delta_of_many_steps_is_not_odd_and_keeps_its_length() -> None:
+    """A worker that made ten steps has gone further than those that made one; a lie a thousand times as long is out."""
+    gate = NormGate(NormGateConfig(warmup=4, window=16, least_spread=0.5))
+    admission = Admission(max_staleness=None, exponent=0.0, gate=gate, per_sample=True)
+    for _ in range(6):
+        assert admission.judge(torch.full((4,), 0.5), samples=10, staleness=0).accepted
+    long = torch.full((4,), 3.0)
+    assert admission.judge(long, samples=100, staleness=0).accepted
+    assert torch.equal(long, torch.full((4,), 3.0))
+    assert not admission.judge(torch.full((4,), 500.0), samples=10, staleness=0).accepted

@@ -6,7 +6,7 @@ for its Delta. What comes back is for ``Rounds``.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from w5xde_async.compute.inner import Schedule
@@ -59,6 +59,7 @@ class Assigning(Hosting):
         self._plans: dict[int, StepPlan] = {}
         # Granted and not sent yet, with the oldest version that will do: their data is being read.
         self._waiting: dict[str, deque[tuple[StreamGrant, int]]] = {}
+        self._unjudged: Counter[str] = Counter()  # results of each worker that wait to be judged
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
         self.ledger.waits = self._waits
         self._begun = False
@@ -102,8 +103,8 @@ class Assigning(Hosting):
         pace = self.turns.of(worker)
         if self._stopping or pace.blocked or not self._has_credit(worker):
             return
-        if self.ledger.num_steps_held(worker) > room:
-            return
+        if self.ledger.num_steps_held(worker) + (0 if self._local else self._unjudged[worker]) > room:
+            return  # what waits to be judged is not newer parameters yet: more of it would only be staler
         deadline_s = self.pacing.deadline_s(worker, 1)
         grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=ready)
         if grant is None:

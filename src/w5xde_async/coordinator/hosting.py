@@ -184,6 +184,7 @@ class Hosting(ABC):
     def say_goodbye(self, code: ByeCode, reason: str) -> None:
         """Send every worker the last message, those that are building their model too."""
         for session in (*self.sessions.values(), *self._joining):
+            session.outbox.supersede(1 << 62)  # nobody computes with these parameters any more
             session.say_goodbye(code, reason)
 
     def stop(self) -> None:

@@ -33,6 +33,9 @@ from w5xde_async.wire.messages import Done
 __all__ = ["Candidate", "Judging", "Machine", "compare"]
 
 
+_PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
+
+
 class Machine(NamedTuple):
     """What a worker says of itself. Equal ones are expected to compute the same bits."""
 
@@ -55,6 +58,7 @@ class Candidate:
     sizes: dict[str, float] = field(default_factory=dict)  # by role, of a mean over its samples
     samples: int = 0
     other: Done | None = None  # the second computation is in
+    held_at: float = 0.0
 
 
 class Judging:
@@ -73,6 +77,8 @@ class Judging:
         self.quarantine: Callable[[str, Session | None, str], None] = lambda worker, session, reason: None
         self.revoke: Callable[[Grant, str], None] = lambda grant, reason: None
         self.being_received: Callable[[int], bool] = lambda lease: False
+        #: Whether a worker has finished a lease: who never has may hang, and would hold up the step.
+        self.has_delivered: Callable[[str], bool] = lambda worker: True
         self._layout, self._ledger, self._aggregator, self._auditor = layout, ledger, aggregator, auditor
         self._precision, self._clock, self._bus, self._wake = precision, clock, bus, wake
         roles = {group.role for group in layout.groups} & {"grad", "mean"}
@@ -121,6 +127,7 @@ class Judging:
             self._waiting.append(candidate)
             return False
         candidate.held = HeldBlock(grant.step, grant.block, grant.worker, why, candidate.suppliers)
+        candidate.held_at = self._clock()
         self._held.append(candidate)
         if why is not Why.SAMPLED:
             self._bus.publish(
@@ -170,13 +177,18 @@ class Judging:
                 continue
             if held.lease is not None and not self._renewed(held):
                 continue
+            able = [worker for worker in ready if worker == held.worker or self.has_delivered(worker)]
+            if all(worker == held.worker for worker in able):
+                if self._clock() - candidate.held_at < _PATIENCE_S and len(ready) > 1:
+                    continue
+                able = list(ready)
             choices = [
-                Choice(worker, self._alike(worker, held.worker), self._ledger.num_held(worker)) for worker in ready
+                Choice(worker, self._alike(worker, held.worker), self._ledger.num_held(worker)) for worker in able
             ]
             worker = self._auditor.choose(held, choices)
             if worker is None:
                 # What is odd waits for workers that are here but take no work just now.
-                there = ready if held.why in (Why.SAMPLED, Why.FIRST) else self.machines
+                there = able if held.why in (Why.SAMPLED, Why.FIRST) else self.machines
                 if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
                     self._held.remove(candidate)
                     self._given_up.append(candidate)

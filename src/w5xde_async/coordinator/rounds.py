@@ -161,6 +161,7 @@ class Rounds(Assigning):
         self._schedule()
 
     async def _judge(self, given: Submission) -> None:
+        self._unjudged[given.worker] -= 1
         counted = sum(self._plan(step).num_samples for step in given.steps)
         session = self.sessions.get(given.worker)
         code, reason = VerdictCode.REJECTED, "it does not decode"
@@ -370,6 +371,7 @@ class Rounds(Assigning):
             fragment=fragment, untouched=done.untouched,
         )  # fmt: skip
         self._inbox.append(submission)
+        self._unjudged[grant.worker] += 1
 
     def _stale(self, session: Session, done: Done) -> None:
         past = self.ledger.past(session.worker_id, done.lease)

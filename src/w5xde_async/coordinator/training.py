@@ -112,6 +112,7 @@ class Training(Hosting):
         self.results.on_counted = self._counted
         self.judging.count, self.judging.discard = self.results.count, self.results.discard
         self.judging.revoke = self._revoke
+        self.judging.has_delivered = lambda worker: self.pacing.leaf_s(worker) is not None
         self.judging.being_received, self.judging.quarantine = self.results.being_received, self._quarantine
         self._look_again: asyncio.TimerHandle | None = None
         self.begun = False  #: the first lease was given

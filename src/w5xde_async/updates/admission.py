@@ -46,13 +46,20 @@ def staleness_weight(staleness: int, exponent: float) -> float:
 class Admission:
     """The checks in front of one rule. Its only state is the gate's."""
 
-    def __init__(self, *, max_staleness: int | None, exponent: float, gate: NormGate | None) -> None:
-        """``max_staleness`` in versions, None for no bound; ``exponent`` of the staleness weight."""
+    def __init__(
+        self, *, max_staleness: int | None, exponent: float, gate: NormGate | None, per_sample: bool = False
+    ) -> None:
+        """``max_staleness`` in versions, None for no bound; ``exponent`` of the staleness weight.
+
+        ``per_sample``: the gate sees norms divided by samples, and refuses without scaling. For Deltas, whose length
+        depends on how many steps their worker made.
+        """
         if max_staleness is not None and max_staleness < 0:
             raise ValueError("max_staleness is at least 0, or None for no bound")
         if not exponent >= 0:
             raise ValueError("the exponent of the staleness weight is at least 0")
         self.max_staleness, self.exponent, self.gate = max_staleness, exponent, gate
+        self._per_sample = per_sample
 
     def judge(self, vector: Tensor, *, samples: int, staleness: int) -> Outcome:
         """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
@@ -70,11 +77,12 @@ class Admission:
         if not math.isfinite(norm):
             return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
         if self.gate is not None:
-            factor = self.gate.judge(norm)
+            size = norm / samples if self._per_sample else norm
+            factor = self.gate.judge(size)
             if factor == 0.0:
-                reason = f"its norm {norm:.3g} is over the bound {self.gate.bound:.3g}"
+                reason = f"its norm {size:.3g} is over the bound {self.gate.bound:.3g}"
                 return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm)
-            if factor != 1.0:
+            if factor != 1.0 and not self._per_sample:
                 vector.mul_(factor)
         weight = staleness_weight(staleness, self.exponent)
         return Outcome(verdict=VerdictCode.APPLIED, weight=weight, norm=norm)

@@ -80,7 +80,7 @@ class LocalStepsRule:
         self.parameters, self.config = parameters, config
         self.average: Average = WeightedMean(parameters.numel()) if average is None else average
         self.admission = Admission(
-            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate
+            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate, per_sample=True
         )  # fmt: skip
         self._momentum = torch.zeros_like(parameters)
 

@@ -109,6 +109,7 @@ WORKER: Table = {
     (State.DRAINING, Submit): State.DRAINING,
     (State.DRAINING, Retune): State.DRAINING,
     (State.DRAINING, Heartbeat): State.DRAINING,
+    (State.DRAINING, Refusal): State.CLOSED,
     (State.DRAINING, Bye): State.CLOSED,
 }
 
