@@ -152,7 +152,10 @@ class Assigning(Hosting):
             self._send_waiting(worker)
 
     def _give_back_unbegun(self, worker: str) -> None:
-        """All but the lease that a worker is at."""
+        """All but the lease that a worker is at. Not under rules of local steps: a step that it has made by the time
+        that it hears of this is part of its parameters, and would take with it all that it carries."""
+        if self._local:
+            return
         session = self.sessions[worker]
         steps = [grant for grant in self.ledger.held(worker) if grant.step >= 0]
         for grant in steps[1:]:
