@@ -110,7 +110,7 @@ def test_late_viewer_sees_a_worker_leave_and_come_back(browser: Any, tmp_path: P
         assert page.locator("#workers .badge.good").count() == 1
         worker("second")
         row.locator(".badge.good").wait_for(timeout=40_000)
-        expect(row).to_have_count(1)  # the same row, not a second one (others may wait for it, and name it, for a moment)
+        expect(row).to_have_count(1)  # the same row; another may wait for it for a moment, and name it
 
         page.keyboard.press("3")
         expect(page.locator("#timeline canvas")).to_have_count(2)

@@ -41,7 +41,8 @@ async def test_honest_workers_have_the_same_bits_and_no_alarm(clean: Found):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
-    found = await run(ATTACKS[name], steps=STEPS, begins=2, audit_fraction=1.0)  # what is drawn is secret: leave no luck
+    # What is drawn is secret; in every step one is, so that luck has little part in it.
+    found = await run(ATTACKS[name], steps=STEPS, begins=2, audit_fraction=1.0)
     assert found.finished
     assert 2 <= found.found_at <= 40, found
     assert found.false_alarms == 0
