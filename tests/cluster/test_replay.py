@@ -35,6 +35,7 @@ class Recorder:
     @asynccontextmanager
     async def before(self, port: int) -> AsyncIterator[str]:
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            relays.append(asyncio.current_task())
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
             kept = (bytearray(), bytearray())
             self.streams.append(kept)
@@ -48,10 +49,16 @@ class Recorder:
             await asyncio.gather(
                 copy(reader, inner_writer, kept[0]), copy(inner_reader, writer, kept[1]), return_exceptions=True
             )
+            for one in (inner_writer, writer):
+                one.close()
+                with suppress(ConnectionError):
+                    await one.wait_closed()
 
+        relays: list[Any] = []
         server = await asyncio.start_server(relay, "127.0.0.1", 0)
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         server.close()
+        await asyncio.gather(*relays, return_exceptions=True)
         await server.wait_closed()
 
 

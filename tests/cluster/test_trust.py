@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,8 @@ async def test_strangers_of_one_address_are_few_and_workers_still_get_in(tmp_pat
         assert closed == 16  # 64 may wait at once
         for _, writer in silent:
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
         made = asyncio.create_task(worker(coordinator.address, token="x").run())
         await commits.reach(1)
         made.cancel()
@@ -293,6 +295,8 @@ async def test_a_stranger_sees_nothing_of_the_run(tls: bool, tmp_path: Path):
             pass  # turned away, or told nothing more
         finally:
             writer.transport.abort()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
     made = settings(**config)
     name = CANARY.decode()
