@@ -17,10 +17,10 @@ What a row says:
 
 - ``wall_s``: from the first worker's first leaf to the last commit. ``start_s``: from the coordinator's start to then,
   sending everyone the parameters included. DDP: seconds of its steps, after its broadcast
-- ``utilization``: seconds in forward and backward over ``wall_s``, of each worker. DDP: seconds of a step without
-  communication, both ranks at once, over seconds of a step
-- ``leaf_s``: seconds of computing for a leaf. Where rows differ in it, the machine had other work; DDP's optimizer
-  (about 0.03 s) is in it, our inner optimizer's is not
+- ``utilization``: seconds of computing over ``wall_s``, of each worker: forward, backward, and the optimizer where it
+  is the worker's (DDP, local steps). DDP: seconds of a step without communication, both ranks at once, over seconds
+  of a step
+- ``leaf_s``: seconds of computing for a leaf. Where rows differ in it, the machine had other work
 - ``sent_mb``, ``received_mb``: of each worker's device, whole IP packets, start included
 - ``steps_measured``: less than ``steps`` where a slow link would take very long. Such a row's ``wall_s`` and bytes are
   those of a measured step times ``steps``, and it has no loss of its own: DDP's and exact sync's mathematics do not
@@ -43,7 +43,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -70,6 +69,7 @@ from w5xde_async.telemetry.events import Bus, Evaluated, Event, RunFinished, Ste
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
+from wan_table import add_figures, draw, exact_loss, load, put_table, table
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ("worker-0", "worker-1")
@@ -412,50 +412,6 @@ def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, mete
     return row
 
 
-# -- showing
-
-
-def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows by key, the newest of each."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {row["key"]: row for row in rows}
-
-
-def exact_loss(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Of exact sync without a network; DDP's where there is none."""
-    found = {row["rule"]: row["loss"] for row in rows if row["network"] == "none" and row["codec"] == "raw"}
-    loss: float | None = found.get("sync") or found.get("ddp")
-    return loss
-
-
-def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
-    columns = "network|rule|codec|wall s|tokens/s|utilization|s a leaf|MB up|MB down|loss|over sync|steps measured"
-    lines = ["| " + columns.replace("|", " | ") + " |", "|---" * 12 + "|"]
-    for row in rows:
-        inner_steps = row["settings"].get("inner_steps")
-        rule = row["rule"] + (f", H {inner_steps}" if inner_steps else "")
-        down = row["settings"].get("downlink")
-        codec = f"{row['codec']} / {down}" if down else row["codec"]
-        loss, over = "", ""
-        if row["loss"] is not None:
-            loss = f"{row['loss']:.3f}"
-            over = f"{row['loss'] / exact:.3f}" if exact else ""
-        elif row["codec"] == "raw":
-            loss = "as without"
-        lines.append(
-            f"| {row['network']} | {rule} | {codec} | {row['wall_s']:,.0f} | {row['tokens_s']:,.0f} | "
-            f"{_pair(row['utilization'], '.2f')} | {_pair(row['leaf_s'], '.2f')} | {_pair(row['sent_mb'], ',.0f')} | "
-            f"{_pair(row['received_mb'], ',.0f')} | {loss} | {over} | {row['steps_measured']} of {row['steps']} |"
-        )
-    return lines
-
-
-def _pair(values: Sequence[float], form: str) -> str:
-    texts = [format(value, form) for value in values]
-    return " / ".join(texts if len(set(texts)) > 1 else texts[:1])
-
-
 def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """As the table has them; cells that it no longer has come last."""
     places = {cell.key: place for place, cell in enumerate(cells())}
@@ -463,90 +419,9 @@ def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(known, key=lambda row: places.get(row["key"], len(places)))
 
 
-def best(rows: Sequence[dict[str, Any]], network: str, exact: float) -> dict[str, Any] | None:
-    """Our whole runs: of those within 1 % of exact sync's loss, or of the lowest where that is higher, the one that
-    keeps its workers busiest."""
-    ours = [row for row in rows if row["network"] == network and row["rule"] != "ddp" and row["loss"] is not None]
-    limit = 1.01 * max(exact, min((row["loss"] for row in ours), default=exact))
-    close = [row for row in ours if row["loss"] <= limit]
-    return max(close, key=lambda row: min(row["utilization"]), default=None)
-
-
-def add_figures(report: Report, rows: Sequence[dict[str, Any]]) -> None:
-    exact = exact_loss(rows)
-    if exact is None:
-        return
-    for network, name in (("100/40", "100_40"), ("20/100", "20_100")):
-        row = best(rows, network, exact)
-        ddp = next((row for row in rows if row["network"] == network and row["rule"] == "ddp"), None)
-        if row is None:
-            continue
-        print(f"{network}: {row['rule']} {row['codec']} {row['settings']}")
-        report.add(f"utilization_{name}", [min(row["utilization"])])
-        report.add(f"loss_over_sync_{name}", [row["loss"] / exact])
-        if ddp is not None:
-            moved = [sum(map(sum, (one["sent_mb"], one["received_mb"]))) for one in (ddp, row)]
-            report.add(f"bytes_over_ddp_{name}", [moved[0] / moved[1]])
-            report.add(f"wall_over_ddp_{name}", [ddp["wall_s"] / row["wall_s"]])
-    for row in rows:
-        report.samples[f"step_s {row['key']}"] = row["samples_s"]
-
-
-def draw(rows: Sequence[dict[str, Any]], network: str, folder: Path) -> None:
-    """Loss of the training text against wall time and against bytes of both workers, on one network."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    still = next((row for row in rows if row["network"] == "none" and row["rule"] == "ddp"), None)
-    figure, both = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for row in rows:
-        if row["network"] != network:
-            continue
-        label = row["rule"] + (f" H {row['settings']['inner_steps']}" if "inner_steps" in row["settings"] else "")
-        curve = row["curve"]
-        if row["steps_measured"] < row["steps"]:  # its losses are those of the same work without a network
-            if row["rule"] != "ddp" or still is None:
-                continue
-            megabytes = sum(row["sent_mb"]) + sum(row["received_mb"])
-            parts = [(number + 1) / row["steps"] for number in range(len(still["curve"]))]
-            curve = [(part * row["wall_s"], part * megabytes, point[2])
-                     for part, point in zip(parts, still["curve"], strict=True)]  # fmt: skip
-        few = max(1, len(curve) // 12)
-        losses = [sum(point[2] for point in curve[at : at + few]) / few for at in range(len(curve) - few + 1)]
-        for axis, at in zip(both, (0, 1), strict=True):
-            places = [point[at] for point in curve[few - 1 :]]
-            axis.plot(places, losses, label=f"{label} {row['codec']}" if row["rule"] != "ddp" else "PyTorch DDP")
-            axis.set_xscale("log")
-            axis.grid(alpha=0.3)
-    if not both[0].lines:
-        pyplot.close(figure)
-        return
-    both[0].set_xlabel("seconds")
-    both[1].set_xlabel("MB of both workers, start included")
-    both[0].set_ylabel("loss of the training text")
-    both[0].set_title(f"two workers at {network} (Mbit/s / ms)")
-    both[1].legend(fontsize=8)
-    figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"wan-{network.replace('/', '-')}.svg", metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def put_table(path: Path, lines: Sequence[str]) -> None:
-    """Replace the table between the marks of a document."""
-    text = path.read_text()
-    before, mark, rest = text.partition("<!-- wan.py: table -->\n")
-    _, end, after = rest.partition("<!-- wan.py: end -->")
-    if not mark or not end:
-        raise SystemExit(f"{path} has no marks for the table")
-    path.write_text(before + mark + "\n".join(lines) + "\n" + end + after)
-
-
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--steps", type=int, default=160, help="optimizer steps of the whole budget")
+    flags.add_argument("--steps", type=int, default=240, help="optimizer steps of the whole budget")
     flags.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="only these")
     flags.add_argument("--rules", nargs="+", help="only these")
     flags.add_argument("--codecs", nargs="+", help="only these")

@@ -270,9 +270,10 @@ class Done(Message):
 
     ``losses`` has one mean loss a leaf; ``metrics`` holds ``len(metric_names)`` values a leaf. ``untouched`` lists
     trainable parameters (layout index) that no leaf of the block gave a gradient, ``absent`` the buckets that no
-    leaf changed and for which no RESULT comes. ``splits`` counts the halvings
-    that a lack of device memory forced (bits then differ from an undivided leaf). ``version`` is the one that was
-    computed with, ``encode_s`` what its codec took, and ``raw_bytes`` what its results would be without one.
+    leaf changed and for which no RESULT comes. ``splits`` counts the halvings that a lack of device memory forced
+    (bits then differ from an undivided leaf). ``compute_s`` is forward, backward and, under rules of local steps, the
+    optimizer. ``version`` is the one that was computed with, ``encode_s`` what its codec took, and ``raw_bytes`` what
+    its results would be without one.
     """
 
     lease: int

@@ -6,7 +6,9 @@ optimizer step of every lease and says how far it has gone when it is asked (rul
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgpack
@@ -119,8 +121,10 @@ class SteppingReplica:
         self._engine.unbind()
         samples = sum(task.samples)
         if vectors:
+            began = time.perf_counter()
             applied = self._rule.apply(vectors[-1], present, samples, outcome.untouched)
             self._engine.refresh(applied.changed)
+            outcome = replace(outcome, compute_s=outcome.compute_s + time.perf_counter() - began)
         self._steps += 1
         self._samples += samples
         if self._streaming is not None:
