@@ -31,6 +31,8 @@ _SPLIT = ("model_parallel", "pipeline_parallel", "tensor_parallel")
 _FOR_SPLIT = ("micro_batches", "tensor_parallel_size", "activation_cache_steps", "allow_activation_reuse",
               "log_activations")  # fmt: skip
 _NEVER_S = 86400.0  # a timeout of 0 was none
+#: Where it stands what is missing and what is planned.
+MODELS_IN_PIECES = '"Models in pieces" in docs/migrating-from-guava.md'
 
 
 class ParallelismMissing(UsageError):
@@ -41,7 +43,7 @@ class ParallelismMissing(UsageError):
         named = ", ".join(f"{kind}=True" for kind in kinds)
         super().__init__(
             f"{named}: splitting one model over several devices (model, pipeline and tensor parallelism) is not built "
-            "yet; data parallelism is: set data_parallel=True and leave the others out"
+            f"yet: see {MODELS_IN_PIECES}; data parallelism is: set data_parallel=True and leave the others out"
         )
 
 
@@ -124,7 +126,6 @@ class DistributedConfig:
         for name in ("weight_decay", "max_grad_norm", "num_workers", "activation_timeout", "ack_timeout",
                      "max_resends", "activation_cache_steps", "log_step_every"):  # fmt: skip
             need(getattr(self, name) >= 0, name, "a number >= 0")
-        need(self.d_model % self.n_heads == 0, "d_model", f"a multiple of n_heads, {self.n_heads}")
         need(0 <= self.dropout < 1, "dropout", "a number from 0, below 1")
         need(self.learning_rate > 0, "learning_rate", "a number > 0")
         need(self.resend_probe_interval > 0, "resend_probe_interval", "seconds > 0")
