@@ -446,7 +446,7 @@ def main() -> None:
     if chosen and (reason := netem.why_not()):
         print(f"no emulated network here: {reason}", file=sys.stderr)
         raise SystemExit(0 if args.quick else 2)
-    rows: dict[str, dict[str, Any]] = {} if args.quick else load(args.rows)
+    rows: dict[str, dict[str, Any]] = {} if args.quick else load(args.rows, steps)
     report = Report({"steps": steps, "networks": args.networks, "lines": "Mbit/s / ms of round trip", "threads": 1})
     for cell in chosen:
         began = time.monotonic()

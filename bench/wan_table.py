@@ -12,11 +12,11 @@ from report import Report
 __all__ = ["add_figures", "draw", "exact_loss", "load", "put_table", "table"]
 
 
-def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows by key, the newest of each."""
+def load(path: Path, steps: int) -> dict[str, dict[str, Any]]:
+    """Rows of that budget by key, the newest of each."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
-    return {row["key"]: row for row in rows}
+    return {row["key"]: row for row in rows if row["steps"] == steps}
 
 
 def exact_loss(rows: Sequence[dict[str, Any]]) -> float | None:
