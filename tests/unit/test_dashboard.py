@@ -59,22 +59,98 @@ def test_steps_between_two_updates_are_one_row():
     assert update is not None
     (row,) = update["series"]
     assert dict(zip(SERIES, row, strict=True)) == {
-        "step": 3, "time": 1000.5, "loss": 2.0, "loss_low": 1.0, "loss_high": 3.0, "samples_per_s": 60.0,
-        "num_workers": 1, "stale_share": None,
+        "step": 3, "time": 1000.5, "loss": 2.0, "loss_low": 1.0, "loss_high": 3.0,
+        "samples_per_s": pytest.approx(100.0), "num_workers": 1, "stale_share": None,
     }  # fmt: skip
     assert update["status"]["state"] == "running"
     assert view.snapshot()["series"]["rows"] == [row]
     assert view.update() is None  # nothing new
 
 
+def rows_of(view: View) -> list[Any]:
+    series: Any = view.snapshot()["series"]
+    return list(series["rows"])
+
+
+def status_of(view: View) -> Any:
+    return view.snapshot()["status"]
+
+
+@pytest.mark.parametrize("seconds", [0.3, 5.0, 60.0])
+def test_the_throughput_of_long_steps_is_not_that_of_the_rows(seconds: float):
+    view, wall = view_of(STARTED)
+    for tick in range(1, 600):
+        wall.now += 0.5
+        if int(tick * 0.5 / seconds) > int((tick - 1) * 0.5 / seconds):
+            view(committed(tick, samples=100, seconds=seconds))
+        view.update()
+    rates = [row[5] for row in rows_of(view)]
+    assert rates == pytest.approx([100 / seconds] * len(rates))
+    assert len(rates) >= 4
+    assert status_of(view)["step_s"] == pytest.approx(seconds)
+    assert status_of(view)["samples_per_s"] == pytest.approx(100 / seconds)
+
+
 def test_a_stall_is_seen():
-    view, wall = view_of(STARTED, committed(1))
+    """After ten seconds, or three times as long as a step takes: not before."""
+    for seconds, patience in ((0.1, 10), (5.0, 15)):
+        view, wall = view_of(STARTED, committed(1, seconds=seconds))
+        view.update()
+        for _ in range(patience - 1):
+            wall.now += 1
+            assert view.update() is None
+        wall.now += 1
+        update: Any = view.update()
+        assert update["series"][0][5] == update["status"]["samples_per_s"] == 0.0
+        assert update["series"][0][2] is None  # no loss
+        assert view.update() is None  # once a second
+
+
+async def test_looking_changes_nothing_that_is_seen():
+    """A viewer comes and a program asks a few milliseconds after a step: neither makes a row."""
+    view, wall = view_of(STARTED)
+    async with shown(view) as dashboard:
+        wall.now += 0.5
+        view(committed(1, loss=3.0))
+        wall.now += 0.001
+        watching = dashboard.feed.watch()
+        _, snapshot = parsed(await anext(watching))
+        assert (snapshot["status"]["step"], snapshot["status"]["state"]) == (1, "running")  # it is up to date
+        assert json.loads((await ask(dashboard, "/api/v1/status"))[2])["step"] == 1
+        assert rows_of(view) == []
+        view(committed(2, loss=1.0))
+        dashboard.feed.flush()
+        (row,) = rows_of(view)
+        assert (row[0], row[2], row[5]) == (2, 2.0, pytest.approx(100.0))
+        await watching.aclose()
+
+
+def test_waiting_after_a_step_is_waiting():
+    view, _ = view_of(STARTED, committed(1), Waiting(reason="no workers"))
     view.update()
-    wall.now += 1.5
+    assert (status_of(view)["state"], status_of(view)["waits_for"]) == ("waiting", "no workers")
+    view(committed(2))
+    assert status_of(view)["state"] == "running"
+
+
+def test_who_fails_while_it_joins_is_forgotten():
+    """Restarted again and again it leaves one row, until the next look."""
+    view, _ = view_of(STARTED, joined("member"))
+    for number in range(50):
+        view(reported("member", number + 1.0))
+        view(reported(f"try-{number}", 1.0, state="joining"))
+        view(run_reported())
+        assert [worker["worker_id"] for worker in view.workers()] == ["member", f"try-{number}"]
+    view(joined("try-49"))
+    view(run_reported())
+    assert len(view.workers()) == 2  # it is a member
+    view(reported("late", 1.0, state="joining"))
+    view(run_reported())
+    view.update()
+    view(run_reported())
     update = view.update()
     assert update is not None
-    assert update["series"][0][5] == 0.0  # samples/s
-    assert update["series"][0][2] is None  # no loss
+    assert update["removed"] == ["late"]
 
 
 def test_what_is_not_a_number_reaches_the_page_as_text():
@@ -200,7 +276,9 @@ async def test_a_late_viewer_misses_nothing_and_gets_nothing_twice():
     watching = feed.watch()
     kind, snapshot = parsed(await anext(watching))
     assert kind == "snapshot"
-    assert [row[0] for row in snapshot["series"]["rows"]] == [1]
+    assert snapshot["series"]["rows"] == []
+    feed.flush()
+    assert [row[0] for row in parsed(await anext(watching))[1]["series"]] == [1]
     wall.now += 1
     view(committed(2))
     feed.flush()
@@ -234,6 +312,25 @@ async def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
     await watching.aclose()
 
 
+@pytest.mark.parametrize("behind", [1, 7, 20])
+async def test_the_last_update_reaches_who_is_behind(behind: int):
+    view, _ = view_of(STARTED)
+    feed = Feed(view)
+    watching = feed.watch()
+    await anext(watching)
+    for number in range(behind):
+        view(joined(str(number)))
+        feed.flush()
+    view(FINISHED)
+    feed.close()
+    told = [parsed(data)[1] async for data in watching]
+    assert told[-1]["status"]["state"] == "finished"
+    workers = {worker["worker_id"] for update in told for worker in update.get("workers", ())}
+    assert workers == set(map(str, range(behind)))
+    assert [kind async for kind in feed.watch()][1:] == []  # who comes now is not kept waiting
+    assert feed.num_viewers == 0
+
+
 async def test_only_so_many_viewers():
     view, _ = view_of(STARTED)
     feed = Feed(view, max_viewers=1)
@@ -251,10 +348,16 @@ async def test_only_so_many_viewers():
 @asynccontextmanager
 async def served(token: str = "", *events: Any) -> AsyncIterator[tuple[Dashboard, View]]:
     view, _ = view_of(STARTED, *events)
+    async with shown(view, token) as dashboard:
+        yield dashboard, view
+
+
+@asynccontextmanager
+async def shown(view: View, token: str = "") -> AsyncIterator[Dashboard]:
     dashboard = Dashboard(view, Metrics(), host="127.0.0.1", port=0, token=token)
     await dashboard.start()
     try:
-        yield dashboard, view
+        yield dashboard
     finally:
         await dashboard.aclose()
         await dashboard.aclose()
@@ -320,7 +423,7 @@ async def test_the_token_opens_and_leaves_the_address_bar(caplog: pytest.LogCapt
         assert (status, headers["location"]) == (303, "/?x=1")
         cookie = headers["set-cookie"]
         assert "HttpOnly" in cookie
-        assert "samesite=strict" in cookie.lower()
+        assert "samesite=lax" in cookie.lower()
         assert (await ask(dashboard, "/api/v1/status", cookie=cookie.partition(";")[0]))[0] == 200
         assert (await ask(dashboard, "/api/v1/status", cookie="w5xde_1=hush-hush"))[0] == 401
         assert (await ask(dashboard, "/metrics", authorization="Bearer hush-hush"))[0] == 200

@@ -80,7 +80,8 @@ class Access:
             return None  # a program: it sends the token each time
         rest = urlencode([(name, value) for name, value in query if name != "token"])
         answer = RedirectResponse("/" + (f"?{rest}" if rest else ""), 303)
-        answer.set_cookie(cookie, self._token.decode(), path="/", httponly=True, samesite="strict", secure=self._secure)
+        # lax: strict keeps it back where the link was clicked on another site's page, and nothing here can be changed.
+        answer.set_cookie(cookie, self._token.decode(), path="/", httponly=True, samesite="lax", secure=self._secure)
         return answer
 
     def _equal(self, given: str) -> bool:

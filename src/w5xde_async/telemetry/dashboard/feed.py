@@ -45,9 +45,9 @@ class Feed:
         """True when no further viewer is let in."""
         return self._closed or len(self._viewers) >= self._max_viewers
 
-    def flush(self) -> None:
-        """Give every viewer what is new."""
-        update = self._view.update()
+    def flush(self, *, row: bool = True) -> None:
+        """Give every viewer what is new; ``row`` as in ``View.update``."""
+        update = self._view.update(row=row)
         if update is None:
             return
         self._snapshot = None
@@ -57,16 +57,13 @@ class Feed:
         data = sse("update", update, self._number)
         for queue in self._viewers:
             if queue.full():
-                while not queue.empty():
-                    queue.get_nowait()
-                    self.dropped += 1
-                queue.put_nowait(b"")  # stands for a new snapshot
+                self._lose(queue)
             else:
                 queue.put_nowait(data)
 
     def snapshot(self) -> bytes:
         """The whole view as an event; what comes after it are the updates to it."""
-        self.flush()
+        self.flush(row=False)  # who comes does not change what the others see
         if self._snapshot is None:
             self._snapshot = sse("snapshot", self._view.snapshot(), self._number)
         return self._snapshot
@@ -75,10 +72,11 @@ class Feed:
         """A snapshot, then updates, until ``close`` or until the viewer goes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
         snapshot = self.snapshot()  # before this queue is filled: it lacks nothing and has nothing twice
-        self._viewers.add(queue)
+        if not self._closed:
+            self._viewers.add(queue)
         try:
             yield b"retry: 1000\n\n" + snapshot
-            while not self._closed:
+            while queue in self._viewers:
                 try:
                     async with asyncio.timeout(_KEEPALIVE_S):
                         data = await queue.get()
@@ -87,13 +85,15 @@ class Feed:
                     continue
                 if data is None:
                     return
-                if not data:
-                    while not queue.empty():
-                        queue.get_nowait()
-                    data = self.snapshot()
-                    while not queue.empty():  # the snapshot holds what its own flush has just put there
-                        queue.get_nowait()
+                if data:
+                    yield data
+                    continue
+                ended = None in _emptied(queue)
+                data = self.snapshot()
+                _emptied(queue)  # the snapshot holds what its own flush has just put there
                 yield data
+                if ended:
+                    return
         finally:
             self._viewers.discard(queue)
 
@@ -103,5 +103,14 @@ class Feed:
         self._closed = True
         for queue in self._viewers:
             if queue.full():
-                queue.get_nowait()
+                self._lose(queue)
             queue.put_nowait(None)
+
+    def _lose(self, queue: asyncio.Queue[bytes | None]) -> None:
+        """In place of what waits for a viewer: b"", for a new snapshot."""
+        self.dropped += len(_emptied(queue))
+        queue.put_nowait(b"")
+
+
+def _emptied(queue: asyncio.Queue[bytes | None]) -> list[bytes | None]:
+    return [queue.get_nowait() for _ in range(queue.qsize())]

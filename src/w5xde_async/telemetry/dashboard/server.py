@@ -174,7 +174,6 @@ class Dashboard:
 
         async def api(request: Request) -> Response:
             section = request.path_params["section"]
-            self.feed.flush()
             snapshot = self._view.snapshot()
             if section == "snapshot":
                 return _json(snapshot)

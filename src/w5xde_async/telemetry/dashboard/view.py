@@ -44,6 +44,7 @@ SERIES = ("step", "time", "loss", "loss_low", "loss_high", "samples_per_s", "num
 #: Columns of a worker's timeline: shares of the time since the row before, from 0 to 1.
 TIMELINE = ("time", "compute", "wait", "network")
 
+_STALL_S = 10.0  # without a step, and three times as long as one takes: only then is the throughput nothing
 _MOST_GONE = 32
 _MOST_LOGS = 400
 _MOST_CHECKPOINTS = 50
@@ -83,10 +84,13 @@ class View:
         self._finished: Json | None = None
         self._new: dict[str, list[Json]] = {"evaluations": [], "checkpoints": [], "logs": []}
         self._removed: list[str] = []
-        self._row_at = 0.0
+        self._joining: set[str] = set()  # reported since the last report of the run
+        self._row_at = self._commit_at = 0.0  # the last row, and the last one that had steps
         self._last: StepCommitted | None = None
+        self._running = False
         self._losses: list[float] = []
         self._samples = self._steps = 0
+        self._seconds = self._step_s = 0.0
         self._in_vain = self._in_vain_before = self._leaves = self._leaves_before = 0
 
     def recall(self, rows: Iterable[Row]) -> None:
@@ -98,9 +102,10 @@ class View:
 
     def __call__(self, event: Event) -> None:
         if type(event) is StepCommitted:
-            self._last = event
+            self._last, self._running = event, True
             self._steps += 1
             self._samples += event.samples
+            self._seconds += event.seconds
             if math.isfinite(event.loss):
                 self._losses.append(event.loss)
         elif type(event) is WorkerReported:
@@ -108,6 +113,7 @@ class View:
         elif type(event) is RunReported:
             self._leaves, self._in_vain = event.leaves, event.leaves_in_vain
             self._status |= _without(to_record(event), ("event", "step"))
+            self._forget_joining()
         else:
             self._rare(event)
 
@@ -123,7 +129,6 @@ class View:
             case RunStarted():
                 self._run = _without(to_record(event), _SECRET)
                 self._status |= {"step": event.resumed_step, "total_steps": event.total_steps, "state": "waiting"}
-                self._row_at = self._wall()
                 self.log("info", f"run {event.run_name} began at step {event.resumed_step:,}, term {event.term}")
             case BatchGrown():
                 self._status |= {"total_steps": event.total_steps}
@@ -132,6 +137,7 @@ class View:
             case WorkerLeft():
                 self._left(event)
             case Waiting():
+                self._running = False
                 self._status |= {"state": "waiting", "waits_for": wording.clean(event.reason)}
             case Evaluated():
                 self._note("evaluations", self._evaluations, _without(to_record(event), ("event",)))
@@ -153,7 +159,7 @@ class View:
             case Warned():
                 self.log("warning", event.text)
             case RunFinished():
-                self._finished = _without(to_record(event), ("event",))
+                self._finished, self._running = _without(to_record(event), ("event",)), False
                 self._status |= {"state": event.outcome, "reason": wording.clean(event.reason)}
                 self.log(
                     "info" if event.outcome == "finished" else "warning", f"{event.outcome} {event.reason}".strip()
@@ -200,7 +206,16 @@ class View:
         while len(self._gone) > _MOST_GONE:
             self._drop(self._gone.popleft())
 
+    def _forget_joining(self) -> None:
+        """Of those that end before they are members nobody tells: they are not reported any more."""
+        for key in [key for key, worker in self._workers.items() if worker.shown.get("state") == "joining"]:
+            if key not in self._joining:
+                self._drop(key)
+        self._joining.clear()
+
     def _reported(self, event: WorkerReported) -> None:
+        if event.state == "joining":
+            self._joining.add(event.worker_id)
         if event.state == "joining" and event.worker_id in self._gone:
             return  # its old row stands until it is a member again
         worker = self._workers.setdefault(event.worker_id, _Worker({"joined": self._wall()}))
@@ -231,13 +246,12 @@ class View:
 
     # -- out -----------------------------------------------------------------------------------------------
 
-    def update(self) -> Json | None:
-        """What is new since the last update; None where nothing is."""
+    def update(self, *, row: bool = True) -> Json | None:
+        """What is new since the last update; None where nothing is. Without ``row`` steps wait for a later one."""
         now = self._wall()
         found: Json = {}
-        row = self._next_row(now)
-        if row is not None:
-            found["series"] = [row]
+        if row and (steps := self._next_row(now)) is not None:
+            found["series"] = [steps]
         changed = {key: worker for key, worker in self._workers.items() if worker.changed}
         if changed:
             found["workers"] = [{"worker_id": key, **worker.shown} for key, worker in changed.items()]
@@ -252,15 +266,15 @@ class View:
         self._new = {name: [] for name in self._new}
         if not found:
             return None
-        return found | {"time": now, "status": dict(self._status), "finished": self._finished}
+        return found | {"time": now, "status": self._told(), "finished": self._finished}
 
     def snapshot(self) -> Json:
-        """Everything. Call ``update`` first, or what it holds is given out a second time."""
+        """Everything but steps that no row has yet. Who is given updates too wants one before, or has things twice."""
         return {
             "time": self._wall(),
             "run": self._run,
             "settings": self._settings,
-            "status": dict(self._status),
+            "status": self._told(),
             "series": {"columns": SERIES, "rows": self._series.rows()},
             "workers": self.workers(),
             "timelines": {
@@ -277,13 +291,32 @@ class View:
         """Every worker, those too that have left not long ago."""
         return [{"worker_id": key, **worker.shown} for key, worker in self._workers.items()]
 
+    def _told(self) -> Json:
+        """The status, with what the last step has to say: whoever looks, and when, changes nothing."""
+        step, told = self._last, dict(self._status)
+        if step is not None:
+            told |= {
+                "step": step.step, "epoch": step.epoch, "loss": plain_value(step.loss),
+                "learning_rate": plain_value(step.learning_rate), "gradient_norm": plain_value(step.gradient_norm),
+                "loss_scale": plain_value(step.loss_scale), "staleness": plain_value(step.staleness),
+                "metrics": plain_value(step.metrics), "phases_s": plain_value(step.phases_s),
+            }  # fmt: skip
+        return told | ({"state": "running", "waits_for": ""} if self._running else {})
+
     def _next_row(self, now: float) -> Row | None:
-        """The steps since the last row, as one; a row without steps says that nothing went on, once a second."""
-        seconds = now - self._row_at
+        """The steps since the last row, as one; a row without steps says that the run stands still, once a second."""
         step = self._last
-        if step is None or (not self._steps and seconds < 1.0):
+        if step is None:
             return None
-        losses, rate = self._losses, self._samples / seconds if seconds > 0 else None
+        rate: float | None = 0.0
+        if self._steps:
+            # By the steps' own time: when rows are made has no part in it.
+            rate = self._samples / self._seconds if self._seconds > 0 else None
+            self._commit_at, self._step_s = now, self._seconds / self._steps
+            self._status["step_s"] = self._step_s
+        elif now - self._commit_at < max(_STALL_S, 3 * self._step_s) or now - self._row_at < 1.0:
+            return None
+        losses = self._losses
         leaves, in_vain = self._leaves - self._leaves_before, self._in_vain - self._in_vain_before
         self._leaves_before, self._in_vain_before = self._leaves, self._in_vain
         workers = self._status.get("num_workers", step.num_workers)
@@ -297,18 +330,8 @@ class View:
             workers if isinstance(workers, int) else step.num_workers,
             in_vain / (leaves + in_vain) if leaves + in_vain else None,
         )
-        if self._steps:
-            if self._finished is None:
-                self._status |= {"state": "running", "waits_for": ""}
-            self._status |= {
-                "step": step.step, "epoch": step.epoch, "loss": plain_value(step.loss),
-                "learning_rate": plain_value(step.learning_rate), "gradient_norm": plain_value(step.gradient_norm),
-                "loss_scale": plain_value(step.loss_scale), "staleness": plain_value(step.staleness),
-                "step_s": seconds / self._steps,
-                "metrics": plain_value(step.metrics), "phases_s": plain_value(step.phases_s),
-            }  # fmt: skip
         self._status["samples_per_s"] = rate
-        self._row_at, self._losses, self._samples, self._steps = now, [], 0, 0
+        self._row_at, self._losses, self._samples, self._steps, self._seconds = now, [], 0, 0, 0.0
         self._series.append(row)
         return row
 
