@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "Audited",
+    "BatchGrown",
     "Bus",
     "CheckpointFailed",
     "CheckpointSaved",

@@ -54,6 +54,7 @@ class Metrics(Collector):
         self._step: StepCommitted | None = None
         self._report: RunReported | None = None
         self._workers: dict[str, WorkerReported] = {}
+        self._joining: set[str] = set()  # reported since the last report of the run
         self._evaluated: dict[str, float] = {}
         self._steps = self._skipped = self._samples = self._joined = self._lost = self._left = 0
         self._step_counts = [0] * (len(_STEP_S) + 1)
@@ -86,8 +87,11 @@ class Metrics(Collector):
                 phases[name] = phases.get(name, 0.0) + seconds
         elif type(event) is WorkerReported:
             self._workers[event.worker_id] = event
+            if event.state == "joining":
+                self._joining.add(event.worker_id)
         elif type(event) is RunReported:
             self._report = event
+            self._forget_joining()
         else:
             self._rare(event)
 
@@ -121,6 +125,13 @@ class Metrics(Collector):
                 self._journal_s = None
             case RunFinished():
                 self._outcome = event.outcome
+
+    def _forget_joining(self) -> None:
+        """Of those that end before they are members nobody tells: they are not reported any more."""
+        for key in [key for key, worker in self._workers.items() if worker.state == "joining"]:
+            if key not in self._joining:
+                del self._workers[key]
+        self._joining.clear()
 
     # -- a scrape ------------------------------------------------------------------------------------------
 
