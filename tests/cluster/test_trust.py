@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -19,11 +20,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import RefusalCode, Refused, W5xdeError
+from w5xde_async.errors import RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.tls import TlsFiles, own_certificate
-from w5xde_async.telemetry.events import Event, WorkerLeft
+from w5xde_async.telemetry.events import Event, Warned, WorkerLeft
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import PROTOCOL_VERSION, Hello, Proof
 from w5xde_async.worker.service import Departure, Worker
@@ -210,6 +211,86 @@ async def test_secret_and_revoked_workers_are_read_again(tmp_path: Path):
         await coordinator.reload_access()
         assert before is not None
         assert before.reveal() != (tmp_path / "join").read_text().strip()
+
+
+async def test_a_rotated_secret_and_a_revocation_outlive_a_reload_and_a_restart(tmp_path: Path):
+    secret, revoked = tmp_path / "run" / "secret", tmp_path / "run" / "revoked"
+    async with running(tmp_path) as coordinator:
+        before, alice = revealed(coordinator.invitation), revealed(coordinator.invite("alice"))
+        await asyncio.to_thread(revoked.write_text, "carol")  # by hand, and no end of line
+        await coordinator.rotate_secret("another secret, long enough")
+        alice = revealed(coordinator.invite("alice"))
+        coordinator.revoke("alice")
+        coordinator.revoke("alice")
+        await coordinator.reload_access()
+        assert (await asyncio.to_thread(secret.read_text)).strip() == "another secret, long enough"
+        assert secret.stat().st_mode & 0o777 == 0o600
+        assert "token" in await refusal(worker(before))
+        assert "revoked" in await refusal(worker(alice))
+    assert await asyncio.to_thread(revoked.read_text) == "carol\nalice\n"
+    async with running(tmp_path) as coordinator:
+        now = coordinator.invitation
+        assert now is not None
+        assert now.secret == "another secret, long enough"
+        assert "revoked" in await refusal(worker(replace(Invitation.parse(alice, place=""), port=now.port).reveal()))
+        with pytest.raises(UsageError, match="one line"):
+            await coordinator.rotate_secret("two\nlines")
+
+
+async def test_a_given_token_goes_before_the_directorys_secret(tmp_path: Path):
+    async with running(tmp_path):
+        pass  # leaves a secret there
+    kept = await asyncio.to_thread((tmp_path / "run" / "secret").read_text)
+    commits, events = Commits(), list[Event]()
+    commits.bus.subscribe(events.append)
+    async with running(tmp_path, commits, token="the operator's") as coordinator:
+        await coordinator.reload_access()
+        assert coordinator.invitation is not None
+        assert coordinator.invitation.secret == "the operator's"
+        await coordinator.rotate_secret("for now")
+        await coordinator.reload_access()
+        assert coordinator.invitation.secret == "for now"
+    assert any(isinstance(event, Warned) and "give it to the next one too" in event.text for event in events)
+    assert await asyncio.to_thread((tmp_path / "run" / "secret").read_text) == kept
+
+
+async def test_who_is_locked_out_under_a_name_that_is_no_line_stays_out(tmp_path: Path):
+    async with running(tmp_path) as coordinator:
+        security = coordinator._security
+        assert security is not None
+        coordinator.revoke("al#ice")
+        security.lock_out("bo\nb", "it lied")
+        await coordinator.reload_access()
+        assert security.credentials.revoked("al#ice")
+        assert security.credentials.quarantined("bo\nb") == "it lied"
+    assert not (tmp_path / "run" / "revoked").exists()
+
+
+async def test_what_is_revoked_by_the_file_reaches_workers_that_build_their_model(tmp_path: Path):
+    async with running(tmp_path) as coordinator:
+        joining, released = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def build() -> nn.Module:
+            loop.call_soon_threadsafe(joining.set)
+            released.wait(10)
+            return nn.Linear(1, 1)
+
+        job = replace(mlp_sgd(), model=build)
+        told = revealed(coordinator.invite("alice"))
+        made = asyncio.create_task(Worker(told, job=job, config=QUICK_WORKER).run())
+        await joining.wait()
+        training = coordinator._training
+        assert training is not None
+        assert len(training.joining) == 1
+        await asyncio.to_thread((tmp_path / "run" / "revoked").write_text, "alice\n")
+        await coordinator.reload_access()
+        async with asyncio.timeout(5):
+            while training.joining:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        released.set()
+        with pytest.raises(W5xdeError):
+            await made
 
 
 async def test_strangers_of_one_address_are_few_and_workers_still_get_in(tmp_path: Path):

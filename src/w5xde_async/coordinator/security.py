@@ -2,20 +2,24 @@
 
 Off loopback everything is encrypted unless ``insecure`` says otherwise. What was not given is made at the first start
 and kept in the run directory (``tls/``, ``secret``: mode 0600), so that join strings outlive restarts. ``reload`` takes
-a changed secret and the list of revoked workers (``revoked``: a name a line) into a running coordinator. A worker that
-was put out for wrong results stands in that list too, with the reason; without its line it may come back.
+a changed secret and the list of revoked workers (``revoked``: a name a line) into a running coordinator. Who was
+revoked, or put out for wrong results (with the reason), is added to that list; without its line it may come back.
+
+A token that was given goes before the directory's ``secret``, which is then neither read nor written.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import tempfile
+import threading
 from pathlib import Path
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.credentials import Credentials
-from w5xde_async.errors import StoreError
+from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.net.join import Invitation, new_secret, read_secret_file, worker_secret, write_private_line
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
@@ -36,11 +40,15 @@ class Security:
 
     def __init__(self, config: CoordinatorConfig, run_path: Path | None) -> None:
         self._config, self._run_path = config, run_path
+        self._lock = threading.Lock()  # over the files: what is written while they are read must not be lost
+        self._last_read = ""  # what ``secret`` held when it was read or written last
+        self._unwritten: dict[str, str | None] = {}  # locked out, not in ``revoked`` (yet) -> why, of a quarantine
         self.context: ssl.SSLContext | None = None
         certificate, self._secret = b"", config.token
         if uses_tls(config):
             self.context, certificate = self._certificate()
             self._secret = self._secret or self._own_secret()
+        self._from_file = self.context is not None and not config.token and run_path is not None
         self.credentials = Credentials(self._secret, certificate)
         self._read_revoked()
 
@@ -94,33 +102,77 @@ class Security:
             assert own.cert is not None
             return server_context(own), certificate_hash(own.cert)
 
+    @property
+    def lasting(self) -> bool:
+        """Whether a rotated secret is that of the next start too."""
+        return self._from_file
+
     def rotate(self, secret: str) -> None:
-        """Another secret for everybody who joins from now on."""
-        self.credentials.rotate(secret)
-        self._secret = secret
+        """Another secret for everybody who joins from now on. Blocking. Raises UsageError, StoreError."""
+        if not secret or secret != secret.strip() or len(secret.splitlines()) != 1 or len(secret.encode()) > 4000:
+            raise UsageError("the new secret is not one line of text")
+        with self._lock:
+            if self._from_file:  # first: who cannot keep it must not give it out
+                self._write_secret(secret)
+            self._take(secret)
 
     def reload(self) -> bool:
         """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another."""
-        self._read_revoked()
-        path = None if self._run_path is None else self._run_path / "secret"
-        if path is None or not path.exists():
-            return False
-        secret = read_secret_file(path)
-        if secret == self._secret:
-            return False
-        self.rotate(secret)
-        return True
+        with self._lock:
+            self._read_revoked()
+            path = None if self._run_path is None else self._run_path / "secret"
+            if not self._from_file or path is None or not path.exists():
+                return False
+            secret = read_secret_file(path)
+            if secret == self._last_read:
+                return False
+            self._last_read = secret
+            if secret == self._secret:
+                return False
+            self._take(secret)
+            return True
 
-    def note_quarantine(self, name: str, reason: str) -> None:
-        """Have a worker stay out after a restart too. Raises StoreError where the list cannot be written."""
-        if self._run_path is None or not name.isprintable() or name != name.strip() or "#" in name or not name:
-            return  # a name that somebody has chosen so that it is no line of a list
-        path = self._run_path / "revoked"
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"{name}  # {_QUARANTINED}{' '.join(reason.split())}\n")
-        except OSError as error:
-            raise StoreError(str(path), f"cannot keep the quarantine: {error.strerror or error}") from error
+    def _take(self, secret: str) -> None:
+        self.credentials.rotate(secret)
+        self._secret = secret
+
+    def lock_out(self, name: str, reason: str | None = None) -> None:
+        """Let that worker in no more; ``reason`` is a quarantine's. ``keep`` makes it last."""
+        if reason is not None:
+            self.credentials.quarantine(name, reason)
+        elif self.credentials.revoked(name):
+            return
+        else:
+            self.credentials.revoke(name)
+        self._unwritten[name] = reason
+
+    def keep(self) -> None:
+        """Have everybody who was locked out stay out after a restart. Blocking. Raises StoreError."""
+        with self._lock:
+            if self._run_path is None:
+                return
+            # Others stay out as long as this runs: they have chosen their names so that they are no lines of a list.
+            listed = {name: why for name, why in tuple(self._unwritten.items()) if _is_line(name)}
+            if not listed:
+                return
+            path = self._run_path / "revoked"
+            lines = [
+                name if why is None else f"{name}  # {_QUARANTINED}{' '.join(why.split())}"
+                for name, why in listed.items()
+            ]
+            try:
+                with path.open("a+b") as file:
+                    end = file.seek(0, os.SEEK_END)
+                    file.seek(max(end - 1, 0))
+                    begun = file.read(1) not in (b"", b"\n")  # a list that was written by hand may end so
+                    file.write("".join(("\n" * begun, *(f"{line}\n" for line in lines))).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                what = f"cannot keep {', '.join(listed)} out after a restart: {error.strerror or error}"
+                raise StoreError(str(path), what) from error
+            for name in listed:
+                del self._unwritten[name]
 
     def _certificate(self) -> tuple[ssl.SSLContext, bytes]:
         files = self._config.tls
@@ -141,21 +193,24 @@ class Security:
             return new_secret()
         path = self._run_path / "secret"
         if path.exists():
-            return read_secret_file(path)
-        secret = new_secret()
+            self._last_read = read_secret_file(path)
+        else:
+            self._write_secret(new_secret())
+        return self._last_read
+
+    def _write_secret(self, secret: str) -> None:
+        assert self._run_path is not None
+        path = self._run_path / "secret"
         try:
             write_private_line(path, secret)
         except OSError as error:
             raise StoreError(str(path), f"cannot keep the secret: {error.strerror or error}") from error
-        return secret
+        self._last_read = secret
 
     def _read_revoked(self) -> None:
         path = None if self._run_path is None else self._run_path / "revoked"
-        if path is None or not path.exists():
-            self.credentials.replace_revoked(set(), {})
-            return
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = [] if path is None or not path.exists() else path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise StoreError(str(path), f"cannot read the revoked workers: {error}") from error
         names, quarantined = set(), {}
@@ -166,7 +221,16 @@ class Security:
                 quarantined[name] = note.removeprefix(_QUARANTINED)
             elif name:
                 names.add(name)
+        for name, reason in tuple(self._unwritten.items()):
+            if reason is None:
+                names.add(name)
+            else:
+                quarantined[name] = reason
         self.credentials.replace_revoked(names, quarantined)
+
+
+def _is_line(name: str) -> bool:
+    return bool(name) and name.isprintable() and name == name.strip() and "#" not in name
 
 
 def reachable(host: str) -> str:

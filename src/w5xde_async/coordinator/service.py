@@ -164,28 +164,42 @@ class Coordinator:
         return None if self._security is None else self._security.invitation(self.port, worker)
 
     async def rotate_secret(self, secret: str) -> None:
-        """From now on workers join with another secret; the join file is written anew. Who is in stays in."""
+        """From now on workers join with another secret; the join file is written anew. Who is in stays in.
+
+        It is kept in the run directory, unless a token was given: then the next start is with that token. Raises
+        UsageError, StoreError: then nothing has changed.
+        """
         if self._security is None:
             raise LocalError("the coordinator has not been started")
-        self._security.rotate(secret)
-        await asyncio.get_running_loop().run_in_executor(None, self._security.write_join_file, self.port)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._security.rotate, secret)
+        await loop.run_in_executor(None, self._security.write_join_file, self.port)
+        if not self._security.lasting:
+            self.bus.publish(
+                Warned(text="the secret was changed until the coordinator ends: give it to the next one too")
+            )
 
     def revoke(self, worker: str, reason: str = "its access was revoked") -> None:
-        """Drop a worker, by its own name or its id, and let it in no more."""
+        """Drop a worker, by its own name or its id, and let it in no more: its name is added to ``revoked``."""
         if self._security is None or self._training is None:
             raise LocalError("the coordinator has not been started")
-        self._security.credentials.revoke(worker)
+        self._security.lock_out(worker)
+        self._keep_revoked()
         self._training.drop(worker, reason)
 
     def _keep_out(self, name: str, reason: str) -> None:
         """A worker was put out of the run: it stays out until ``revoked`` does not name it any more."""
         assert self._security is not None
-        self._security.credentials.quarantine(name, reason)
-        noting = asyncio.get_running_loop().run_in_executor(None, self._security.note_quarantine, name, reason)
-        noting.add_done_callback(self._noted)
+        self._security.lock_out(name, reason)
+        self._keep_revoked()
 
-    def _noted(self, noting: asyncio.Future[None]) -> None:
-        if not noting.cancelled() and (error := noting.exception()) is not None:
+    def _keep_revoked(self) -> None:
+        assert self._security is not None
+        keeping = asyncio.get_running_loop().run_in_executor(None, self._security.keep)
+        keeping.add_done_callback(self._kept)
+
+    def _kept(self, keeping: asyncio.Future[None]) -> None:
+        if not keeping.cancelled() and (error := keeping.exception()) is not None:
             self.bus.publish(Warned(text=str(error)))
 
     async def reload_access(self) -> None:
@@ -196,7 +210,7 @@ class Coordinator:
         if await loop.run_in_executor(None, self._security.reload):
             await loop.run_in_executor(None, self._security.write_join_file, self.port)
             self.bus.publish(Warned(text="the secret was changed: workers join with the new join file from now on"))
-        for session in tuple(self._training.sessions.values()):
+        for session in (*self._training.sessions.values(), *self._training.joining):
             if self._security.credentials.revoked(session.identity, session.worker_id):
                 session.abort("its access was revoked")
 
@@ -423,7 +437,7 @@ class Coordinator:
             paths = await self._write_results(prepared)
         seconds = time.monotonic() - self._began
         sent, received = training.accounts.traffic(training.sessions.values())
-        counts = training.counts()
+        counts = training.totals()
         self.bus.publish(
             RunFinished(
                 outcome=outcome,
@@ -479,6 +493,9 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             await self._listener.aclose()
+        if self._security is not None:
+            with suppress(StoreError):  # it was said when it was tried first
+                await loop.run_in_executor(None, self._security.keep)
         await self._showing.aclose()
         if self._phases is not None:
             await self._phases.aclose()
