@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgpack
 import pytest
 import torch
 from tests.support import reference
@@ -41,6 +42,7 @@ from w5xde_async.telemetry.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import prove
 from w5xde_async.wire.messages import (
@@ -478,6 +480,29 @@ async def test_results_that_no_lease_explains_are_dropped_and_answered() -> None
         await peer.send(Bye(ByeCode.LEAVING, "enough"))
         assert (await finish(coordinator)).digest == expected()
         await peer.link.aclose()
+
+
+@pytest.mark.parametrize("written", ["raw", "int8"])
+@pytest.mark.parametrize(
+    "update",
+    [
+        {}, {"codec": "int8"}, {"codec": "lz4"}, {"rule": "async"}, {"rule": "local", "codec": "int8"},
+        {"rule": "streaming", "codec": "int4"}, {"rule": "async-local", "codec": "sparseloco"},
+    ],
+    ids=lambda update: "-".join(update.values()) or "sync",
+)  # fmt: skip
+async def test_no_memory_is_taken_for_a_result_too_large(update: dict[str, str], written: str) -> None:
+    """A header alone, of 32 TiB and of no lease: its peer is dropped, and the run goes on."""
+    async with started(update=UpdateConfig(**update)) as coordinator:
+        peer = await peer_of(coordinator)
+        await peer.join()
+        spec = BufferSpec("", "uint8", (1 << 45,), written, 1 << 45)
+        header = msgpack.packb((Result.TYPE, Result(10**6, 0).fields(), [spec]))
+        await peer.link.send([len(header).to_bytes(4, "big"), header])
+        assert (await peer.expect(Refusal)).code == RefusalCode.PROTOCOL_ERROR
+        await peer.link.aclose()
+        assert coordinator._training is not None
+        assert coordinator._training._failure is None
 
 
 async def test_a_peer_that_keeps_sending_garbage_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

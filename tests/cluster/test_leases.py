@@ -12,7 +12,7 @@ from w5xde_async.errors import LinkLost
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import WorkerLeft
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Done, Drain, Lease, Verdict, VerdictCode
+from w5xde_async.wire.messages import Bye, Done, Drain, Failed, Lease, Verdict, VerdictCode
 
 BUCKETS = 4
 
@@ -120,6 +120,28 @@ async def test_a_backup_does_not_write_where_the_first_is_writing():
         await idle.compute(again)
         await run.commits(2)
         assert run.applied() == {2.0}
+
+
+async def test_nothing_is_absent_that_another_is_sending():
+    """The first stops in the middle of a bucket, the backup says that this bucket is nothing: that finishes nothing."""
+    async with scripted() as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        chunks = stuck.result(lease, 0)
+        await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
+        await settle()
+        await run.pass_time(2.0)
+        (backup,) = held(idle, 1)
+        await idle.send(backup, *range(1, BUCKETS))
+        await idle.done(backup, absent=(0,))
+        (verdict,) = [v for v in idle.all(Verdict) if backup.lease in v.leases]
+        assert verdict.code == VerdictCode.DUPLICATE
+        assert run.training.version == 1
+        await stuck.link.send([memoryview(chunks[1])[1000:]])  # what it sends still has its place
+        await settle()
+        await stuck.done(lease)
+        await run.commits(2)
+        assert run.applied() == {2.0}
+        assert not stuck.ended()
 
 
 async def test_an_overdue_lease_goes_to_another_and_its_result_is_stale():
@@ -298,6 +320,39 @@ async def test_a_drain_keeps_the_lease_under_way_and_returns_the_other():
         await worker.done(first)
         assert worker.said_goodbye()
         assert (run.training.ledger.num_open, run.training.results.leaves_in_vain) == (0, 0)
+
+
+async def drain(worker: Scripted) -> None:
+    await worker.link.send(encode(Drain("spot notice", 0.0)))
+    await settle()
+    assert not worker.said_goodbye()
+
+
+async def test_who_drains_and_fails_is_let_go():
+    async with scripted() as run:
+        worker = await run.worker("a")
+        lease = await worker.lease()
+        await drain(worker)
+        await worker.link.send(encode(Failed(lease.lease, lease.start, "ValueError", "")))
+        await settle()
+        assert len(worker.all(Bye)) == 1
+
+
+async def test_who_drains_and_is_overtaken_by_a_backup_is_let_go():
+    async with scripted() as run:
+        stuck, idle, _ = await stuck_and_idle(run)
+        await run.pass_time(2.0)
+        await drain(stuck)
+        await finish(run, idle, 1)
+        assert len(stuck.all(Bye)) == 1
+
+
+async def test_who_drains_and_is_overdue_is_let_go():
+    async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=600.0) as run:
+        stuck, _, _ = await stuck_and_idle(run)
+        await drain(stuck)
+        await run.pass_time(300.0)
+        assert len(stuck.all(Bye)) == 1
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.0])

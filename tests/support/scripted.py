@@ -176,9 +176,9 @@ class Scripted:
             await self.link.send(self.result(lease, bucket))
         await settle()
 
-    async def done(self, lease: Lease) -> None:
+    async def done(self, lease: Lease, absent: tuple[int, ...] = ()) -> None:
         losses = tuple(1.0 for _ in lease.samples)
-        await self.link.send(encode(Done(lease.lease, losses, (), (), (), (), 0, 0.01, 0.0)))
+        await self.link.send(encode(Done(lease.lease, losses, (), (), (), absent, 0, 0.01, 0.0)))
         await settle()
 
     async def compute(self, lease: Lease) -> None:

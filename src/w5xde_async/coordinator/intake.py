@@ -48,13 +48,14 @@ class Intake:
         self.codec = codec
         self._codecs |= {known.name: known for known in codec.alternatives if known.name != "raw"}
 
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
-        """Where an explained result goes. Raises RemoteError, FrameTooLarge, MalformedFrame for a wrong one."""
+    def check(self, result: Result, spec: BufferSpec) -> Codec | None:
+        """The codec of a result of the right dtype and size, whatever becomes of it; None for a raw one.
+
+        Raises RemoteError, FrameTooLarge, MalformedFrame for a wrong one.
+        """
         buckets = self.layout.result_buckets
         if result.bucket >= len(buckets):
             raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
-        if result.bucket in self._parts.get(result.lease, ()):
-            return Place(None, True)
         bucket, form = buckets[result.bucket], self._forms.get(result.bucket)
         codec = None if form is None else self._codecs.get(spec.codec)
         if codec is not None and form is not None:
@@ -68,6 +69,13 @@ class Intake:
                     f"bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}, "
                     f"not {dtype}[{bucket.numel}] in {self.codec.name if form is not None else 'raw'}"
                 )
+        return codec
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        """Where an explained result goes. Raises as ``check`` does."""
+        codec = self.check(result, spec)
+        if result.bucket in self._parts.get(result.lease, ()):
+            return Place(None, True)
         part = Part(codec, self.pool.take(spec.nbytes))
         self._receiving[session] = (result.lease, result.bucket, part)
         return Place(as_view(part.data), True)

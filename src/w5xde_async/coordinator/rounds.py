@@ -297,7 +297,12 @@ class Rounds(Assigning):
             self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
         return returned
 
+    def _revoke(self, grant: Held, reason: str) -> None:
+        self.intake.drop(grant.lease)  # what came of it already
+        super()._revoke(grant, reason)
+
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
         grant = self.ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
             return Place(None, self.ledger.past(session.worker_id, result.lease) is not None)

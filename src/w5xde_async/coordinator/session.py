@@ -281,7 +281,9 @@ class Session:
         self.outbox.post(encode(lease, buffers), lease=lease.lease)
 
     def say_goodbye(self, code: ByeCode, reason: str) -> None:
-        """The last message; the worker then closes."""
+        """The last message; the worker then closes. Said once."""
+        if self._closing:
+            return
         self._closing = True
         self._end_reason = reason
         self.post(Bye(code, reason))

@@ -339,8 +339,7 @@ class Training(Hosting):
         if other is not None:
             self._revoke(other, "another worker was faster")
             self._liveness.await_answer(other.worker)
-        if member is not None and member.standing is Standing.DRAINING and not self.ledger.num_held(session.worker_id):
-            session.say_goodbye(ByeCode.LEAVING, "drained")
+        self._let_go(session.worker_id)
         self._schedule(None if self.judging.holding else session.worker_id)
 
     def _counted(self, session: Session, grant: Grant, done: Done) -> None:
@@ -361,6 +360,7 @@ class Training(Hosting):
     def failed(self, session: Session, failed: Failed) -> None:
         self._answered(session, failed.lease)
         self.results.failed(session, failed)
+        self._let_go(session.worker_id)
         self._schedule()
 
     def draining(self, session: Session, drain: Drain) -> None:
@@ -374,9 +374,20 @@ class Training(Hosting):
             if session.receiving != grant.lease and (number or not in_time):
                 self.ledger.give_back(grant.lease)
                 self._revoke(grant, "draining")
-        if not self.ledger.num_held(session.worker_id):
-            session.say_goodbye(ByeCode.LEAVING, "drained")
+        self._let_go(session.worker_id)
         self._schedule()
+
+    def _revoke(self, grant: Held, reason: str) -> None:
+        super()._revoke(grant, reason)
+        self._let_go(grant.worker)  # that may have been the last it held
+
+    def _let_go(self, worker: str) -> None:
+        """Say goodbye to one that wants to leave and holds no lease any more."""
+        member, session = self.membership.members.get(worker), self.sessions.get(worker)
+        if member is None or session is None or member.standing is not Standing.DRAINING:
+            return
+        if not self.ledger.num_held(worker):
+            session.say_goodbye(ByeCode.LEAVING, "drained")
 
     def _introduce(self, session: Session) -> None:
         said = session.ready
