@@ -20,7 +20,7 @@ from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
 from w5xde_async.plan.tuning import Figures, Situation
-from w5xde_async.telemetry.events import Event, StepCommitted, Warned
+from w5xde_async.telemetry.events import Event, RunFinished, StepCommitted, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
@@ -219,8 +219,8 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     bytes_s: float, round_trip_s: float, rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Autotuning, "situation", over_a_line(bytes_s, round_trip_s))
-    make, commits, said = jobs.mlp_sgd, Commits(), []
-    commits.bus.subscribe(lambda event: said.append(event.text) if isinstance(event, Warned) else None)
+    make, commits, events = jobs.mlp_sgd, Commits(), list[Event]()
+    commits.bus.subscribe(events.append)
     config = settings(auto=True, checkpoint_every=4)
     async with Coordinator(make(), run_dir=tmp_path / "run", config=config, bus=commits.bus) as coordinator:
         workers = [Worker(coordinator.address, job=make(), config=QUICK_WORKER) for _ in range(2)]
@@ -231,7 +231,10 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
         for worker in workers:
             worker.drain()
         await asyncio.gather(*tasks)
-    assert any(text.startswith("auto: ") for text in said)
+    assert any(event.text.startswith("auto: ") for event in events if isinstance(event, Warned))
+    (finished,) = [event for event in events if isinstance(event, RunFinished)]
+    used = sum(event.leaves for event in events if isinstance(event, StepCommitted))
+    assert finished.leaves >= used > 0  # those of the first steps too, whatever rule came after them
     async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
         assert coordinator._training is not None
         assert coordinator.step >= first.step

@@ -14,18 +14,26 @@ import pytest
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.events import committed, run_reported
 from tests.support.jobs import mlp_sgd
+from tests.support.scripted import scripted, settle
 
 from w5xde_async import status
 from w5xde_async.compute.flops import counting_flops
+from w5xde_async.coordinator.hosting import Counts
 from w5xde_async.coordinator.observing import Observer, reason_to_wait
+from w5xde_async.coordinator.phases import Phases
+from w5xde_async.coordinator.preparation import prepare
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.showing import Showing
 from w5xde_async.errors import ExitCode
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
+from w5xde_async.telemetry.metrics import Metrics
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.worker.service import Worker
 
 
@@ -101,6 +109,77 @@ async def test_a_worker_and_the_run_are_reported():
     assert run.leaves == told.leaves
     assert run.host_bytes > 10 << 20
     assert run.num_workers == 1
+
+
+@pytest.mark.parametrize("lease_s", [0.01, 0.7, 3.0, 8.0, 45.0])
+async def test_the_speed_of_a_worker_is_that_of_its_leases_however_long(lease_s: float):
+    found: list[Any] = []
+    async with scripted() as run:
+        run.training.bus.subscribe(found.append, samples=True)
+        await run.worker("able")
+        member = run.training.membership.members["able"]
+        observer, began = Observer(run.training), run.now
+        for second in range(1, 600):
+            member.leaves = 4 * int(min(second, 300) / lease_s)  # idle from then on
+            observer.tick(began + second)
+        speeds = [event.leaves_per_s for event in found if isinstance(event, WorkerReported)]
+        assert min(speeds[int(2 * lease_s) + 1 : 300]) > 0.75 * 4 / lease_s
+        assert max(speeds) < 1.25 * 4 / lease_s
+        assert speeds[-1] == 0.0
+        assert len(observer._speeds) == 1
+        assert len(observer._speeds["able", member.incarnation]._seen) == 1
+
+
+async def test_who_fails_while_it_joins_is_shown_no_longer():
+    view, metrics = View(), Metrics()
+    async with scripted() as run:
+        for subscriber in (view, metrics):
+            run.training.bus.subscribe(subscriber, samples=True)
+        observer = Observer(run.training)
+        await run.worker("member")
+        for number in range(5):
+            doomed = await run.worker(f"doomed-{number}", ready=False)
+            run.now += 1.0
+            observer.tick(run.now)
+            assert len(view.workers()) == 2
+            doomed.link.abort()
+            await settle()
+            assert doomed.ended()
+        run.now += 1.0
+        observer.tick(run.now)
+    assert [worker["worker_id"] for worker in view.workers()] == ["member"]
+    assert b"doomed" not in metrics.text()
+
+
+async def test_another_rule_does_not_begin_the_counting_anew():
+    """Under ``auto`` the run goes on as another training: what was counted and how long it runs go on too."""
+    bus, found = Bus(), list[Any]()
+    bus.subscribe(found.append, samples=True)
+    config = settings()
+    loop = asyncio.get_running_loop()
+    prepared = await loop.run_in_executor(None, prepare, mlp_sgd(), config, None, lambda: "0" * 16)
+    showing = Showing(config, bus, None)
+    phases = Phases(prepared, config, bus, name="test", reference="")
+    phases.on_change = showing.began
+    first = phases.training
+    showing.began(first)
+    now = first.clock()
+    first.results.leaves, first.results.leaves_in_vain = 40, 4  # type: ignore[union-attr]
+    first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
+    try:
+        await phases._change(UpdateConfig(rule="local"))
+        showing.tick(now + 100.0)
+        second = phases.training
+        assert second is not first
+        assert second.totals() == Counts(40, 4, 3, 0, 0, 0)
+        await phases._change(UpdateConfig(rule="async"))
+        assert phases.training.totals() == second.totals()  # once, not twice
+    finally:
+        await phases.aclose()
+        await showing.aclose()
+    (told,) = [event for event in found if isinstance(event, RunReported)]
+    assert (told.leaves, told.leaves_in_vain, told.leases_stale) == (40, 4, 3)
+    assert told.uptime_s == pytest.approx(100.0, abs=1.0)
 
 
 def test_why_a_worker_waits():

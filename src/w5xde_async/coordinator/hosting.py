@@ -77,6 +77,10 @@ class Counts(NamedTuple):
     rejected: int
     backed_up: int
 
+    def plus(self, other: Counts) -> Counts:
+        """Both together."""
+        return Counts(*map(sum, zip(self, other, strict=True)))
+
 
 class Hosting(ABC):
     """The members of one run, from ``admit`` to ``left``."""
@@ -109,6 +113,7 @@ class Hosting(ABC):
         self.journaling: Journaling | None = None
         self.programs = Programs(layout, config, bus)
         self.accounts = Accounts()
+        self.former = Counts(0, 0, 0, 0, 0, 0)  #: of the phases before, as ``accounts`` are
         self._welcome, self._welcome_buffers = welcome, list(welcome_buffers)
         self._layout_text = layout.describe()
         self._wake = asyncio.Event()
@@ -141,7 +146,11 @@ class Hosting(ABC):
 
     @abstractmethod
     def counts(self) -> Counts:
+        """What became of the work of this phase so far."""
+
+    def totals(self) -> Counts:
         """What became of the work so far."""
+        return self.former.plus(self.counts())
 
     @abstractmethod
     async def run(self) -> None:

@@ -7,7 +7,9 @@ changes nothing. Time is an argument.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice, pairwise
 
 from w5xde_async.coordinator.assigning import Assigning
 from w5xde_async.coordinator.hosting import Hosting
@@ -20,6 +22,35 @@ from w5xde_async.telemetry.memory import host_bytes
 __all__ = ["Observer", "reason_to_wait"]
 
 _MOST_NAMES = 3
+_SPEED_S = 10.0  # a worker's speed is that of the last seconds,
+_SPEED_LEASES = 3  # or of its last leases, where these take longer
+
+
+class _Speed:
+    """Leaves a second of one worker, by when they became more: so long leases are no bursts, and no standstill."""
+
+    def __init__(self, joined_at: float) -> None:
+        self._seen = deque([(joined_at, 0)])  # when, and how many there were
+
+    def look(self, now: float, leaves: int) -> float:
+        """The speed; ``leaves`` are all so far."""
+        seen = self._seen
+        if leaves != seen[-1][1]:
+            seen.append((now, leaves))
+        if len(seen) == 1:
+            return 0.0
+        times = [when for when, _ in islice(reversed(seen), _SPEED_LEASES + 1)]
+        lease_s = max(later - earlier for later, earlier in pairwise(times))
+        began = now - max(_SPEED_S, _SPEED_LEASES * lease_s)
+        while len(seen) > 2 and seen[0][0] < began:
+            seen.popleft()
+        (first, known), (last, most) = seen[0], seen[-1]
+        if last <= began:  # it has done nothing for so long
+            seen.popleft()
+            return 0.0
+        # Since then it is busy with its next lease, but not for ever.
+        seconds = max(last - first, now - first - lease_s)
+        return (most - known) / seconds if seconds > 0 else 0.0
 
 
 class Observer:
@@ -28,7 +59,11 @@ class Observer:
     def __init__(self, hosting: Hosting, *, interval_s: float = 1.0) -> None:
         self._hosting, self._interval_s = hosting, interval_s
         self._began = self._last = hosting.clock()
-        self._leaves: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> leaves at the last look
+        self._speeds: dict[tuple[str, int], _Speed] = {}  # (worker, incarnation) -> its own
+
+    def follow(self, hosting: Hosting) -> None:
+        """Look at another phase of the same run from now on."""
+        self._hosting = hosting
 
     def tick(self, now: float) -> None:
         """Look, where somebody wants to know and the last look is long enough ago."""
@@ -38,14 +73,14 @@ class Observer:
         self._last = now
         members = self._hosting.membership.members
         total = sum(member.leaves for member in members.values()) or 1
-        before, self._leaves = self._leaves, {}
+        before, self._speeds = self._speeds, {}
         for worker, session in self._hosting.sessions.items():
             member = members.get(worker)
             if member is not None:
                 key = (worker, member.incarnation)
-                self._leaves[key] = member.leaves
-                leaves = member.leaves - before.get(key, 0)
-                self._hosting.bus.publish(self._worker(session, member, now, leaves / seconds, member.leaves / total))
+                self._speeds[key] = speed = before.get(key) or _Speed(member.joined_at)
+                leaves_per_s = speed.look(now, member.leaves)
+                self._hosting.bus.publish(self._worker(session, member, now, leaves_per_s, member.leaves / total))
         for session in self._hosting.joining:
             self._hosting.bus.publish(self._joining(session, now))
         self._hosting.bus.publish(self._run(now))
@@ -90,7 +125,7 @@ class Observer:
 
     def _run(self, now: float) -> RunReported:
         hosting = self._hosting
-        counts = hosting.counts()
+        counts = hosting.totals()
         sent, received = hosting.accounts.traffic(hosting.sessions.values())
         return RunReported(
             step=hosting.progress, total_steps=hosting.total_steps, samples=hosting.samples_applied,

@@ -113,7 +113,7 @@ class Phases:
         )
         self._prepared.loss = before.last_loss
         self.training = self._begin()
-        self.training.accounts = before.accounts
+        self.training.accounts, self.training.former = before.accounts, before.totals()
         self.following = Following(self._prepared, self.training, self.config, self._bus)
         self.following.before_save, self.following.metrics = following.before_save, following.metrics
         await following.aclose()

@@ -70,8 +70,11 @@ class Showing:
             await self._open_dashboard(security, settings or _shown(self._config), resumed_step)
 
     def began(self, hosting: Hosting) -> None:
-        """The run has been announced: say what was met on the way, look at it from now on."""
-        self._observer = Observer(hosting)
+        """The run was announced, or goes on by another rule: say what was met on the way, look at it from now on."""
+        if self._observer is None:
+            self._observer = Observer(hosting)
+        else:
+            self._observer.follow(hosting)
         notes, self._notes = self._notes, []
         for note in notes:
             self._bus.publish(Warned(text=note))
