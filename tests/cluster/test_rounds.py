@@ -228,13 +228,15 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
         await commits.reach(8)
         coordinator.request_stop("test")
         first = await coordinator.wait()
+        last = coordinator._training
         for worker in workers:
             worker.drain()
         await asyncio.gather(*tasks)
     assert any(event.text.startswith("auto: ") for event in events if isinstance(event, Warned))
     (finished,) = [event for event in events if isinstance(event, RunFinished)]
-    # Those of the first steps too, whatever rule came after them.
-    assert finished.leaves == sum(share.leaves for share in finished.shares) > 0
+    assert last is not None
+    assert (last.former.leaves > 0) == (rule == "local")  # the first steps count, whatever rule came after them
+    assert finished.leaves == last.former.leaves + last.counts().leaves
     async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
         assert coordinator._training is not None
         assert coordinator.step >= first.step
