@@ -8,13 +8,18 @@ from typing import Any
 import msgpack
 import pytest
 import torch
+from tests.support import jobs
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from w5xde_async.compute.inner import INNER_OPTIMIZERS, Schedule, build_inner, describe_inner, set_scheduled
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.preparation import _restore, change_rule, prepare, record_of
 from w5xde_async.errors import JobError, MalformedFrame
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.outer import OuterRule
 
 O = torch.optim  # noqa: E741
 
@@ -122,6 +127,22 @@ def test_same_bits_with_a_schedule(name: str, optimizer: str) -> None:
     expected = train(mine, own, nothing, scheduler.step if scheduler else nothing)
     found = train(theirs, built, lambda step: set_scheduled(built, description["scheduled"], rows[step]), nothing)
     assert found == expected
+
+
+def test_a_schedule_has_run_up_to_where_a_run_goes_on() -> None:
+    """The first lease after a resume is not to wait for thousands of steps of a scheduler, nor the event loop."""
+    config = CoordinatorConfig(update=UpdateConfig(rule="local"))
+    first, second = (prepare(jobs.mlp_adamw(), config, None, lambda: "0" * 16) for _ in range(2))
+    assert isinstance(first.rule, OuterRule)
+    first.rule.begin_after(20, 0)
+    _restore(second, record_of(first, 20, 0), "here")
+    change_rule(first, config, config.update, 20, 0)
+    for prepared in (first, second):
+        assert prepared.first_step == 20
+        assert prepared.schedule is not None
+        prepared.schedule._scheduler = None  # whatever it would be asked for now is there
+        numbers = prepared.schedule._numbers
+        assert len(numbers) == 21 * prepared.schedule._width
 
 
 class Own(O.SGD):

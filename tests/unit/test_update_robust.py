@@ -165,6 +165,24 @@ def test_restored_in_the_middle_of_a_buffer(name: str) -> None:
         WeightedMean(NUMEL).load_state_dict(stored(second.state_dict()))
 
 
+def test_a_checkpoint_holds_what_has_come_and_no_empty_row() -> None:
+    made, older, other = (CoordinateMedian(NUMEL, 64) for _ in range(3))
+    results = vectors(3, seed=8)
+    for result in results:
+        made.add(result, samples=1, weight=1.0)
+    state = stored(made.state_dict())
+    assert state["rows"].shape == (3, NUMEL)
+    other.load_state_dict(state)
+    whole = torch.cat([state["rows"], torch.zeros(61, NUMEL)])  # as they once were
+    older.load_state_dict({**state, "rows": whole})
+    assert torch.equal(other.take(), older.take())
+    empty = stored(CoordinateMedian(NUMEL, 64).state_dict())
+    other.load_state_dict(empty)
+    assert other.count == 0
+    with pytest.raises(ValueError, match="does not fit"):
+        CoordinateMedian(NUMEL, 2).load_state_dict(state)
+
+
 # -- planted outliers: 20 % of the results are bad
 
 

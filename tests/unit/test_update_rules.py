@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from w5xde_async.errors import UsageError
 from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.updates.admission import Admission, staleness_weight
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule, delay_warning
 from w5xde_async.updates.averages import RadialDirectionalAverage, WeightedMean
-from w5xde_async.updates.compensation import CompensationConfig, LeasedVersions
+from w5xde_async.updates.compensation import CompensationConfig
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule, inner_steps
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule, effective_learning_rate
 from w5xde_async.updates.norm_gate import NormGate, NormGateConfig
@@ -188,6 +190,15 @@ def test_momentum_over_a_half_is_warned_of() -> None:
     assert delay_warning([]) is None
 
 
+@pytest.mark.parametrize(("average", "fewest"), [("radial", 2), ("median", 3), ("trimmed", 4), ("clipping", 3)])
+def test_an_average_has_something_to_average(average: str, fewest: int) -> None:
+    for given in (0, 1, fewest - 1):
+        with pytest.raises(UsageError, match=f"--results-per-step {fewest} or more"):
+            UpdateConfig(rule="async", average=average, results_per_step=given)
+    UpdateConfig(rule="async", average=average, results_per_step=fewest)
+    UpdateConfig(rule="local", average=average)  # its rounds have the results that come
+
+
 # -- delay compensation
 
 
@@ -225,25 +236,6 @@ def test_a_compensation_that_overflows_is_refused() -> None:
     outcome = rule.offer(torch.full((1,), 1e18), samples=1, staleness=0, now=far, leased=-far)
     assert (outcome.verdict, outcome.reason) == (VerdictCode.REJECTED, "not finite after delay compensation")
     assert not rule.ready
-
-
-def test_versions_under_lease_are_kept_once_and_let_go() -> None:
-    kept, parameters = LeasedVersions(), torch.zeros(NUMEL)
-    kept.lease(3, parameters)
-    parameters += 1
-    kept.lease(3, parameters)  # the version's values, not whatever stands there now
-    kept.lease(4, parameters)
-    assert kept.nbytes == 2 * 4 * NUMEL
-    assert torch.equal(kept.parameters(3), torch.zeros(NUMEL))
-    kept.release(3)
-    assert torch.equal(kept.parameters(3), torch.zeros(NUMEL))
-    kept.release(3)
-    kept.release(4)
-    assert kept.nbytes == 0
-    with pytest.raises(KeyError):
-        kept.parameters(3)
-    with pytest.raises(KeyError):
-        kept.release(3)
 
 
 # -- local steps

@@ -197,7 +197,8 @@ class Assigning(Hosting):
             if data is None:
                 return
             waiting.popleft()
-            version = version if self._local else session.current_version
+            if not self._local:
+                version = self._oldest[grant.lease] = session.current_version
             rates = () if self.schedule is None else tuple(self.schedule.rows(grant.step, 1)[0])
             message = Lease(
                 grant.lease, max(version, 0), grant.step, 0, data.samples, grant.deadline_s, data.packed,

@@ -32,5 +32,7 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
         # Each worker's results under way, encoded (never more than they are raw), one decoded, and the rule's own.
         vectors = config.max_workers * config.pacing.leases_ahead + 4
         vectors += 64 if config.update.average not in ("mean", "radial") else 3
+        if config.update.compensation:  # the versions under lease
+            vectors += 2 + (16 if config.update.max_staleness is None else config.update.max_staleness)
     per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
     return vectors * vector_bytes + replica_bytes + config.max_workers * per_link

@@ -185,6 +185,8 @@ def change_rule(prepared: Prepared, config: CoordinatorConfig, update: UpdateCon
     Raises JobError where the job does not fit it; then nothing has changed.
     """
     made = _rule(prepared.job, config, update, prepared.model, prepared.layout, prepared.state)
+    if made[1] is not None:
+        made[1].rows(step, 1)
     prepared.rule, prepared.schedule, prepared.inner = made
     prepared.update, prepared.first_step, prepared.samples = update, step, samples
     if isinstance(prepared.rule, OuterRule):
@@ -397,6 +399,8 @@ def _restore(prepared: Prepared, record: Record, where: str) -> None:
     prepared.samples, prepared.loss = samples, None
     if isinstance(prepared.rule, OuterRule):  # what it was offered since that commit counts too
         prepared.first_step, prepared.samples = len(prepared.rule.done), prepared.rule.samples
+    if prepared.schedule is not None:
+        prepared.schedule.rows(prepared.first_step, 1)  # from the beginning to here, which may take seconds
 
 
 def _restore_batch(prepared: Prepared, grown: Any, where: str) -> None:

@@ -23,6 +23,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.downlink import Downlink
 from w5xde_async.coordinator.hosting import Commit, Counts, NonFinite
 from w5xde_async.coordinator.intake import Intake
+from w5xde_async.coordinator.liveness import Held
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.session import Session
@@ -37,12 +38,16 @@ from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.stream import StreamGrant
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, StepCommitted
+from w5xde_async.updates.admission import Outcome
+from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import Applied
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Verdict, VerdictCode, Welcome
 
 __all__ = ["Rounds"]
+
+_MOST_SHOWN = 32  # sample indices in a warning
 
 
 class Rounds(Assigning):
@@ -161,10 +166,10 @@ class Rounds(Assigning):
         self._schedule()
 
     async def _judge(self, given: Submission) -> None:
-        self._unjudged[given.worker] -= 1
         counted = sum(self._plan(step).num_samples for step in given.steps)
         session = self.sessions.get(given.worker)
         code, reason = VerdictCode.REJECTED, "it does not decode"
+        outcome: Outcome | None = None
         try:
             outcome = await self.aggregator.offer(given, counted)
             code, reason = outcome.verdict, outcome.reason
@@ -174,10 +179,14 @@ class Rounds(Assigning):
         accepted = code is VerdictCode.APPLIED
         self._stalenesses.append(max(0, self.version - given.version))
         counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
-        self.ledger.settle(given.lease, accepted=counts)
+        given_up: tuple[int, ...] = ()
+        if outcome is not None and code is VerdictCode.REJECTED and not self._local:
+            given_up = self.ledger.refuse(given.lease, given.worker, self._most_tries(outcome))
+        else:
+            self.ledger.settle(given.lease, accepted=counts)
         self.turns.answered(given.worker, given.lease, self.clock())
         leaves = sum(self._plan(step).num_leaves for step in given.steps)
-        if not counts:
+        if not counts and not given_up:
             self._reports.forget(given.steps)
         if counts:
             self._accepted.extend(given.steps)
@@ -195,15 +204,45 @@ class Rounds(Assigning):
                 self._newcomers.append(session)  # what it has is too old: nobody else would tell it
         if session is not None:
             session.post(Verdict((given.lease,), code, reason))
+        if given_up and outcome is not None:
+            await self._give_up(given_up, outcome)
         if self.rule.due:
             await self._commit(0)
         elif not accepted and self._local and not self._with_quorum:
             self._unblock(given.worker)
+        self._unjudged[given.worker] -= 1  # not before: what is leased meanwhile would be of an old version
         self._let_go(given.worker)
         self._schedule()
 
+    def _most_tries(self, outcome: Outcome) -> int:
+        """Of a step whose results are refused. The norm gate learns anew after a while, and then it may count."""
+        most = self.config.max_leaf_failures
+        return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
+
+    async def _give_up(self, steps: Sequence[int], outcome: Outcome) -> None:
+        """Nothing that workers make of these steps can count: the run goes on without them."""
+        await self.aggregator.submit(partial(self.rule.skip, steps))
+        for step in steps:
+            plan = self._plans.pop(step, None) or self.sampler.plan(step)
+            self.loader.close_step(step)
+            samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
+            shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
+            self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
+        if not math.isfinite(outcome.norm):
+            self._count_nonfinite(skipped=True)
+        rate = float(self.rule.optimizer.param_groups[0]["lr"])
+        self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
+
+    def _count_nonfinite(self, *, skipped: bool) -> None:
+        self._nonfinite = self._nonfinite + 1 if skipped else 0
+        if self._nonfinite >= self.config.max_nonfinite_steps:
+            self.fail(NonFinite(self.progress, self._nonfinite))
+
     async def _commit(self, fragment: int) -> None:
         waited = self.clock() - self._last_commit
+        if self.config.update.compensation:
+            leased = [at for lease, at in self._oldest.items() if self.ledger.get(lease) is not None]
+            self.rule.oldest = min([*leased, *(given.version for given in self._inbox), self.version])
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
@@ -223,7 +262,12 @@ class Rounds(Assigning):
         self._contributors.clear()
         failpoint("publish.after")
         if self._accepted or not self._streams:
-            self._note(applied, waited)
+            skipped = applied is not None and applied.skipped
+            if skipped:
+                self._warn(f"version {self.version} was skipped: its gradient is not finite")
+            self._count_nonfinite(skipped=skipped)
+            steps, self._accepted = self._accepted, []
+            self._note(applied, waited, steps)
         self._schedule()
 
     def _unblock(self, worker: str) -> None:
@@ -234,19 +278,12 @@ class Rounds(Assigning):
                 # Where rounds close, one of them is still to come for what was asked for; else this is the newest.
                 pace.min_version = max(pace.min_version, self.version) if self._with_quorum else self.version
 
-    def _note(self, applied: Applied | None, waited: float) -> None:
+    def _note(self, applied: Applied | None, waited: float, steps: Sequence[int]) -> None:
         now = self.clock()
-        steps, self._accepted = self._accepted, []
         stalenesses, self._stalenesses = self._stalenesses, []
         summary = self._reports.take(steps)
         before, self._committed = self._committed, self._committed + len(steps)
         seconds, self._last_commit = now - self._last_commit, now
-        skipped = applied is not None and applied.skipped
-        self._nonfinite = self._nonfinite + 1 if skipped else 0
-        if skipped:
-            self._warn(f"version {self.version} was skipped: its gradient is not finite")
-        if self._nonfinite >= self.config.max_nonfinite_steps:
-            self.fail(NonFinite(self.progress, self._nonfinite))
         if summary is None:
             return
         self.last_loss = summary.loss
@@ -257,7 +294,8 @@ class Rounds(Assigning):
             event = StepCommitted(
                 step=self.progress, epoch=max(0, self.progress - 1) // self.sampler.steps_per_epoch,
                 loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
-                learning_rate=self._learning_rate(applied, steps), loss_scale=1.0, skipped=skipped, seconds=seconds,
+                learning_rate=self._learning_rate(applied, steps), loss_scale=1.0,
+                skipped=applied is not None and applied.skipped, seconds=seconds,
                 gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.sessions),
                 bytes_sent=sent, bytes_received=received, phases_s=phases,
                 staleness=sum(stalenesses) / len(stalenesses) if stalenesses else None,
@@ -301,6 +339,10 @@ class Rounds(Assigning):
         self.intake.drop(grant.lease)  # what came of it already
         super()._revoke(grant, reason)
 
+    def _revoke(self, grant: Held, reason: str) -> None:
+        self.intake.drop(grant.lease)  # what came of it already
+        super()._revoke(grant, reason)
+
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
         grant = self.ledger.get(result.lease)
@@ -333,7 +375,9 @@ class Rounds(Assigning):
         if grant.step >= 0:
             self._check(grant, done)
             self._reports.keep(self._plan(grant.step), done)
-            self.pacing.observe(worker, 1, done.compute_s)
+            # Under local rules a result is asked for by a lease of its own, which has no deadline.
+            taken_s = None if self._local else now - self.ledger.began_at(grant)
+            self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
             if member is not None:
                 plan = self._plan(grant.step)
                 member.leaves += plan.num_leaves
@@ -406,6 +450,7 @@ class Rounds(Assigning):
         grant = self.ledger.get(failed.lease)
         if grant is None or grant.worker != session.worker_id or grant.step < 0:
             return
+        self.intake.drop(failed.lease)
         culprit = self.ledger.fail(failed.lease)
         if culprit is None:
             self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")

@@ -98,6 +98,7 @@ class StreamLedger:
         self._judged: dict[int, tuple[int, ...]] = {}  # lease -> steps of a result that has come
         self._since: dict[str, float] = {}  # worker -> when its oldest lease could begin
         self._failures: dict[int, list[str]] = {}
+        self._refusals: dict[int, list[str]] = {}  # whose results of a step were no good
         self._deaths: dict[int, int] = {}
         self._past: dict[int, tuple[StreamGrant, bool]] = {}
         self._ended: deque[int] = deque()
@@ -159,13 +160,13 @@ class StreamLedger:
         return grant if grant is not None and grant.worker == worker else None
 
     def grant(self, worker: str, *, now: float, deadline_s: float, others: Iterable[str] = ()) -> StreamGrant | None:
-        """Lease ``worker`` the next step; one that failed on it is left to ``others`` while there are any."""
+        """Lease ``worker`` the next step; one that it failed on is left to ``others`` while there are any."""
         others = set(others) - {worker}
         shunned = []
         step: int | None = None
         while self._free:
             candidate = heapq.heappop(self._free)
-            failed = self._failures.get(candidate, ())
+            failed = (*self._failures.get(candidate, ()), *self._refusals.get(candidate, ()))
             if worker in failed and any(other not in failed for other in others):
                 shunned.append(candidate)
                 continue
@@ -202,8 +203,30 @@ class StreamLedger:
         for step in self._judged.pop(lease):
             if accepted:
                 self.done.add(step)
+                self._refusals.pop(step, None)
             else:
                 heapq.heappush(self._free, step)
+
+    def refuse(self, lease: int, worker: str, most: int) -> tuple[int, ...]:
+        """A result of ``worker`` was no good: its steps are free again, for others first.
+
+        Returns those that were refused ``most`` times: they are given up, which is to say done.
+        """
+        given_up = []
+        for step in self._judged.pop(lease):
+            refusals = self._refusals.setdefault(step, [])
+            refusals.append(worker)
+            if len(refusals) < most:
+                heapq.heappush(self._free, step)
+                continue
+            self.done.add(step)
+            given_up.append(step)
+            del self._refusals[step]
+        return tuple(given_up)
+
+    def began_at(self, grant: StreamGrant) -> float:
+        """When the worker could begin an open lease, as far as is known: the one before it had ended."""
+        return max(grant.granted_at, self._since.get(grant.worker, grant.granted_at))
 
     def give_back(self, lease: int) -> StreamGrant:
         """The lease ends unfinished: its step is free again."""
@@ -243,7 +266,7 @@ class StreamLedger:
             grant = self._grants[leases[0]]
             if self.waits(grant):
                 self._since[worker] = now
-            elif max(grant.granted_at, self._since.get(worker, grant.granted_at)) + grant.deadline_s <= now:
+            elif self.began_at(grant) + grant.deadline_s <= now:
                 found.append(grant)
         return found
 

@@ -100,7 +100,7 @@ class AsynchronousRule:
             self._compensation.apply_(total, now, leased)
             if not math.isfinite(float(torch.linalg.vector_norm(total))):
                 reason = "not finite after delay compensation"
-                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=outcome.norm)
+                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=math.inf)
         self.average.add(total, samples=samples, weight=outcome.weight)
         return outcome
 
@@ -109,9 +109,12 @@ class AsynchronousRule:
         """Whether K results are in: the next version is due."""
         return self.average.count >= self.config.results_per_step
 
-    def take(self) -> Tensor:
-        """The step's gradient, the caller's until the next ``offer``. Raises ValueError unless ``ready``."""
-        if not self.ready:
+    def take(self, *, early: bool = False) -> Tensor:
+        """The step's gradient, the caller's until the next ``offer``. Raises ValueError unless ``ready``.
+
+        ``early``: of those that are in, because no more will come.
+        """
+        if not self.ready and not (early and self.average.count >= self.average.needed):
             raise ValueError(f"{self.average.count} of {self.config.results_per_step} results are in")
         return self.average.take()
 

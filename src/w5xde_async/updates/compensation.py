@@ -20,7 +20,7 @@ from torch import Tensor
 
 from w5xde_async.updates.admission import restore_
 
-__all__ = ["CompensationConfig", "DelayCompensation", "LeasedVersions"]
+__all__ = ["CompensationConfig", "DelayCompensation"]
 
 _EPSILON = 1e-7
 _CHUNK = 1 << 16  # elements: three temporaries of 256 KiB stay in cache
@@ -66,34 +66,3 @@ class DelayCompensation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``. Raises ValueError where the layout or ``adaptive`` is another."""
         restore_(self._mean_square, state["mean_square"], "the mean square of delay compensation")
-
-
-class LeasedVersions:
-    """The parameters of every version under lease (the paper's w_bak, kept once per version, not per worker).
-
-    Memory: 4 n bytes x versions under lease, at most max_staleness + 1 where the owner releases what is too old.
-    Nothing of it belongs into a checkpoint: no lease outlives its coordinator's term.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, int]] = {}
-
-    def lease(self, version: int, parameters: Tensor) -> None:
-        """A lease at ``version`` was given; ``parameters`` are copied where it is the first."""
-        kept, leases = self._kept.get(version, (None, 0))
-        self._kept[version] = (parameters.clone() if kept is None else kept, leases + 1)
-
-    def parameters(self, version: int) -> Tensor:
-        """The parameters of a version under lease. Raises KeyError for another."""
-        return self._kept[version][0]
-
-    def release(self, version: int) -> None:
-        """A lease at ``version`` has ended. Raises KeyError where there is none."""
-        kept, leases = self._kept.pop(version)
-        if leases > 1:
-            self._kept[version] = (kept, leases - 1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return sum(kept.nbytes for kept, _ in self._kept.values())

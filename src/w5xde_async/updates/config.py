@@ -16,6 +16,8 @@ RULES = ("sync", "async", "local", "streaming", "async-local")
 #: Rules whose workers run the optimizer themselves and submit how far they went.
 LOCAL_RULES = ("local", "streaming", "async-local")
 AVERAGES = ("mean", "radial", "median", "trimmed", "clipping")
+#: Results of which an average makes something else than the mean: trimmed leaves out a quarter at each end.
+_FEWEST = {"mean": 1, "radial": 2, "median": 3, "trimmed": 4, "clipping": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,12 @@ class UpdateConfig:
         need(
             self.average == "mean" or self.rule in ("async", "local"),
             f"average {self.average} needs several results at once: async with --results-per-step, or local",
+        )
+        fewest = _FEWEST[self.average]
+        need(
+            self.rule != "async" or (self.results_per_step or 1) >= fewest,
+            f"average {self.average} of {self.results_per_step or 1} results is their mean; "
+            f"give --results-per-step {fewest} or more",
         )
         if self.codec == "raw" and self.downlink in ("", "raw"):
             return

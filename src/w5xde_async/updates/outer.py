@@ -142,6 +142,7 @@ class OuterRule(ABC):
     name: str
     loss_scale = 1.0
     scheduler: Any = None
+    oldest = 0  #: no result of a version before this will be offered any more
     once = False
     """Steps of a contribution that is refused are done all the same: other fragments have them."""
 
@@ -175,6 +176,11 @@ class OuterRule(ABC):
         applied = self._commit(fragment)
         self.version += 1
         return applied
+
+    def skip(self, steps: Sequence[int]) -> None:
+        """No result of these steps counts, whoever computes it: they are done without."""
+        for step in steps:
+            self.done.add(step)
 
     def begin_after(self, step: int, samples: int) -> None:
         """Steps before ``step`` were done under another rule."""
@@ -254,9 +260,15 @@ class _Asynchronous(OuterRule):
         self._keep()
 
     def _keep(self) -> None:
-        if self._kept is not None:
-            self._kept[self.version] = self.parameters.clone()
-            self._kept.pop(self.version - self._max_staleness - 1, None)
+        """The parameters of every version that a result may still come of (the paper's w_bak, once a version)."""
+        if self._kept is None:
+            return
+        oldest = max(self.oldest, self.version - self._max_staleness)
+        self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
+        self._kept[self.version] = self.parameters.clone()
+
+    def pending(self, fragment: int) -> int:
+        return self._rule.average.count
 
     @property
     def due(self) -> bool:
@@ -275,7 +287,7 @@ class _Asynchronous(OuterRule):
         return outcome
 
     def _commit(self, fragment: int) -> Applied | None:
-        self._root.group(self.group).copy_(self._rule.take())
+        self._root.group(self.group).copy_(self._rule.take(early=True))  # the last may be fewer than K
         applied = self._inner.apply(self._root, self._present, 1, self._untouched or ())
         self._untouched = None
         changed = {*applied.changed, *self._buffers.apply()}

@@ -61,13 +61,14 @@ class _Buffered:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.name, "rows": self._rows, "count": self._count}
+        return {"average": self.name, "rows": self._rows[: self._count], "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["average"] != self.name:
             raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
-        restore_(self._rows, state["rows"], "the buffer")
-        self._count = int(state["count"])
+        count = int(state["count"])
+        restore_(self._rows[:count], state["rows"][:count], "the buffer")  # older checkpoints have the empty rows too
+        self._count = count
 
 
 class TrimmedMean(_Buffered):

@@ -1,0 +1,220 @@
+"""Leases under ``async``, frame by frame: what is refused, late or taken back, on a clock that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.support.scripted import LEAVES, Run, Scripted, job, settle
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.hosting import NonFinite
+from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.preparation import prepare
+from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted, Warned
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.outer import OuterRule
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.messages import Done, Failed, Lease, Result, Verdict, VerdictCode, Welcome
+
+
+class AsyncRun(Run):
+    """The same coordinator's side over ``Rounds``: a step is one lease of all its leaves."""
+
+    def __init__(self, *, steps: int = 6, leases_ahead: int = 1, update: UpdateConfig | None = None, **config: Any):
+        self.now = 1000.0
+        self.events: list[Event] = []
+        bus = Bus()
+        bus.subscribe(self.events.append)
+        update = update or UpdateConfig(rule="async", staleness_exponent=0.0)
+        pacing = PacingConfig(leases_ahead=leases_ahead)
+        self.config = CoordinatorConfig(
+            bucket_bytes=64 << 10, pacing=pacing, update=update, **{"norm_gate": 0.0, "audit_fraction": 0.0, **config}
+        )
+        self.prepared = prepared = prepare(job(), self.config, None, lambda: "0" * 16)
+        made = job()
+        self.start = [view.clone() for view in prepared.state.views]
+        welcome = Welcome(
+            prepared.run_id, "scripted", 1, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
+            prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule,
+        )  # fmt: skip
+        assert isinstance(prepared.rule, OuterRule)
+        self.rounds = Rounds(
+            sampler=prepared.sampler, loader=Loader(made, prepared.sampler), layout=prepared.layout,
+            state=prepared.state, rule=prepared.rule, schedule=None, welcome=welcome, welcome_buffers=[],
+            config=self.config, bus=bus, total_steps=steps, clock=lambda: self.now,
+        )  # fmt: skip
+        self.training: Any = self.rounds
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._incarnation = 0
+        self.running = self.task(self.rounds.run())
+
+    def committed(self) -> list[StepCommitted]:
+        return [event for event in self.events if isinstance(event, StepCommitted)]
+
+    def warned(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Warned)]
+
+
+@asynccontextmanager
+async def rounds(**config: Any) -> AsyncIterator[AsyncRun]:
+    run = AsyncRun(**config)
+    await settle()
+    try:
+        yield run
+    finally:
+        await run.aclose()
+
+
+async def answer(worker: Scripted, lease: Lease, *, value: float | None = None, loss: float = 1.0) -> Verdict:
+    """Send a whole result, every value of it ``value`` (ones for each sample), and wait for what becomes of it."""
+    for bucket, known in enumerate(worker.run.prepared.layout.result_buckets):
+        filled = torch.full((known.numel,), float(sum(lease.samples)) if value is None else value)
+        data = filled.numpy().tobytes()
+        spec = BufferSpec("", "float32", (known.numel,), "raw", len(data))
+        await worker.link.send(encode(Result(lease.lease, bucket), [(spec, data)]))
+    losses = tuple(loss for _ in lease.samples)
+    done = Done(lease.lease, losses, (), (), (), (), 0, 0.01, 0.0, lease.version)
+    await worker.link.send(encode(done))
+    async with asyncio.timeout(5):
+        while not (found := [v for v in worker.all(Verdict) if lease.lease in v.leases]):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return found[0]
+
+
+async def newest(worker: Scripted, count: int) -> Lease:
+    """Its ``count``-th lease, and that it has been sent no other."""
+    lease = await worker.lease(count - 1)
+    assert len(worker.all(Lease)) == count
+    return lease
+
+
+async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
+    async with rounds(steps=3) as run:
+        one, two = await run.worker("one"), await run.worker("two")
+        bad = await newest(one, 1)
+        other = await newest(two, 1)
+        assert (bad.step, other.step) == (0, 1)
+        told = await answer(one, bad, value=math.nan, loss=math.nan)
+        assert (told.code, told.reason) == (VerdictCode.REJECTED, "not finite")
+        own = await newest(one, 2)
+        assert own.step == 2  # the other is asked first
+        assert (await answer(two, other)).code == VerdictCode.APPLIED
+        again = await newest(two, 2)
+        assert again.step == 0
+        await answer(two, again, value=math.inf)
+        last = await newest(two, 3)
+        assert last.step == 0  # both have tried
+        await answer(two, last, value=math.nan, loss=math.nan)
+        assert (await answer(one, own)).code == VerdictCode.APPLIED
+        await asyncio.wait_for(run.running, 5)
+        run.rounds.ledger.validate()
+        assert run.applied() == {2.0}  # twice
+        skipped = [event for event in run.committed() if event.skipped]
+        assert [(event.samples, math.isnan(event.loss)) for event in skipped] == [(LEAVES, True)]
+        assert run.rounds.progress == run.committed()[-1].step == 3
+        assert len(run.rounds.rule.done) == 3
+        assert run.rounds.samples_applied == run.rounds.rule.samples == 2 * LEAVES
+        (text,) = run.warned()
+        indices = run.prepared.sampler.plan(0).leaf_indices(0).tolist()
+        assert text.startswith("step 0 is left out: not finite")
+        assert f"its samples are {indices[0]}" in text
+
+
+async def test_so_many_in_a_row_end_the_run() -> None:
+    async with rounds(steps=100, max_nonfinite_steps=3, max_leaf_failures=2) as run:
+        one = await run.worker("one")
+        await answer(one, await newest(one, 1), value=math.nan)
+        await answer(one, await newest(one, 2), value=math.nan)  # step 0 is left out
+        await answer(one, await newest(one, 3))  # and one that is finite begins the count anew
+        for number in range(4, 10):
+            assert not run.running.done()
+            await answer(one, await newest(one, number), value=math.nan)
+        with pytest.raises(NonFinite, match="in 3 steps in a row"):
+            await asyncio.wait_for(run.running, 5)
+
+
+async def test_what_the_norm_gate_refuses_is_tried_until_the_gate_learns_anew() -> None:
+    async with rounds(steps=40, norm_gate=6.0, max_leaf_failures=1) as run:
+        one, refused = await run.worker("one"), 0
+        for number in range(1, 41 + 16):
+            told = await answer(one, await newest(one, number), value=4.0 if number <= 10 else 4000.0)
+            refused += told.code == VerdictCode.REJECTED
+        assert refused == 16
+        await asyncio.wait_for(run.running, 5)
+        assert run.rounds.samples_applied == 40 * LEAVES
+        assert not run.warned()
+
+
+async def test_results_that_make_no_whole_step_count_at_the_end() -> None:
+    async with rounds(steps=3, update=UpdateConfig(rule="async", results_per_step=2)) as run:
+        one = await run.worker("one")
+        for number in range(1, 4):
+            await answer(one, await newest(one, number))
+        await asyncio.wait_for(run.running, 5)
+        assert run.applied() == {2.0}
+        assert run.rounds.progress == 3
+
+
+async def test_a_deadline_leaves_time_for_the_upload() -> None:
+    """10 ms of computing and 9 s on a slow line: eight times the 95th percentile of both."""
+    async with rounds(silence_s=1e6) as run:
+        one, _ = await run.worker("one"), await run.worker("two")
+        for number in range(1, 4):
+            lease = await newest(one, number)
+            result = b"".join(map(bytes, one.result(lease, 0)))
+            for part in range(9):  # heartbeats and ticks while the bytes come
+                await one.link.send([result[part * len(result) // 9 : (part + 1) * len(result) // 9]])
+                await run.pass_time(1.0)
+                assert not one.ended()
+            await one.send(lease, *range(1, len(run.prepared.layout.result_buckets)))
+            await one.done(lease)
+            assert number == 1 or lease.deadline_s >= 8 * 9.0
+        assert not [text for text in run.warned() if "overdue" in text]
+
+
+async def test_buckets_of_leases_that_ended_are_let_go() -> None:
+    async with rounds(leases_ahead=2, silence_s=1e6) as run:
+        one, two = await run.worker("one"), await run.worker("two")
+        intake = run.rounds.intake
+        lease = await one.lease()
+        await one.send(lease, 0)
+        assert intake.has(lease.lease) == {0}
+        await one.link.send(encode(Failed(lease.lease, 0, "it broke", "")))
+        await settle()
+        assert not intake.has(lease.lease)
+        second = await one.lease(1)
+        await one.send(second, 0)
+        assert intake.has(second.lease) == {0}
+        await run.pass_time(601.0)  # past the first deadline
+        assert second.lease in one.revoked()
+        assert not intake.has(second.lease)
+        third = await two.lease()
+        await two.send(third, 0)
+        assert not two.ended()
+        two.link.abort()
+        await settle()
+        assert not intake._parts
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_delay_compensation_keeps_the_versions_under_lease(workers: int) -> None:
+    update = UpdateConfig(rule="async", compensation=True)
+    async with rounds(steps=30, update=update) as run:
+        made = [await run.worker(f"worker {number}") for number in range(workers)]
+        rule: Any = run.rounds.rule
+        for turn in range(1, 8):
+            for one in made:
+                lease = await newest(one, turn)
+                assert lease.version in rule._kept
+                assert (await answer(one, lease)).code == VerdictCode.APPLIED
+        await one.lease(turn)
+        assert len(rule._kept) <= workers + 1  # not the 17 that a result may be old
+        assert rule.version == 7 * workers
