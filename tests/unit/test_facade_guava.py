@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+import socket
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from w5xde_async.errors import JobError, UsageError
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import JobError, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
 from w5xde_async.facade.guava import __main__ as program
 from w5xde_async.facade.guava.orchestrator import reading_of
@@ -384,6 +388,89 @@ def test_checkpoints_on_demand(tmp_path: Path) -> None:
     assert torch.equal(load_file(after)["weight"], model.weight)
 
 
+def asking(orchestrator: Orchestrator, ask: Callable[[], None]) -> Any:
+    """Train until ``ask`` has run in another thread; how the run ended."""
+    begun, raised = threading.Event(), []
+    orchestrator.bus.subscribe(lambda event: begun.set() if isinstance(event, StepCommitted) else None)
+
+    def run() -> None:
+        try:
+            assert begun.wait(10)
+            ask()
+        except BaseException as error:
+            raised.append(error)
+        orchestrator.stop()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 300)
+    thread.join(10)
+    assert not raised, raised
+    return result
+
+
+def test_a_checkpoint_that_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = orchestrator_for(tmp_path / "run")
+    orchestrator.register_model(linear())
+    saving = CheckpointStore.save
+
+    def fail(store: CheckpointStore, record: Any) -> Any:
+        raise StoreError("there", "no space left")
+
+    def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointStore, "save", fail)
+            monkeypatch.setattr("w5xde_async.coordinator.following.REMIND_S", 1e9)
+            for _ in range(2):  # the second time the run has said so already
+                with pytest.raises(StoreError, match=r"no checkpoint of step \d+: there: no space left"):
+                    orchestrator.save_checkpoint()
+        assert CheckpointStore.save is saving
+        assert orchestrator.save_checkpoint().exists()
+
+    assert asking(orchestrator, ask).outcome == "stopped"
+
+
+def test_a_save_from_before_the_call_is_not_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orchestrator = orchestrator_for(tmp_path / "run", save_interval=1)
+    orchestrator.register_model(linear())
+    begun, asked = threading.Event(), threading.Event()
+    steps: list[int] = []
+    saving, requesting = CheckpointStore.save, Coordinator.request_checkpoint
+
+    def save(store: CheckpointStore, record: Any) -> Any:
+        steps.append(record.step)
+        begun.set()
+        assert asked.wait(10)
+        return saving(store, record)
+
+    def request(coordinator: Coordinator) -> None:
+        requesting(coordinator)
+        asked.set()
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    monkeypatch.setattr(Coordinator, "request_checkpoint", request)
+
+    def ask() -> None:
+        assert begun.wait(10)
+        saved = orchestrator.save_checkpoint()
+        step = int(re.findall(r"\d+", saved.name)[-1])
+        assert step > steps[0]
+
+    asking(orchestrator, ask)
+
+
+def test_a_report_that_the_disk_does_not_take_costs_no_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    orchestrator = orchestrator_for(tmp_path / "run")
+    orchestrator.register_model(linear())
+    orchestrator.enable_memory_profiling(tmp_path / "file" / "memory")
+    assert orchestrator.start_training(DataLoader(dataset(), batch_size=24), 1).outcome == "finished"
+    assert "no memory report: " in capfd.readouterr().err
+    assert not tracemalloc.is_tracing()
+
+
 def test_memory_is_profiled_while_it_trains(tmp_path: Path) -> None:
     orchestrator = orchestrator_for(tmp_path / "run")
     orchestrator.register_model(linear())
@@ -419,6 +506,10 @@ def started(**kwargs: Any) -> Any:
 
 
 # -- the worker's program ----------------------------------------------------------------------------------
+
+
+def test_workers_are_told_apart_over_machines() -> None:
+    assert NetworkWorker(0, DistributedConfig())._config.name == f"{socket.gethostname()}-gpu-0"
 
 
 def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

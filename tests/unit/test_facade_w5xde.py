@@ -410,6 +410,17 @@ def test_nobody_answers() -> None:
         TrainingNode(Model, ("127.0.0.1", port), timeout_s=0.2).train()
 
 
+def test_nobody_answers_a_second_call(calls: Any) -> None:
+    """What the first call received is no sign of a server."""
+    server = server_of(None, max_steps=1)
+    running, _ = serve(calls, server)
+    node = node_for(server, timeout_s=0.3)
+    node.train()
+    running.result(10)
+    with pytest.raises(Unreachable, match=f":{server.port}"):
+        node.train()
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

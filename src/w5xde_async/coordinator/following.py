@@ -1,9 +1,9 @@
 """What follows a commit, off the step path: checkpoints and evaluations, each on a copy made between two commits.
 
 At most one of each is under way; a checkpoint that falls due meanwhile is made at the next commit, an evaluation is
-left out. A disk that fails does not end the run: it is said, once a minute as long as it lasts, and tried again, at
-first after seconds, later once a minute. A checkpoint counts only when all that led to it is on the disk too: its
-steps' lines of metrics.jsonl and, with a journal, their records.
+left out. A disk that fails does not end the run: it is said, once a minute as long as it lasts and whenever somebody
+asked for a checkpoint, and tried again, at first after seconds, later once a minute. A checkpoint counts only when all
+that led to it is on the disk too: its steps' lines of metrics.jsonl and, with a journal, their records.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Following:
         self._prepared, self._training, self._config, self._bus = prepared, training, config, bus
         self.metrics: dict[str, float] = {}
         self.save_error: StoreError | None = None
-        self.checkpoint_wanted = False
+        self._wanted = self._asked = False
         self.before_save: Callable[[], None] = lambda: None  # blocks; runs before a checkpoint is written
         self._saved_step = prepared.saved_step
         self._retry_at = self._remind_at = self._retry_s = 0.0  # after a failure
@@ -50,13 +50,18 @@ class Following:
         self._evaluation_draws: bool | None = None  # whether evaluate uses random numbers; None: not tried yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="w5xde-evaluate")
 
+    def request(self) -> None:
+        """A checkpoint after the next commit; that it failed is said even if it was said a moment ago."""
+        self._wanted = self._asked = True
+
     def on_commit(self, commit: Commit, tasks: asyncio.TaskGroup) -> None:
         """Runs before anything else can touch the parameters: what is submitted to the aggregator sees this version."""
-        due = self.checkpoint_wanted or commit.passes(self._config.checkpoint_every) or self._again()
+        due = self._wanted or commit.passes(self._config.checkpoint_every) or self._again()
         if due and self._prepared.store is not None:
-            self.checkpoint_wanted = self._saving is not None and not self._saving.done()
-            if not self.checkpoint_wanted:
-                saving = self._save(commit.step, self._rotate(commit.step))
+            self._wanted = self._saving is not None and not self._saving.done()
+            if not self._wanted:
+                asked, self._asked = self._asked, False
+                saving = self._save(commit.step, self._rotate(commit.step), asked=asked)
                 self._saving = tasks.create_task(saving, name=f"checkpoint {commit.step}")
         every = self._prepared.job.evaluate_every
         steps = self._prepared.steps
@@ -97,7 +102,7 @@ class Following:
         journaling = self._training.journaling
         return None if journaling is None else journaling.rotate(step)
 
-    async def _save(self, step: int, rotation: asyncio.Future[Position | None] | None) -> None:
+    async def _save(self, step: int, rotation: asyncio.Future[Position | None] | None, *, asked: bool = False) -> None:
         store = self._prepared.store
         assert store is not None
         loop = asyncio.get_running_loop()
@@ -125,7 +130,7 @@ class Following:
             now = self._training.clock()
             self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy
             self._retry_at = now + self._retry_s
-            if self.save_error is None or now >= self._remind_at:
+            if asked or self.save_error is None or now >= self._remind_at:
                 self._remind_at = now + REMIND_S
                 self._bus.publish(CheckpointFailed(step=step, reason=str(error), safe_step=max(self._saved_step, 0)))
             self.save_error = error

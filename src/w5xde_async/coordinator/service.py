@@ -146,7 +146,7 @@ class Coordinator:
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
         if self._phases is not None:
-            self._phases.following.checkpoint_wanted = True
+            self._phases.following.request()
 
     @property
     def invitation(self) -> Invitation | None:

@@ -350,10 +350,11 @@ class TrainingNode:
             loop.call_soon_threadsafe(worker.drain, "stopped")
 
         self._stopping = stop
+        received_before = self._traffic.bytes_received  # by earlier calls
         try:
             await working(worker)
         except Unreachable as error:
-            if not self._traffic.bytes_received:
+            if self._traffic.bytes_received == received_before:
                 raise
             logger.warning("the server has gone reason=%s", error)
         finally:

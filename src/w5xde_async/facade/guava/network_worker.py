@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ class NetworkWorker:
         if not cuda:
             logger.warning("there is no CUDA on this machine: worker %d computes on the CPU", gpu_id)
         self._config = WorkerConfig(
-            name=f"gpu-{gpu_id}",
+            name=f"{socket.gethostname()}-gpu-{gpu_id}",  # every machine has a GPU 0
             token=find_token(token),
             device=f"cuda:{gpu_id}" if cuda else "cpu",
             connect_timeout_s=timeout_s,

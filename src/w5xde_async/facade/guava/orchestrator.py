@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import UsageError, W5xdeError
+from w5xde_async.errors import StoreError, UsageError, W5xdeError
 from w5xde_async.facade.calling import block_on, find_token, shown
 from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.facade.guava.local import LocalGroup
@@ -39,7 +39,7 @@ from w5xde_async.facade.reading import BatchLoss, token_loss
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.rundir import export_model
-from w5xde_async.telemetry.events import Bus, CheckpointSaved, Event, StepCommitted
+from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Event, StepCommitted
 from w5xde_async.telemetry.memory import MemoryReport
 from w5xde_async.telemetry.progress import Progress
 
@@ -83,7 +83,7 @@ class Orchestrator:
         self._criterion: Callable[[Any, Any], Tensor] = token_loss
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, Coordinator] | None = None
-        self._awaited: list[Future[Path | None]] = []  # of those who wait for a checkpoint
+        self._awaited: list[_Waiting] = []
         self._memory: tuple[MemoryReport, Path] | None = None
 
     def register_model(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
@@ -136,12 +136,13 @@ class Orchestrator:
         While training runs (call it from another thread) the weights are those of the next commit, and a whole
         checkpoint, with the optimizer, is written too: without ``path`` that is what it returns.
 
-        Raises StoreError; UsageError without a model, and in a callback of the run, which it would wait for.
+        Raises StoreError where the disk does not take it; UsageError without a model, and in a callback of the run,
+        which it would wait for.
         """
         if self._model is None:
             raise UsageError("no model is registered: call register_model(model) first")
         saved: Path | None = None
-        waiting: Future[Path | None] | None = None
+        waiting: _Waiting | None = None
         with self._lock:
             if self._running is not None:
                 loop, coordinator = self._running
@@ -149,11 +150,11 @@ class Orchestrator:
                     raise UsageError(
                         "save_checkpoint waits for the run: call it from another thread than its callbacks"
                     )
-                waiting = Future()
+                waiting = _Waiting(coordinator.step)
                 self._awaited.append(waiting)
                 loop.call_soon_threadsafe(coordinator.request_checkpoint)
         if waiting is not None:
-            saved = waiting.result()
+            saved = waiting.saved.result()
         if saved is not None and path is None:
             return saved
         target = Path(self.config.checkpoint_dir) / "model.safetensors" if path is None else Path(path)
@@ -234,6 +235,8 @@ class Orchestrator:
                     stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every)))
                 await coordinator.start()
                 stack.push_async_callback(coordinator.aclose)
+                if self._awaited:  # asked before there was anybody to ask
+                    coordinator.request_checkpoint()
                 if self._memory is not None:  # from here: tracing the model would fill it
                     stack.push_async_callback(asyncio.to_thread, self._end_profile)
                     self._memory[0].begin()
@@ -257,22 +260,41 @@ class Orchestrator:
             self.listening.clear()
             with self._lock:
                 self._running = None
-                self._answer(None)
+                awaited, self._awaited = self._awaited, []
+            for waiting in awaited:
+                waiting.saved.set_result(None)
 
     def _end_profile(self) -> None:
         assert self._memory is not None
-        logger.warning("memory report: %s", self.memory_report())
-        self._memory[0].end()
+        try:
+            logger.warning("memory report: %s", self.memory_report())
+        except OSError as error:  # what was trained counts for more
+            logger.error("no memory report: %s: %s", error.filename or self._memory[1], error.strerror or error)
+        finally:
+            self._memory[0].end()
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, CheckpointSaved):
-            with self._lock:
-                self._answer(Path(event.path))
+        if not isinstance(event, CheckpointSaved | CheckpointFailed):
+            return
+        with self._lock:
+            answered = [waiting for waiting in self._awaited if event.step > waiting.step]
+            self._awaited = [waiting for waiting in self._awaited if event.step <= waiting.step]
+            if self._awaited and self._running is not None:  # it was of a save from before the call
+                self._running[1].request_checkpoint()
+        for waiting in answered:
+            if isinstance(event, CheckpointSaved):
+                waiting.saved.set_result(Path(event.path))
+            else:
+                reason = f"no checkpoint of step {event.step}: {event.reason}"
+                waiting.saved.set_exception(StoreError(self.config.checkpoint_dir, reason))
 
-    def _answer(self, saved: Path | None) -> None:
-        awaited, self._awaited = self._awaited, []
-        for waiting in awaited:
-            waiting.set_result(saved)
+
+class _Waiting:
+    """Somebody who wants a checkpoint of a later step than ``step``. None: the run ended first."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.saved: Future[Path | None] = Future()
 
 
 def _how_to_join(coordinator: Coordinator, config: DistributedConfig) -> str:
