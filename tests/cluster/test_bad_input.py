@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.hosting import NonFinite
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused
+from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused, UsageError
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.link import Link
@@ -66,6 +66,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 from w5xde_async.worker.service import Departure, RunFailed, Worker
+from w5xde_async.worker.serving import Serving
 
 _M = TypeVar("_M", bound=Message)
 TOKEN = "swordfish"
@@ -75,7 +76,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.service.draw_loss", lambda *_: False)
+    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda *_: False)
 
 
 # -- a job of two result buckets and more, and its reference
@@ -555,6 +556,34 @@ async def test_a_worker_whose_link_breaks_comes_back() -> None:
         assert await task is Departure.FINISHED
     assert events.how_many(WorkerJoined) == 3
     assert result.digest == expected(40)
+
+
+async def test_a_worker_whose_links_are_in_vain_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, lost, pauses = Serving.run, iter(range(3)), []
+
+    async def unlucky(self: Serving, prepare: Any) -> Departure | None:
+        if next(lost, None) is not None:
+            raise LinkLost("", "planted")
+        return await serve(self, prepare)
+
+    monkeypatch.setattr(Serving, "run", unlucky)
+    monkeypatch.setattr("w5xde_async.worker.service._pause_s", lambda in_vain: pauses.append(in_vain) or 0.0)
+    async with started() as coordinator:
+        await finish(coordinator)
+    assert pauses == [1, 2, 3]
+
+
+async def test_a_worker_whose_memory_limit_holds_no_lease_leaves_and_harms_nobody() -> None:
+    events = Events()
+    async with started(events=events) as coordinator:
+        config = replace(QUICK_WORKER)
+        object.__setattr__(config, "memory_limit_bytes", 8)  # less than anyone may choose
+        with pytest.raises(UsageError, match="raise --memory-limit") as caught:
+            await Worker(coordinator.address, job=tiny(), config=config).run()
+        assert caught.value.exit_code == ExitCode.USAGE
+        assert (await finish(coordinator)).digest == expected()
+    left = next(event for event in events if isinstance(event, WorkerLeft))
+    assert (left.clean, "--memory-limit" in left.reason) == (True, True)
 
 
 async def test_a_worker_cancelled_as_it_joins_closes_its_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class Programs:
 
     def __init__(self, layout: Layout, config: CoordinatorConfig, bus: Bus) -> None:
         self._layout, self._config, self._bus = layout, config, bus
-        self._waiting: list[tuple[Session, ProgramRequest]] = []
+        self._waiting: dict[Session, ProgramRequest] = {}  # bounded: one each, of sessions that have not ended
         self._asked = asyncio.Event()
         self._known = False
         self._digest = b""
@@ -50,7 +50,8 @@ class Programs:
         if self._known:
             self._answer(session, request)
         else:
-            self._waiting.append((session, request))
+            self._waiting = {known: asked for known, asked in self._waiting.items() if not known.ended.is_set()}
+            self._waiting[session] = request
             self._asked.set()
 
     def set(self, document: Document | None, reason: str = "") -> None:
@@ -63,8 +64,8 @@ class Programs:
             self._reason = reason or self._reason
             if reason:
                 self._bus.publish(Warned(text=f"workers need --job: the step cannot be made a program: {reason}"))
-        waiting, self._waiting = self._waiting, []
-        for session, request in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for session, request in waiting.items():
             self._answer(session, request)
 
     def _answer(self, session: Session, request: ProgramRequest) -> None:

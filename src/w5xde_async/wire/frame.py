@@ -48,6 +48,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 _MAX_AXES = 16
+_MAX_SPAN = 1 << 46  # product of the extents but for zeros, beside which the byte count says nothing of them
 
 
 class Caps(NamedTuple):
@@ -137,11 +138,14 @@ def _spec(message: str, raw: Any, caps: Caps) -> BufferSpec:
         raise MalformedFrame(f"{message}: unknown dtype of buffer {name[:64]!r}")
     if type(shape) is not tuple or len(shape) > _MAX_AXES:
         raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
-    numel = 1
+    numel = span = 1
     for extent in shape:
         if type(extent) is not int or extent < 0:
             raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
         numel *= extent
+        span *= extent or 1
+    if span > _MAX_SPAN:
+        raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
     if type(nbytes) is not int or nbytes < 0:
         raise MalformedFrame(f"{message}: byte count of buffer {name[:64]!r}")
     if nbytes > caps.buffer_bytes:

@@ -95,6 +95,8 @@ class CodedServing(Serving):
                     raise MalformedFrame(f"lease {lease.lease} needs version {lease.version}")
                 elif self.welcome.update != "sync" or published.version == lease.version:
                     self._block(item, published.loss_scale)
+                else:
+                    self._soon(self._inbox.end, lease.lease)
             else:
                 assert not isinstance(item, Version)
 
@@ -164,6 +166,7 @@ class CodedServing(Serving):
         self, lease: int, outcome: Outcome, wait_s: float, version: int, encode_s: float, raw_bytes: int
     ) -> None:
         engine = self._engine
+        self._inbox.end(lease)
 
         def release() -> None:
             for vector in outcome.vectors:

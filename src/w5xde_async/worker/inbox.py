@@ -18,7 +18,11 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease, Params
 
-__all__ = ["HeldLease", "Inbox", "Version"]
+__all__ = ["HeldLease", "Inbox", "OverMemoryLimit", "Version"]
+
+
+class OverMemoryLimit(FrameTooLarge):
+    """A lease that this worker's own limit has no room for: the coordinator has done nothing wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,12 @@ class Inbox:
         self._fresh: set[int] = set()  # buckets that came since the last whole version
         self._pieces: list[Tensor] = []
         self._leases: dict[int, HeldLease] = {}
+        self._sizes: dict[int, int] = {}  # lease -> bytes of its batch, from its coming until it is done or void
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of batches held."""
-        return sum(lease.nbytes for lease in self._leases.values())
+        """Bytes of batches held, those included that wait for the compute thread or are in it."""
+        return sum(self._sizes.values())
 
     @property
     def num_leases(self) -> int:
@@ -90,15 +95,15 @@ class Inbox:
         return Version(message.version, message.loss_scale, fresh)
 
     def place_lease(self, message: Lease, specs: Sequence[BufferSpec]) -> list[memoryview]:
-        """Memory for a lease's batch. Raises FrameTooLarge over the memory limit."""
+        """Memory for a lease's batch. Raises OverMemoryLimit, MalformedFrame."""
+        if any(spec.codec != "raw" for spec in specs):
+            raise MalformedFrame("LEASE in a codec")
         total = sum(spec.nbytes for spec in specs)
         if total + self.held_bytes > self._limit:
-            raise FrameTooLarge("batches held (see --memory-limit)", total + self.held_bytes, self._limit)
+            raise OverMemoryLimit("batches held", total + self.held_bytes, self._limit)
         self._pieces = []
         views = []
         for spec in specs:
-            if spec.codec != "raw":
-                raise MalformedFrame(f"LEASE with codec {spec.codec}")
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             self._pieces.append(tensor)
             views.append(bytes_of(tensor) if spec.nbytes else memoryview(bytearray()))
@@ -108,16 +113,29 @@ class Inbox:
         """The lease and its batch are complete."""
         if not message.samples or any(count < 1 for count in message.samples):
             raise MalformedFrame("LEASE without samples")
+        if message.lease in self._sizes:
+            raise MalformedFrame(f"LEASE {message.lease} came twice")
         pieces, self._pieces = tuple(self._pieces), []
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in pieces)
         self._leases[message.lease] = HeldLease(message, pieces, nbytes)
+        self._sizes[message.lease] = nbytes
 
     def revoke(self, lease: int) -> bool:
-        """The lease is void. False where it is not (or no longer) held here."""
-        return self._leases.pop(lease, None) is not None
+        """The lease is void. False where it has been taken already, or is not known."""
+        if self._leases.pop(lease, None) is None:
+            return False
+        self.end(lease)
+        return True
+
+    def end(self, lease: int) -> None:
+        """A lease that was taken is done with: its batch does not count any more."""
+        self._sizes.pop(lease, None)
 
     def take(self) -> list[HeldLease]:
-        """Leases that can be computed now, oldest first; void ones are forgotten."""
+        """Leases that can be computed now, oldest first; void ones are forgotten. ``end`` follows for each of them."""
         ready = [held for held in self._leases.values() if held.message.version == self.version]
+        for held in self._leases.values():
+            if held.message.version < self.version:
+                self.end(held.message.lease)
         self._leases = {n: held for n, held in self._leases.items() if held.message.version > self.version}
         return ready

@@ -120,6 +120,8 @@ async def join(
         raise refused(received.message)
     welcome = received.message
     assert isinstance(welcome, Welcome)
+    if not texts:
+        raise MalformedFrame("WELCOME came without the layout")
     if welcome.term < terms.get(welcome.run_id, 0):
         raise Refused(
             RefusalCode.TERM,

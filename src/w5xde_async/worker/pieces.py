@@ -83,21 +83,19 @@ class PieceInbox(Inbox):
     def params(self, message: Params) -> Version | None:
         placed, self._placed = self._placed, None
         if placed is not None:
-            self._kept.append(placed)
+            # A bucket that comes whole takes the place of what an overtaken version brought of it: nothing piles up.
+            kept = self._kept.setdefault(placed.bucket, [])
+            if not placed.delta:
+                kept.clear()
+            kept.append(placed)
+            if len(kept) > 2:  # the bucket and a delta to it, of one version
+                raise FrameTooLarge("deltas of a version that is not whole", len(kept), 2)
         whole = super().params(message)
         if whole is None:
-            # Pieces of versions that were overtaken count too, in order; no more than two whole models of them.
-            if len(self._kept) > 8 * len(self._layout.buckets):
-                raise FrameTooLarge(
-                    "parameters without a whole version", len(self._kept), 8 * len(self._layout.buckets)
-                )
             return None
-        pieces, self._kept = tuple(self._kept), []
+        pieces = tuple(piece for bucket in self._kept.values() for piece in bucket)
+        self._kept = {}
         return PieceVersion(whole.number, whole.loss_scale, whole.buckets, pieces)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(item.nbytes for item in self._items if isinstance(item, HeldLease))
 
     @property
     def num_leases(self) -> int:
@@ -116,12 +114,17 @@ class PieceInbox(Inbox):
     def revoke(self, lease: int) -> bool:
         kept = [item for item in self._items if isinstance(item, Submit) or item.message.lease != lease]
         revoked, self._items = len(kept) < len(self._items), kept
+        if revoked:
+            self.end(lease)
         return revoked
 
     def take_items(self) -> list[HeldLease | Submit]:
         """What can be done now, in order; void leases are forgotten."""
         held = [item for item in self._items if isinstance(item, HeldLease)]
         if self._exact:  # one of the next step does not hold up what is still to be done of this one
+            for item in held:
+                if item.message.version < self.version:
+                    self.end(item.message.lease)
             self._items = [item for item in held if item.message.version > self.version]
             return [item for item in held if item.message.version == self.version]
         first = next((item for item in held if item.message.version > self.version), None)

@@ -13,6 +13,7 @@ import hmac
 import logging
 import os
 import platform
+import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 _TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
 _HUNG_UP = 3
+#: Before it connects again after links that ended, one after the other, without a lease that was applied.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
 
 
@@ -114,11 +117,13 @@ class Worker:
         self._joining: asyncio.Task[Joined] | None = None
         self._terms: dict[str, int] = {}  # run -> the highest term served
         self._running = False
+        self._in_vain = 0  # links in a row that ended without a goodbye and without a lease that was applied
 
     async def run(self) -> Departure:
         """Work until the run is finished or ``drain`` was called.
 
-        Raises Unreachable (nobody answered for ``connect_timeout_s``), Refused (with the reason), RunFailed.
+        Raises Unreachable (nobody answered for ``connect_timeout_s``), Refused (with the reason), RunFailed, UsageError
+        (no lease fits in its memory limit).
         """
         if self._running:
             raise LocalError("a worker runs once")
@@ -195,18 +200,24 @@ class Worker:
             if self._leaving():
                 return Departure.DRAINED
             logger.warning("coordinator lost, connecting again reason=%s", error.reason)
+            self._in_vain += 1
             return None
         except RemoteError as error:
             logger.warning("coordinator broke the protocol, connecting again reason=%s", error)
+            self._in_vain += 1
             return None
         finally:
             self._serving = None
+            if serving.leases_applied:
+                self._in_vain = 0
             self.leases_done += serving.leases_done
             self.leases_stale += serving.leases_stale
             await link.aclose()
 
     async def _join(self) -> Joined:
         """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over."""
+        if self._in_vain:
+            await asyncio.sleep(_pause_s(self._in_vain))
         began, limit = time.monotonic(), self.config.connect_timeout_s
         try:
             async for attempt in stamina.retry_context(
@@ -360,6 +371,11 @@ class Worker:
     def _set_threads(self) -> None:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+
+
+def _pause_s(in_vain: int) -> float:
+    """Twice as long after each link that was in vain, with jitter: no lease is to go round in milliseconds."""
+    return min(_FIRST_PAUSE_S * 2.0 ** min(in_vain - 1, 32), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
 
 
 def _device_name(device: torch.device) -> str:

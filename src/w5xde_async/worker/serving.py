@@ -15,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
 from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task
 from w5xde_async.compute.flops import counting_flops
-from w5xde_async.errors import LinkLost, MalformedFrame, Refused, W5xdeError
+from w5xde_async.errors import LinkLost, MalformedFrame, Refused, UsageError, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.flat import ResultVector
@@ -46,13 +47,14 @@ from w5xde_async.wire.messages import (
     VerdictCode,
     Welcome,
 )
-from w5xde_async.worker.inbox import HeldLease, Inbox, Version
+from w5xde_async.worker.inbox import HeldLease, Inbox, OverMemoryLimit, Version
 from w5xde_async.worker.joining import Dismissed, refused
 
 __all__ = ["Departure", "RunFailed", "Serving"]
 
 logger = logging.getLogger(__name__)
 
+_PARTING_S = 1.0  # for the last message to be sent
 _TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
 
 
@@ -89,7 +91,7 @@ class Serving:
         self._parted = parted or asyncio.Event()
         self.link, self.welcome = link, welcome
         self.outbox = Outbox(link)
-        self.leases_done = self.leases_stale = 0
+        self.leases_done = self.leases_stale = self.leases_applied = 0
         self._compute, self._limit, self._inline_s = compute, memory_limit_bytes, inline_s
         self._leaf_s = 0.0  # seconds a leaf, by the last block
         self._state = State.JOINING
@@ -109,7 +111,8 @@ class Serving:
     async def run(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
 
-        Raises LinkLost, Refused, RunFailed, RemoteError, and whatever ``prepare`` raises.
+        Raises LinkLost, Refused, RunFailed, RemoteError, UsageError (its memory limit holds less than the leases of
+        this run), and whatever ``prepare`` raises.
         """
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         try:
@@ -123,6 +126,8 @@ class Serving:
                     return await self._read()
                 except Dismissed as dismissed:
                     return self._goodbye(dismissed.bye)
+                except OverMemoryLimit as error:
+                    raise await self._too_small(error) from None
                 finally:
                     for task in helpers:
                         task.cancel()
@@ -147,6 +152,17 @@ class Serving:
             self._stopping = True
             self.outbox.post(encode(Bye(ByeCode.LEAVING, "its grace was over")))
         self._parted.set()
+
+    async def _too_small(self, error: OverMemoryLimit) -> UsageError:
+        """Say goodbye: connecting again would bring the same lease."""
+        needed, limit = f"{error.nbytes / 2**20:.1f} MiB", f"{error.limit / 2**20:.1f} MiB"
+        text = f"the leases of this run hold {needed} of batches at once, more than the {limit} of --memory-limit"
+        said = asyncio.Event()
+        self.outbox.post(encode(Bye(ByeCode.LEAVING, text)), sent=said.set)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PARTING_S):
+                await said.wait()
+        return UsageError(f"{text}; raise --memory-limit, or lower the job's microbatch_size")
 
     async def _prepare(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> None:
         try:
@@ -187,10 +203,12 @@ class Serving:
 
     async def _read(self) -> Departure | None:
         while True:
-            message = (await self.link.recv(self._accept)).message
+            message, specs, _ = await self.link.recv(self._accept)
             if self._failure is not None:
                 raise self._failure
             if type(message) is Params:
+                if bool(specs) != bool(message.num_buckets):
+                    raise MalformedFrame(f"PARAMS of {message.num_buckets} buckets came with {len(specs)} buffers")
                 version = self._inbox.params(message)
                 if version is not None:
                     self._queue.append(version)
@@ -201,7 +219,9 @@ class Serving:
             else:
                 self._state = advance(WORKER, self._state, message)
                 if type(message) is Verdict:
-                    if message.code != VerdictCode.APPLIED:
+                    if message.code == VerdictCode.APPLIED:
+                        self.leases_applied += len(message.leases)
+                    else:
                         self.leases_stale += len(message.leases)
                         logger.info("leases not applied leases=%s reason=%s", message.leases[:8], message.reason[:200])
                     self._other(message)
@@ -243,7 +263,7 @@ class Serving:
     def _revoke(self, lease: int) -> None:
         if self._inbox.revoke(lease):
             self._send_nothing(lease)
-        elif lease == self._computing or any(type(i) is HeldLease and i.message.lease == lease for i in self._queue):
+        elif lease == self._computing or lease in self._queued():
             self._revoked.add(lease)  # otherwise its DONE is on its way
 
     # -- computing -----------------------------------------------------------------------------------------
@@ -263,8 +283,15 @@ class Serving:
             self._thread = self._loop.run_in_executor(self._compute, self._work)
             self._thread.add_done_callback(self._worked)
 
+    def _queued(self) -> set[int]:
+        """Leases in the queue. Looked up in a copy, made in one piece: the compute thread takes from the queue."""
+        return {item.message.lease for item in self._queue.copy() if type(item) is HeldLease}
+
     def _expected_s(self) -> float:
-        """How long what is queued will take, by the last block; 0 where that is not known or no lease is queued."""
+        """How long what is queued will take, by the last block; 0 where that is not known or no lease is queued.
+
+        For the loop, while no compute thread is at the queue.
+        """
         leaves = sum(len(item.message.samples) for item in self._queue if type(item) is HeldLease)
         return leaves * self._leaf_s
 
@@ -304,6 +331,7 @@ class Serving:
                 self._soon(self._send_nothing, lease.lease)
                 continue
             if lease.version != version.number:
+                self._soon(self._inbox.end, lease.lease)
                 continue
             self._block(item, version.loss_scale)
 
@@ -352,6 +380,7 @@ class Serving:
 
     def _send_done(self, lease: int, outcome: Outcome, wait_s: float, together: list[tuple[int, ResultVector]]) -> None:
         engine = self._engine
+        self._inbox.end(lease)
 
         def release() -> None:
             for vector in outcome.vectors:
@@ -372,10 +401,12 @@ class Serving:
 
     def _send_nothing(self, lease: int) -> None:
         """Answer a REVOKE of a lease that was not begun."""
+        self._inbox.end(lease)
         self._revoked.discard(lease)
         self.outbox.post(encode(Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
 
     def _send_failed(self, lease: int, error: LeafError) -> None:
+        self._inbox.end(lease)
         logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
         self.outbox.post(encode(Failed(lease, error.leaf, error.error, error.traceback)))
 
