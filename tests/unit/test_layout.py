@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from w5xde_async.errors import MalformedFrame
+from w5xde_async.params import layout as layout_module
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 
 
@@ -220,6 +221,28 @@ GOOD = [["w"], "grad", "float32", [2, 3]]
 def test_a_hostile_text_is_a_malformed_frame(hostile: bytes) -> None:
     with pytest.raises(MalformedFrame, match="layout"):
         Layout.parse(hostile)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "entries"),
+    [
+        ("_MAX_ENTRIES", 3, [GOOD] * 4), ("_MAX_NAME_PARTS", 4, [[["a.b.c", "d"], "grad", "float32", [1]], GOOD]),
+        ("_MAX_AXES", 2, [[["w"], "grad", "float32", [1, 1, 1]]]),
+        ("_MAX_EXTENT", 8, [[["w"], "grad", "float32", [0, 9]]]),
+    ],
+)  # fmt: skip
+def test_a_text_has_its_limits(limit: str, most: int, entries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Layout.parse(text(*entries))
+    monkeypatch.setattr(layout_module, limit, most)
+    with pytest.raises(MalformedFrame, match="layout"):
+        Layout.parse(text(*entries))
+
+
+def test_a_text_of_very_many_objects_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "_MAX_ENTRIES", 1000)
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(MalformedFrame, match="more than 1000"):
+        Layout.parse(b"[" + b"{}," * 20_000 + b"{}]")
 
 
 json_values: st.SearchStrategy[Any] = st.recursive(

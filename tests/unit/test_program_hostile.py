@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -29,9 +32,12 @@ from tests.support.programs import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from w5xde_async.compute.program.form import LIMITS, Document
+from w5xde_async.compute.program import replica
+from w5xde_async.compute.program.form import LIMITS, Document, Node, Ref, parse
+from w5xde_async.compute.program.interpreter import measure
 from w5xde_async.compute.program.operators import NAMES, SCALARS, find
 from w5xde_async.errors import ProgramRefused
+from w5xde_async.params.layout import Layout
 
 N = FIRST_NODE
 HUGE = 1 << 62
@@ -69,6 +75,18 @@ def deep(depth: int) -> Document:
     for _ in range(depth):
         inside = [5, [inside]]
     return document(("view.default", [v(X), inside]))
+
+
+def views_of_everything(num_views: int) -> Document:
+    """Each node may be a view of every tensor of the batch and of every constant."""
+    made = tree()
+    num = LIMITS.constants
+    made[5], made[6] = ["einsum.default", "alias.default"], [["float32", [1]]] * num
+    everything = listed(*map(v, range(FROZEN, 4 + 2 * num)))
+    first = 4 + 2 * num
+    nodes = [[0, ["i->i", everything], []], *([1, [v(first + i)], []] for i in range(num_views))]
+    made[7] = [[[["float32", [1]]] * num, nodes, [first, []]]]
+    return Document(msgpack.packb(made), (torch.ones(1),) * num)
 
 
 #: name -> (program, what the refusal says)
@@ -128,6 +146,28 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         one("batch_norm.default", v(X), None, None, v(B), v(FROZEN), True, 0.1, 1e-5, False), "writes into 'head.bias'",
     ),
     "writes a number": (one("add_.Tensor", 1.0, v(X)), "self"),
+    "writes a parameter of the same type": (
+        lambda: document(("set_grad", [False]), ("type_as.default", [v(W), v(W)]), ("zero_.default", [v(N + 1)])),
+        "writes into 'head.weight'",
+    ),
+    "writes a shuffled parameter": (
+        lambda: document(
+            ("view.default", [v(W), listed(1, 1, 3, 4)]), ("pixel_shuffle.default", [v(N), 1]),
+            ("zero_.default", [v(N + 1)]),
+        ),
+        "writes into 'head.weight'",
+    ),
+    # tensors that torch makes of numbers, on the CPU, while everything is measured without memory
+    "a tensor of numbers": (
+        lambda: document(("mul.Tensor", [1.0, 1.0]), ("new_zeros.default", [v(N), listed(1 << 20)])), "is a tensor",
+    ),
+    "a tensor of computed numbers": (
+        lambda: document(("size", [v(X), 0]), ("mul.Tensor", [v(N), v(N)]), ("repeat.default", [v(N + 1), listed(9)])),
+        "is a tensor",
+    ),
+    "a list of numbers": (one("stack.default", listed(1.0, 1.0)), "is a tensor"),
+    "a number among tensors": (one("expand_as.default", 1.0, v(X)), "self is no tensor"),
+    "a number among viewed tensors": (one("broadcast_tensors.default", listed(1.0, v(X))), "tensors is no tensor"),
     # values
     "forward reference": (one("relu.default", v(N + 1)), "not there yet"),
     "itself": (one("relu.default", v(N)), "not there yet"),
@@ -203,6 +243,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "more nodes than allowed": (
         changed(lambda made: nodes_of(made).extend([[0, [], []]] * 40_000)), "nodes|msgpack",
     ),
+    "views of everything": (lambda: views_of_everything(1000), "."),
     "a million empty nodes": (changed(lambda made: nodes_of(made).extend([[]] * 1_000_000)), "nodes|msgpack"),
     "a long text": (lambda: Document(bytes(LIMITS.text_bytes + 1), ()), "bytes, more than"),
     "no text": (lambda: Document(b"", ()), "msgpack"),
@@ -272,6 +313,43 @@ def test_memory_stays_flat() -> None:
         refused(program)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 << 10, f"{grown} KiB more"
+
+
+def test_what_may_be_a_view_of_much_takes_little_memory_to_check() -> None:
+    found, layout = views_of_everything(1000), tiny_layout()
+    tracemalloc.start()
+    try:
+        parse(found, layout)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20, f"{peak} bytes"
+
+
+def test_nothing_is_measured_with_memory_even_if_the_form_let_it_through() -> None:
+    layout = tiny_layout()
+    program = parse(document(("relu.default", [v(X)])), layout)
+    graph = program.graphs[0]
+    made, zeros = find("mul.Tensor"), find("new_zeros.default")
+    assert made is not None
+    assert zeros is not None
+    first, second = graph.nodes[0], Node(zeros, (Ref(N), (1 << 20,)), ())
+    graph = replace(graph, nodes=(first._replace(operator=made, arguments=(1.0, 1.0)), second, *graph.nodes[1:]))
+    batch = [(torch.float32, (8, 4)), (torch.int64, (8,))]
+    with pytest.raises(ProgramRefused, match="has memory") as caught:
+        measure(program, graph, [(e.dtype, e.shape) for e in layout.entries], batch, memory_bytes=1 << 30)
+    assert caught.value.node == 0
+
+
+def test_a_model_of_very_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "_MAX_MODULES", 3)
+    names = [[f"{'a.' * depth}w" for depth in range(count)] for count in (4, 5)]
+    layouts = [
+        Layout.parse(json.dumps({"bucket_bytes": 64, "entries": [[n, "grad", "float32", [1]]]}).encode()) for n in names
+    ]
+    assert replica._skeleton(layouts[0])
+    with pytest.raises(ProgramRefused, match="3 modules"):
+        replica._skeleton(layouts[1])
 
 
 def test_a_refusal_names_the_node_and_the_operator() -> None:

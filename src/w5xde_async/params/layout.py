@@ -34,7 +34,11 @@ from w5xde_async.errors import MalformedFrame
 __all__ = ["ALIGN_BYTES", "Bucket", "Entry", "Group", "Layout", "named_state"]
 
 ALIGN_BYTES = 64
-_MAX_BUCKETS = 1 << 20  # of a layout that came over a network
+# Of a layout that came over a network:
+_MAX_BUCKETS = 1 << 20
+_MAX_ENTRIES = 1 << 17
+_MAX_NAME_PARTS = 1 << 20  # of all names together; each may become a module
+_MAX_AXES, _MAX_EXTENT = 64, 1 << 48
 _ROLES = ("grad", "mean", "max", "frozen")
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -203,15 +207,24 @@ class Layout:
     def parse(cls, described: bytes) -> Layout:
         """Rebuild from ``describe``. Raises MalformedFrame for anything else."""
         try:
+            if described.count(b",") > 16 * _MAX_ENTRIES:  # as many objects as there are, before they are made
+                raise ValueError(f"more than {_MAX_ENTRIES} entries in the layout")
             document: Any = json.loads(described)
+            if len(document["entries"]) > _MAX_ENTRIES:
+                raise ValueError(f"more than {_MAX_ENTRIES} entries in the layout")
             staged = []
+            num_parts = 0
             for names, role, dtype, shape in document["entries"]:
                 known = getattr(torch, dtype) if isinstance(dtype, str) and dtype.isidentifier() else None
                 if role not in _ROLES or not isinstance(known, torch.dtype) or not names:
                     raise ValueError("an entry of the layout")
-                if not all(type(extent) is int and extent >= 0 for extent in shape):
+                if len(shape) > _MAX_AXES or not all(type(e) is int and 0 <= e <= _MAX_EXTENT for e in shape):
                     raise ValueError("a shape of the layout")
-                staged.append((tuple(map(str, names)), role, known, tuple(shape)))
+                names = tuple(map(str, names))
+                num_parts += sum(name.count(".") + 1 for name in names)
+                if num_parts > _MAX_NAME_PARTS:
+                    raise ValueError(f"the layout's names have more than {_MAX_NAME_PARTS} parts")
+                staged.append((names, role, known, tuple(shape)))
             bucket_bytes = document["bucket_bytes"]
             if type(bucket_bytes) is not int or bucket_bytes < ALIGN_BYTES:
                 raise ValueError("bucket_bytes of the layout")

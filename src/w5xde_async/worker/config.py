@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.errors import UsageError
 from w5xde_async.net.tls import TlsFiles
 
@@ -31,7 +31,8 @@ class WorkerConfig:
     lifetime_s        leave in good order after that long (a spot instance's hour)
     grace_s           asked to leave, it finishes the lease under way within that long or gives it back
     data_dir          where what a lossy codec has left out is kept when the worker leaves in good order, for the next
-                      that joins the same run with this directory; None: it is dropped, and the log says how much
+                      that joins the same run with this directory, which several workers may share; None: it is dropped,
+                      and the log says how much
     memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
     """
 
@@ -49,7 +50,7 @@ class WorkerConfig:
     lifetime_s: float | None = None
     grace_s: float = 25.0
     data_dir: Path | None = None
-    memory_limit_bytes: int = field(default_factory=lambda: _quarter_of_memory())
+    memory_limit_bytes: int = field(default_factory=lambda: max(64 << 20, _MEMORY_BYTES // 4))
 
     def __post_init__(self) -> None:
         def need(holds: bool, text: str) -> None:
@@ -72,8 +73,4 @@ class WorkerConfig:
         need(kind in ("auto", "cpu", "cuda", "mps"), f"device is {self.device!r}; give auto, cpu, cuda, cuda:N or mps")
 
 
-def _quarter_of_memory() -> int:
-    try:
-        return max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-    except (AttributeError, ValueError, OSError):  # not on Windows
-        return 4 << 30
+_MEMORY_BYTES = machine_memory_bytes()  # read here, since it reads files and configs are made on event loops

@@ -252,7 +252,7 @@ class _Reader:
     def __init__(self, layout: Layout, names: Sequence[str], constants: Sequence[Tensor], num_metrics: int) -> None:
         self._layout, self._names, self._constants, self._num_metrics = layout, names, constants, num_metrics
         self._kinds: list[Any] = []  # a kind; a tuple of them for several results; None for none
-        self._roots: list[frozenset[int]] = []  # values of others that it may be a view of
+        self._roots: list[int | None] = []  # the first value that is not ours to write and that it may be a view of
 
     def graph(self, raw: Any) -> Graph:
         _need(_tuple(raw, 3) and len(raw) == 3, "a graph does not have three parts")
@@ -262,9 +262,9 @@ class _Reader:
         entries = self._layout.entries
         for index, entry in enumerate(entries):
             self._kinds.append("Tensor")
-            self._roots.append(frozenset() if entry.role in ("mean", "max") else frozenset((index,)))
+            self._roots.append(None if entry.role in ("mean", "max") else index)
         for _ in range(len(inputs) + len(self._constants)):
-            self._roots.append(frozenset((len(self._kinds),)))
+            self._roots.append(len(self._kinds))
             self._kinds.append("Tensor")
         made_nodes = []
         for number, raw_node in enumerate(nodes):
@@ -325,8 +325,9 @@ class _Reader:
             _need(pair[0] in by_name, f"it has no argument {pair[0]!r:.40}")
             _need(pair[0] not in given, f"argument {pair[0]} comes twice")
             given[pair[0]] = pair[1]
-        roots: frozenset[int] = frozenset()
+        roots: list[int] = []
         made = {}
+        tensors = 0
         for parameter in operator.parameters:
             if parameter.name not in given:
                 _need(parameter.default or parameter.optional, f"argument {parameter.name} is missing")
@@ -334,13 +335,20 @@ class _Reader:
             value = made[parameter.name] = self._argument(parameter, given[parameter.name])
             touched = [item for item in (value if type(value) is tuple else (value,)) if type(item) is Ref]
             for item in touched:
-                if parameter.writes and self._roots[item.index]:
-                    raise ProgramRefused(f"it writes into {self._described(min(self._roots[item.index]))}")
-                if parameter.aliases:
-                    roots |= self._roots[item.index]
-            _need(bool(touched) or not parameter.writes or value is None, f"argument {parameter.name} is no tensor")
+                root = self._roots[item.index]
+                if parameter.writes and root is not None:
+                    raise ProgramRefused(f"it writes into {self._described(root)}")
+                if parameter.aliases and root is not None:
+                    roots.append(root)
+            if parameter.takes_tensors:
+                found = sum(self._kinds[item.index] not in ("number", None) for item in touched)
+                whole = found == (len(value) if type(value) is tuple else value is not None)
+                _need(whole or not (parameter.writes or parameter.aliases), f"argument {parameter.name} is no tensor")
+                tensors += found
+        # torch makes a tensor of a number, on the CPU: alone it would take the call off the device it is for.
+        _need(tensors > 0 or not operator.takes_tensors, "none of its arguments is a tensor")
         self._kinds.append(self._result(operator, made))
-        self._roots.append(roots)
+        self._roots.append(min(roots, default=None))
         used = [parameter.name for parameter in positional[: len(arguments)]]
         return Node(
             operator,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
 from w5xde_async.compute.program.operators import SET_GRAD, Operator
@@ -177,6 +177,8 @@ def measure(
         nonlocal total
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, Tensor):
+                if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+                    raise ValueError("its result has memory where nothing has")
                 if tensor.numel() > _MAX_ELEMENTS:
                     raise ValueError(f"a tensor of {tensor.numel()} elements")
                 storage = tensor.untyped_storage()

@@ -127,6 +127,11 @@ class Parameter:
     writes: bool
     aliases: bool
 
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether it is a tensor, several, or several results."""
+        return "Tensor" in self.kind or self.kind == "results"
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -142,6 +147,11 @@ class Operator:
         """Whether it makes tensors out of none, on a device that it is told."""
         kinds = {parameter.kind for parameter in self.parameters}
         return "Device" in kinds and "Tensor" not in kinds
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether tensors are among its arguments."""
+        return any(parameter.takes_tensors for parameter in self.parameters)
 
 
 def _number(value: Any) -> Any:
@@ -205,9 +215,10 @@ SCALARS: Mapping[str, Operator] = {
 
 
 #: They may return their argument itself, or views of it, without saying so in their schema.
-_MAY_ALIAS = frozenset(
-    ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "broadcast_tensors", "meshgrid", "einsum")
-)
+_MAY_ALIAS = frozenset((
+    "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "broadcast_tensors", "meshgrid", "einsum",
+    "type_as", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+))  # fmt: skip
 
 
 def _writes(argument: Any) -> bool:

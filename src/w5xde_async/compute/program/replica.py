@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.compute.program.form import Program
 from w5xde_async.compute.program.interpreter import Bound, bind, example, fits, measure, run
 from w5xde_async.errors import ProgramRefused
@@ -24,6 +24,7 @@ __all__ = ["ProgramStep", "Replica", "device_memory_bytes"]
 
 _PART = re.compile(r"[A-Za-z0-9_]{1,120}")
 _MAX_PARTS = 64
+_MAX_MODULES = 1 << 17  # some 2 KiB of memory each
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -126,7 +127,7 @@ class Replica:
 
 def _skeleton(layout: Layout) -> nn.Module:
     """Nested modules with the layout's parameters and buffers under all their names. Raises ProgramRefused."""
-    root = nn.Module()
+    root, num_modules = nn.Module(), 0
     for entry in layout.entries:
         tensor = torch.zeros(entry.shape, dtype=entry.dtype)
         parameter = (
@@ -140,6 +141,9 @@ def _skeleton(layout: Layout) -> nn.Module:
                 owner = root
                 for part in parts[:-1]:
                     if part not in owner._modules:
+                        num_modules += 1
+                        if num_modules > _MAX_MODULES:
+                            raise ProgramRefused(f"the model has more than {_MAX_MODULES} modules")
                         owner.add_module(part, nn.Module())
                     owner = owner.get_submodule(part)
                 if parameter is not None:
@@ -155,7 +159,4 @@ def device_memory_bytes(device: torch.device) -> int:
     """All memory of a device, or of this machine where it is the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on Windows
-        return 16 << 30
+    return machine_memory_bytes()
