@@ -208,6 +208,15 @@ def test_a_worker_needs_a_server() -> None:
     assert "--server is missing" in complaint(program=WorkerSettings)
 
 
+def test_a_join_string_is_no_server() -> None:
+    """Whoever lists the machine's processes would read its secret."""
+    told = f"w5xde://the-secret@here:1?cert=sha256:{'0' * 64}"
+    with pytest.raises(UsageError, match="--join-file") as caught:
+        read(WorkerSettings, ("--server", told), prog="worker")[0].where()
+    assert "the-secret" not in str(caught.value)
+    assert worker().where() == "here:1"
+
+
 # -- help
 
 

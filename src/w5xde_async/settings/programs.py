@@ -438,6 +438,11 @@ class WorkerSettings(Program):
             place, text = "W5XDE_JOIN or --join", self.join
         else:
             assert self.server is not None
+            if "://" in self.server:  # every user of the machine reads arguments
+                raise UsageError(
+                    "--server takes host:port; put a join string into a file of mode 0600 and give --join-file, or "
+                    "into W5XDE_JOIN"
+                )
             return self.server
         Invitation.parse(text, place=place)
         return text
