@@ -22,11 +22,12 @@ from torch import Tensor
 
 from w5xde_async.errors import JobError
 from w5xde_async.params.flat import FlatState, ResultVector
-from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.layout import Layout
 from w5xde_async.plan.stream import DoneSteps
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
 from w5xde_async.updates.averages import Average, RadialDirectionalAverage, WeightedMean
+from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.compensation import CompensationConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule
@@ -94,20 +95,22 @@ class _Buffers:
     """Means and maxima of buffers over the contributions since the last commit."""
 
     def __init__(self, layout: Layout, state: FlatState) -> None:
-        self._state = state
-        self._buckets: list[Bucket] = [b for b in layout.result_buckets if layout.groups[b.group].role != "grad"]
-        self._roles = {b.index: layout.groups[b.group].role for b in self._buckets}
+        self._state = BufferState(layout, state)
         self._sums: dict[int, Tensor] = {}
         self._samples: dict[int, int] = {}
 
     def add(self, given: Contribution) -> None:
-        for bucket in self._buckets:
+    def refusal(self, given: Contribution) -> str:
+        """Why the contribution's buffers do not count; "" where they do."""
+        return self._state.implausible(given.vector, given.present, given.samples)
+
+        for bucket in self._state.buckets:
             if not given.present[bucket.index]:
                 continue
             piece, known = given.vector.buckets[bucket.index], self._sums.get(bucket.index)
             if known is None:
                 self._sums[bucket.index] = piece.clone()
-            elif self._roles[bucket.index] == "max":
+            elif self._state.roles[bucket.index] == "max":
                 torch.maximum(known, piece, out=known)
             else:
                 known.add_(piece)
@@ -115,15 +118,10 @@ class _Buffers:
 
     def apply(self) -> list[int]:
         """Put them into the state; the buckets that changed."""
-        for bucket in self._buckets:
+        for bucket in self._state.buckets:
             value = self._sums.get(bucket.index)
-            if value is None:
-                continue
-            mine = self._state.bucket(bucket)
-            if self._roles[bucket.index] == "max":
-                mine.copy_(torch.where(value == torch.iinfo(torch.int64).min, mine.to(torch.int64), value))
-            else:
-                mine.copy_(mine.float().add_(value.div_(self._samples[bucket.index])))
+            if value is not None:
+                self._state.write(bucket, value, self._samples[bucket.index])
         changed = list(self._sums)
         self._sums, self._samples = {}, {}
         return changed
@@ -161,7 +159,10 @@ class OuterRule(ABC):
     @torch.no_grad()
     def offer(self, given: Contribution) -> Outcome:
         """Count it, or say why not. Steps of an accepted one are done."""
-        outcome = self._offer(given, self._staleness(given))
+        if reason := self._buffers.refusal(given):
+            outcome = Outcome(verdict=VerdictCode.REJECTED, reason=reason)
+        else:
+            outcome = self._offer(given, self._staleness(given))
         if outcome.accepted:
             self._buffers.add(given)
         if outcome.accepted or self.once:

@@ -5,7 +5,8 @@ bits as one process that does the same leaves in tree order, whatever the worker
 
 Before anything is applied the gradient is checked to be finite. A step that is not is skipped: parameters, buffers,
 optimizer and scheduler stay as they are and, under fp16, the loss scale is halved (dynamic loss scaling: Micikevicius
-et al. 2018, section 3.2; grown after ``growth_interval`` good steps, as torch.amp.GradScaler does).
+et al. 2018, section 3.2; grown after ``growth_interval`` good steps, as torch.amp.GradScaler does). Elements of buffers
+whose new value is not plausible (``updates.buffers``) stay as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from w5xde_async.errors import JobError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.updates.buffers import BufferState
 
 __all__ = ["Applied", "LossScale", "SyncRule"]
 
@@ -72,7 +74,7 @@ class SyncRule:
         scale: LossScale | None = None,
     ) -> None:
         """``clip``: the largest global norm of a gradient. ``scheduler`` is stepped after every optimizer step."""
-        self.layout, self._state = layout, state
+        self.layout, self._buffers = layout, BufferState(layout, state)
         tensors: list[Any] = list(state_of(model, layout))
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
@@ -130,15 +132,9 @@ class SyncRule:
                 self.scheduler.step()
         self._forget_gradients()
         changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
-        for bucket in buckets:
-            role = self.layout.groups[bucket.group].role
-            if role != "grad" and present[bucket.index]:
-                mine, result = self._state.bucket(bucket), root.buckets[bucket.index]
-                if role == "mean":
-                    mine.copy_(mine.float().add_(result.div_(samples)))
-                else:
-                    # Entries that no leaf changed hold the maximum's neutral element.
-                    mine.copy_(torch.where(result == torch.iinfo(torch.int64).min, mine.to(torch.int64), result))
+        for bucket in self._buffers.buckets:
+            if present[bucket.index]:
+                self._buffers.write(bucket, root.buckets[bucket.index], samples)
                 changed.append(bucket.index)
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
 

@@ -1,0 +1,77 @@
+"""What becomes of a model's buffers: changes that are finite, counters that have grown as far as they can have.
+
+Means of floating buffers and maxima of integer ones come from workers as gradients do, but pass no gate: one NaN in a
+running mean would stay for good, and so would one counter of 2^62. Every rule asks here. Values that are plausible are
+written as they came, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Bucket, Layout
+
+__all__ = ["BufferState"]
+
+_UNCHANGED = torch.iinfo(torch.int64).min  # the maximum's neutral element
+_COUNTER = "num_batches_tracked"
+_CALLS = 1024  # of one layer, at most, for one sample
+
+
+class BufferState:
+    """The buffers of ``state``."""
+
+    def __init__(self, layout: Layout, state: FlatState) -> None:
+        self._state = state
+        self.roles = {b.index: layout.groups[b.group].role for b in layout.result_buckets}
+        self.buckets: list[Bucket] = [b for b in layout.result_buckets if self.roles[b.index] != "grad"]
+        self._counters: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            entries = [layout.entries[index] for index in bucket.entries]
+            at = [e.offset - bucket.offset for e in entries if e.name.rpartition(".")[2] == _COUNTER and e.numel == 1]
+            if at and self.roles[bucket.index] == "max":
+                self._counters[bucket.index] = torch.tensor(at)
+
+    def implausible(self, vector: ResultVector, present: Sequence[bool], samples: int) -> str:
+        """What is wrong with a result's buffers, "" where nothing is. Elements that cannot have a change lose theirs.
+
+        Those are the ones whose own value is not finite: no honest worker has a finite difference from them either.
+        """
+        for bucket in self.buckets:
+            if not present[bucket.index]:
+                continue
+            piece = vector.buckets[bucket.index]
+            if self.roles[bucket.index] == "max":
+                if self._overgrown(bucket, piece, samples) is not None:
+                    return "a counter of batches has grown by more than its samples allow"
+            elif not bool((known := torch.isfinite(piece)).all()):
+                if bool((torch.isfinite(self._state.bucket(bucket)) & ~known).any()):
+                    return "its buffers are not finite"
+                piece.masked_fill_(~known, 0.0)
+        return ""
+
+    def write(self, bucket: Bucket, result: Tensor, samples: int) -> None:
+        """Put a sum of changes, or a maximum, of so many samples into the state. ``result`` is used up."""
+        mine = self._state.bucket(bucket)
+        if self.roles[bucket.index] == "mean":
+            value = (mine.float() + result.div_(samples)).to(mine.dtype)
+            finite = torch.isfinite(value)
+            mine.copy_(value if bool(finite.all()) else torch.where(finite, value, mine))
+            return
+        over = self._overgrown(bucket, result, samples)
+        if over is not None:
+            result[over] = _UNCHANGED
+        # Entries that no leaf changed hold the maximum's neutral element.
+        mine.copy_(torch.where(result == _UNCHANGED, mine.to(torch.int64), result))
+
+    def _overgrown(self, bucket: Bucket, result: Tensor, samples: int) -> Tensor | None:
+        """Where counters of batches have grown too far; None where none has."""
+        at = self._counters.get(bucket.index)
+        if at is None:
+            return None
+        over = result[at] > self._state.bucket(bucket)[at].to(torch.int64) + _CALLS * max(samples, 1)
+        return at[over] if bool(over.any()) else None
