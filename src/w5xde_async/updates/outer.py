@@ -99,11 +99,11 @@ class _Buffers:
         self._sums: dict[int, Tensor] = {}
         self._samples: dict[int, int] = {}
 
-    def add(self, given: Contribution) -> None:
     def refusal(self, given: Contribution) -> str:
         """Why the contribution's buffers do not count; "" where they do."""
         return self._state.implausible(given.vector, given.present, given.samples)
 
+    def add(self, given: Contribution) -> None:
         for bucket in self._state.buckets:
             if not given.present[bucket.index]:
                 continue
