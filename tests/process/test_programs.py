@@ -157,6 +157,21 @@ def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp
     assert second.last("run_finished")["metrics"]["accuracy"] >= 0.95
 
 
+def test_what_local_workers_left_out_outlives_ctrl_c(start: Callable[..., Program], tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    command = coordinate(
+        DIGITS, tmp_path / "digits", "--workers", "2", "--log", "verbose", "--max-steps", "200", "--codec", "topk:0.1",
+        "--data-dir", str(kept),
+    )  # fmt: skip
+    first = start(*command)
+    first.wait_for("step_committed", step=30)
+    first.signal(signal.SIGINT)
+    assert first.finish() == ExitCode.OK
+    assert {path.name.split("-")[2] for path in kept.iterdir()} == {"local0", "local1"}
+    assert start(*command).finish() == ExitCode.OK
+    assert not list(kept.iterdir())  # taken up by the next ones, and of no use after the end
+
+
 def test_a_second_ctrl_c_ends_everything_at_once(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
     program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1", "--grace", "100"))
     program.wait_for("worker_joined")

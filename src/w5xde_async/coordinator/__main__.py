@@ -106,7 +106,8 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
                 workers = LocalWorkers(
                     settings.workers, address=format_address(host, coordinator.port), reference=reference,
                     threads=settings.worker_threads or 1, token=token, join=coordinator.local_join,
-                    config_path=settings.config, grace_s=config.grace_s + 2.0, on_all_lost=all_lost,
+                    config_path=settings.config, data_dir=settings.data_dir, grace_s=config.grace_s + 2.0,
+                    on_all_lost=all_lost,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
             result = await coordinator.wait()

@@ -40,7 +40,7 @@ class LocalWorkers:
     """``count`` worker processes for the coordinator at ``address``.
 
     ``reference`` "" starts them without the job's code. ``devices`` are dealt out in turn; none: the worker's choice.
-    ``join`` is a join string, to be used in place of ``address`` and ``token``.
+    ``join`` is a join string, to be used in place of ``address`` and ``token``. ``data_dir`` is for all of them.
     ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
     """
 
@@ -55,6 +55,7 @@ class LocalWorkers:
         token: str = "",
         join: str = "",
         config_path: Path | None = None,
+        data_dir: Path | None = None,
         grace_s: float = 10.0,
         on_all_lost: Callable[[str], None] | None = None,
     ) -> None:
@@ -62,7 +63,7 @@ class LocalWorkers:
         self._address, self._reference, self._threads = address, reference, threads
         self._devices = devices
         self._token, self._join = token, join
-        self._config_path, self._grace_s = config_path, grace_s
+        self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
         self._on_all_lost = on_all_lost
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
@@ -155,6 +156,8 @@ class LocalWorkers:
             command += ["--server", self._address]
         if self._config_path is not None:
             command += ["--config", str(self._config_path)]
+        if self._data_dir is not None:
+            command += ["--data-dir", str(self._data_dir)]
         # The child's environment is ours with this run's token in place of wherever ours came from.
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         if self._join:

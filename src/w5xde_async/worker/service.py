@@ -18,6 +18,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import stamina
@@ -50,7 +51,7 @@ from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.coded import CodedServing
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.joining import Joined, fetch_program, join
-from w5xde_async.worker.residuals import keep, take_up
+from w5xde_async.worker.residuals import forget, keep, take_up
 from w5xde_async.worker.serving import Departure, RunFailed, Serving
 from w5xde_async.worker.uplink import Uplink
 
@@ -136,16 +137,16 @@ class Worker:
             while True:
                 departure = await self._one_connection()
                 if departure is not None:
-                    if departure is Departure.FINISHED:
+                    if departure is Departure.FINISHED and self._uplink is not None:
                         self._uplink = None  # nobody has a use for what was left out any more
+                        await loop.run_in_executor(None, forget, self.config.data_dir, str(self._uplink_key[0]))
                     self._kept_in = self.config.data_dir
                     return departure
         finally:
             if lifetime is not None:
                 lifetime.cancel()
             if self._uplink is not None:
-                run_id = str(self._uplink_key[0])
-                await loop.run_in_executor(None, keep, self._uplink, self._kept_in, run_id)
+                await loop.run_in_executor(None, partial(keep, self._uplink, self._kept_in, **self._whose()))
             if self._engine is not None:
                 await loop.run_in_executor(self._compute, self._engine.close)
             await loop.run_in_executor(None, self._compute.shutdown)
@@ -292,8 +293,11 @@ class Worker:
         self._uplink_key = key
         uplink = Uplink(layout, codec(welcome.codec), feedback=welcome.feedback)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, take_up, uplink, self.config.data_dir, welcome.run_id)
+        await loop.run_in_executor(None, partial(take_up, uplink, self.config.data_dir, **self._whose()))
         return uplink
+
+    def _whose(self) -> dict[str, str]:
+        return {"run_id": str(self._uplink_key[0]), "name": self.name, "worker_id": self.worker_id}
 
     # -- the model -----------------------------------------------------------------------------------------
 
