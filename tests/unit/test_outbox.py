@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from w5xde_async.net.memory import memory_pair
 from w5xde_async.net.outbox import Outbox
@@ -48,6 +53,28 @@ async def test_what_is_being_sent_still_counts():
     await asyncio.gather(sending, return_exceptions=True)
     near.abort()
     far.abort()
+
+
+async def test_what_the_kernel_takes_at_once_says_nothing_of_the_line(monkeypatch: pytest.MonkeyPatch):
+    """A second for each send: of three, the first fits, half of the second does, and the rest waits for the line."""
+    monkeypatch.setattr("w5xde_async.net.outbox.BUFFER_BYTES", 3 << 19)
+    ticks = itertools.count()
+
+    async def send(chunks: list[bytes]) -> None:
+        await asyncio.sleep(0)
+
+    link: Any = SimpleNamespace(send=send)
+    outbox = Outbox(link, clock=lambda: float(next(ticks)))
+    sending = asyncio.create_task(outbox.run())
+    for turn in (1, 2):
+        for _ in range(3):
+            outbox.post([bytes(1 << 20)])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert outbox.idle
+        assert (outbox.paced_bytes, outbox.paced_s, outbox.sending_s) == (turn * (3 << 19), 2.0 * turn, 3.0 * turn)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
 
 
 async def test_versions_overtake_each_other():

@@ -8,7 +8,7 @@ import pytest
 
 from w5xde_async.codecs.codec import Form
 from w5xde_async.codecs.registry import codec
-from w5xde_async.plan.tuning import CODECS, LADDER, Choice, Figures, Situation, Tuner, TuningConfig, choose
+from w5xde_async.plan.tuning import CODECS, LADDER, PAIRS, Choice, Figures, Situation, Tuner, TuningConfig, choose
 
 GPT_VALUES = 10_900_000
 
@@ -119,6 +119,20 @@ def test_figures_that_cannot_be_are_refused() -> None:
             Figures(**{"batch_s": 1.0, "up_bytes_s": 1.0, "down_bytes_s": 1.0, "round_trip_s": 0.0, **wrong})
     with pytest.raises(ValueError, match="workers"):
         situation()
+
+
+def test_only_what_is_possible_is_chosen() -> None:
+    network = NETWORKS["100/40"]
+    assert choose(network).update == "streaming"
+    without = choose(network, possible={pair for pair in PAIRS if pair[0] != "streaming"})
+    assert without.update == "local"
+    few = choose(network, possible={("sync", "int8")})
+    assert (few.update, few.codec) == ("sync", "int8")
+    none = choose(network, possible=set())
+    assert (none.update, none.codec) == ("sync", "raw")
+    assert "nothing better fits this job" in none.reason
+    tuner = Tuner(choose(network, possible={("local", "int8")}), possible={("local", "int8")})
+    assert {choice.codec for choice in looks(tuner, NETWORKS["20/100"], 10)} <= {"int8"}
 
 
 # -- looking again

@@ -80,7 +80,7 @@ class Assigning(Hosting):
         self._open_ahead(len(ready))
         now = self.clock()
         self._forget_leases()
-        for room in range(self.config.pacing.leases_ahead):
+        for room in range(self.pacing.config.leases_ahead):
             for worker in ready:
                 if only is None or worker == only:
                     self._grant(worker, ready, room, now)
@@ -94,7 +94,7 @@ class Assigning(Hosting):
         """Have the data of the next steps read."""
         if self._stopping:
             return
-        for step in self.ledger.upcoming(num_workers * self.config.pacing.leases_ahead + 1):
+        for step in self.ledger.upcoming(num_workers * self.pacing.config.leases_ahead + 1):
             if step not in self._plans:
                 plan = self._plans[step] = self.sampler.plan(step)
                 self.loader.open(plan)

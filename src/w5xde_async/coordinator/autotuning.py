@@ -6,12 +6,13 @@ service begins the next phase of the run with it. Under every rule codec and H a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.training import Training
-from w5xde_async.plan.tuning import Choice, Figures, Situation, Tuner, choose
+from w5xde_async.plan.tuning import PAIRS, Choice, Figures, Situation, Tuner, choose
 from w5xde_async.updates.config import UpdateConfig
 
 __all__ = ["Autotuning", "chosen"]
@@ -20,6 +21,7 @@ _PROBE_STEPS = 3
 _PROBE_S = 5.0  # of a step: then one is enough
 _LEAST_S = 1e-6
 _SHORT_ROUND = 100  # own steps
+_ENOUGH_BYTES = 64 << 10  # to measure a rate anew
 
 
 def chosen(choice: Choice, update: UpdateConfig) -> UpdateConfig:
@@ -33,25 +35,61 @@ def chosen(choice: Choice, update: UpdateConfig) -> UpdateConfig:
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Rate:
+    """Bytes per second of one way, from counters of bytes and of seconds that begin anew with each link."""
+
+    session: Session | None = None
+    counted: tuple[int, float] = (0, 0.0)
+    bytes_s: float | None = None
+
+    def look(self, session: Session, nbytes: int, seconds: float) -> None:
+        """Measure anew where enough has passed since the last time; else what was known stays."""
+        if session is not self.session:
+            self.session, self.counted = session, (0, 0.0)
+        passed = nbytes - self.counted[0]
+        if passed >= (1 if self.bytes_s is None else _ENOUGH_BYTES):
+            self.bytes_s = passed / max(seconds - self.counted[1], _LEAST_S)
+            self.counted = nbytes, seconds
+
+
 class Autotuning:
     """Watches the commits of one run. ``tell`` gets a sentence for people."""
 
-    def __init__(self, batch_leaves: int, tell: Callable[[str], None]) -> None:
-        self._batch_leaves, self._tell = batch_leaves, tell
+    def __init__(
+        self, batch_leaves: int, tell: Callable[[str], None], possible: Collection[tuple[str, str]] = PAIRS
+    ) -> None:
+        """``possible``: rules and codecs that job and settings go with."""
+        self._batch_leaves, self._tell, self._possible = batch_leaves, tell, set(possible)
         self._commits, self._last = 0, 0.0
-        self._seen: dict[str, tuple[int, float, int, float]] = {}  # worker -> bytes and seconds up, and down
+        self._rates: dict[str, tuple[_Rate, _Rate]] = {}  # worker -> up and down
         self._tuner: Tuner | None = None
         self.choice: Choice | None = None  #: what the first steps have shown; None while they go on
 
     def resume(self, update: UpdateConfig, step: int) -> None:
         """The run goes on from ``step`` by what was chosen before."""
         if step and update.rule != "sync":
-            choice = Choice(
-                update=update.rule, codec=update.codec, downlink=update.downlink_codec.name,
-                inner_steps=update.inner_steps, fragments=update.fragments, delay=update.overlap, leases_ahead=2,
-                utilization=0.0, reason="as before",
-            )  # fmt: skip
-            self.choice, self._tuner = choice, Tuner(choice)
+            self._keep(update)
+
+    def stay(self, update: UpdateConfig) -> None:
+        """What was chosen cannot be: it is not chosen again, and the run goes on by ``update`` as before."""
+        if self.choice is not None:
+            self._possible.discard((self.choice.update, self.choice.codec))
+        self._keep(update)
+
+    def _keep(self, update: UpdateConfig) -> None:
+        choice = Choice(
+            update=update.rule, codec=update.codec, downlink=update.downlink_codec.name,
+            inner_steps=update.inner_steps if update.local else 0, fragments=update.fragments, delay=update.overlap,
+            leases_ahead=2, utilization=0.0, reason="as before",
+        )  # fmt: skip
+        self.choice, self._tuner = choice, Tuner(choice, possible=self._possible)
+
+    def lead(self, training: Training | Rounds) -> None:
+        """Have as many leases sent ahead as the choice asks for, and no fewer than the settings do."""
+        if self.choice is not None:
+            ahead = max(self.choice.leases_ahead, training.config.pacing.leases_ahead)
+            training.pacing.config = replace(training.pacing.config, leases_ahead=ahead)
 
     def after_commit(self, training: Training | Rounds) -> bool:
         """Look at the links. True where the run is to go on by another rule or form of results: ``choice``."""
@@ -65,10 +103,13 @@ class Autotuning:
         situation = self.situation(training)
         if situation is None:
             return False
-        self.choice = choose(situation)
-        self._tuner = Tuner(self.choice)
+        self.choice = choose(situation, possible=self._possible)
+        self._tuner = Tuner(self.choice, possible=self._possible)
         self._tell(f"auto: {self.choice.reason}")
-        return self.changes(training)
+        if self.changes(training):
+            return True
+        self.lead(training)
+        return False
 
     def changes(self, training: Training | Rounds) -> bool:
         """Whether the choice needs another kind of training than this one."""
@@ -89,34 +130,37 @@ class Autotuning:
         if self.changes(training):
             return True
         training.retune(found.codec, found.downlink, found.inner_steps)
+        self.lead(training)
         return False
 
     def situation(self, training: Training | Rounds) -> Situation | None:
-        """Figures of all workers since the last time; None where one has none."""
+        """Figures of all workers, as new as there are; None where one has none yet.
+
+        Up, the bytes of results over the time that each was on its way. Down, what the kernel could not take at once;
+        a model that it takes whole shows nothing, and the line is taken to be as fast down as up.
+        """
         layout = training.layout
         figures = []
         for worker, session in training.sessions.items():
             leaf_s = training.pacing.leaf_s(worker)
-            known = self._seen.get(worker, (0, 0.0, 0, 0.0))
-            now = (
-                session.link.bytes_received, session.receiving_s, session.link.bytes_sent, session.outbox.sending_s,
-            )  # fmt: skip
-            if any(new < old for new, old in zip(now, known, strict=True)):
-                known = (0, 0.0, 0, 0.0)  # it has connected anew
-            if leaf_s is None or now[0] == known[0] or now[2] == known[2]:
+            up, down = self._rates.setdefault(worker, (_Rate(), _Rate()))
+            up.look(session, session.result_bytes, session.receiving_s)
+            down.look(session, session.outbox.paced_bytes, session.outbox.paced_s)
+            if leaf_s is None or up.bytes_s is None:
                 return None
-            self._seen[worker] = now
             link = session.link.figures
             figures.append(
                 Figures(
                     batch_s=max(leaf_s * (self._batch_leaves if isinstance(training, Training) else 1), _LEAST_S),
-                    up_bytes_s=(now[0] - known[0]) / max(now[1] - known[1], _LEAST_S),
-                    down_bytes_s=(now[2] - known[2]) / max(now[3] - known[3], _LEAST_S),
+                    up_bytes_s=up.bytes_s,
+                    down_bytes_s=down.bytes_s or up.bytes_s,
                     round_trip_s=0.0 if link is None else link.rtt_s,
                 )
             )
         if not figures:
             return None
+        if len(self._rates) > 2 * len(figures) + 64:
+            self._rates = {worker: self._rates[worker] for worker in training.sessions}
         trained = [bucket for bucket in layout.result_buckets if layout.groups[bucket.group].role == "grad"]
         return Situation(
             num_values=sum(bucket.numel for bucket in trained), batch_bytes=training.loader.leaf_bytes,

@@ -101,7 +101,7 @@ class Dispatch:
 
     def _grant(self, workers: Sequence[str], steps: Sequence[int], now: float, hungry: Sequence[str]) -> None:
         ledger, unequal = self._ledger, self._pacing.unequal(workers)
-        for room in range(self._config.pacing.leases_ahead):
+        for room in range(self._pacing.config.leases_ahead):
             for worker in hungry:
                 for step in steps:
                     # Leases of a later step do not count: what an earlier one needs now must find a place.

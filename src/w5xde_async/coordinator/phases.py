@@ -20,8 +20,9 @@ from w5xde_async.coordinator.making import make_training
 from w5xde_async.coordinator.preparation import Prepared, change_rule
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
+from w5xde_async.errors import JobError, UsageError
+from w5xde_async.plan.tuning import Choice
 from w5xde_async.telemetry.events import Bus, Warned
-from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
 __all__ = ["Phases", "gone"]
@@ -50,7 +51,7 @@ class Phases:
         self.following = Following(prepared, self.training, self.config, bus)
         if config.auto:
             leaves = prepared.sampler.plan(0).num_leaves
-            self._tuning = Autotuning(leaves, lambda text: bus.publish(Warned(text=text)))
+            self._tuning = Autotuning(leaves, lambda text: bus.publish(Warned(text=text)), prepared.possible)
             self._tuning.resume(prepared.update, prepared.first_step)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
@@ -74,7 +75,7 @@ class Phases:
             more = tuning is not None and not self._stopping and training.progress < training.total_steps
             if tuning is None or not more or tuning.choice is None or not tuning.changes(training):
                 return
-            await self._change(chosen(tuning.choice, self.config.update))
+            await self._change(tuning, tuning.choice)
 
     def stop(self) -> None:
         """End in good order."""
@@ -94,11 +95,16 @@ class Phases:
             prefetch_leaves=config.prefetch_leaves, reference=self._reference or None,
         )  # fmt: skip
         training = make_training(prepared, loader, self._name, config, self._bus)
+        if self._tuning is not None:
+            self._tuning.lead(training)
         training.on_quarantine = lambda worker, reason: self.on_quarantine(worker, reason)
         return training
 
-    async def _change(self, update: UpdateConfig) -> None:
-        """Go on by another rule. Every lease was given back; workers connect anew."""
+    async def _change(self, tuning: Autotuning, choice: Choice) -> None:
+        """Go on by another rule, or by this one where the job turns out not to fit the other.
+
+        Every lease was given back; workers connect anew.
+        """
         before, following = self.training, self.following
         before.say_goodbye(ByeCode.STOPPING, "the update rule changes; join again")
         await gone(before)
@@ -106,11 +112,17 @@ class Phases:
             session.abort("it did not leave when the update rule changed")
             await session.ended.wait()
         await following.settle()
-        await before.aclose()
         step, samples = before.progress, before.samples_applied
-        await asyncio.get_running_loop().run_in_executor(
-            None, change_rule, self._prepared, self.config, update, step, samples
-        )
+        try:
+            update = chosen(choice, self.config.update)
+            await asyncio.get_running_loop().run_in_executor(
+                None, change_rule, self._prepared, self.config, update, step, samples
+            )
+        except (JobError, UsageError) as error:
+            self._bus.publish(Warned(text=f"auto: the run goes on as before: {error}"))
+            self._prepared.first_step, self._prepared.samples = step, samples
+            tuning.stay(self.config.update)
+        await before.aclose()
         self._prepared.loss = before.last_loss
         self.training = self._begin()
         self.training.accounts, self.training.former = before.accounts, before.totals()

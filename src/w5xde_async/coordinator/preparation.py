@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler, Steps
+from w5xde_async.plan.tuning import PAIRS
 from w5xde_async.store.checkpoint import CheckpointStore, Record, Skipped
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
@@ -39,7 +40,7 @@ from w5xde_async.telemetry.records import number
 from w5xde_async.updates.asynchronous import delay_warning
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.norm_gate import NormGateConfig
-from w5xde_async.updates.outer import OuterRule, make_rule
+from w5xde_async.updates.outer import OuterRule, check_trainable, make_rule
 from w5xde_async.updates.sync import SyncRule
 
 __all__ = ["Prepared", "change_rule", "prepare", "record_of"]
@@ -74,6 +75,7 @@ class Prepared:
     inner: bytes = b""  # and what those are: ``compute.inner``, as msgpack
     update: UpdateConfig = field(default_factory=UpdateConfig)  # what counts: ``auto`` may have chosen another
     growing: Growing | None = None  # where the batch grows
+    possible: frozenset[tuple[str, str]] = frozenset()  # rules and codecs that ``auto`` may choose
 
     @property
     def steps(self) -> Steps:
@@ -123,6 +125,8 @@ def prepare(
         program=program, untraceable=untraceable, schedule=schedule, inner=inner,
         update=config.update,
     )  # fmt: skip
+    if config.auto:
+        prepared.possible = _possible(job, config.update, model, layout, state)
     if config.target_batch is not None:
         prepared.growing = Growing(
             sampler, rule.optimizer, target=config.target_batch, patience=config.batch_patience, epochs=epochs,
@@ -160,12 +164,7 @@ def _rule(
 ) -> tuple[SyncRule | OuterRule, Schedule | None, bytes]:
     """The update rule; under rules of local steps also what workers are told of their optimizer."""
     rule = SyncRule.of(job, model, layout, state)
-    if job.precision == "fp16" and not update.plain:
-        raise JobError(
-            "precision",
-            "fp16 scales its losses by the version, which late or encoded results do not keep",
-            "use precision='bf16', or --update sync --codec raw",
-        )
+    _check_precision(job, update)
     if update.rule == "sync":
         return rule, None, b""
     gate = NormGateConfig(deviations=config.norm_gate) if config.norm_gate else None
@@ -177,6 +176,34 @@ def _rule(
     streaming = [update.fragments, update.overlap, update.mixing] if update.rule == "streaming" else None
     inner = msgpack.packb({**described, "clip": job.gradient_clip_val, "streaming": streaming})
     return outer, schedule, bytes(inner)
+
+
+def _check_precision(job: Job, update: UpdateConfig) -> None:
+    if job.precision == "fp16" and not update.plain:
+        raise JobError(
+            "precision",
+            "fp16 scales its losses by the version, which late or encoded results do not keep",
+            "use precision='bf16', or --update sync --codec raw",
+        )
+
+
+def _possible(
+    job: Job, update: UpdateConfig, model: nn.Module, layout: Layout, state: FlatState
+) -> frozenset[tuple[str, str]]:
+    """Rules and codecs of ``plan.tuning`` that this job and the other settings go with."""
+    found, optimizer = set[tuple[str, str]](), SyncRule.of(job, model, layout, state).optimizer
+    for rule, codec in PAIRS:
+        try:
+            wanted = replace(update, rule=rule, codec=codec, downlink="")
+            _check_precision(job, wanted)
+            if wanted.rule != "sync":
+                check_trainable(layout)
+            if wanted.local:
+                describe_inner(optimizer, layout, model)
+        except (JobError, UsageError):
+            continue
+        found.add((rule, codec))
+    return frozenset(found)
 
 
 def change_rule(prepared: Prepared, config: CoordinatorConfig, update: UpdateConfig, step: int, samples: int) -> None:

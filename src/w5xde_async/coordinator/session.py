@@ -99,6 +99,7 @@ class Session:
         self.state = State.GREETING
         self.receiving: int | None = None  # the lease whose result is being received into lent memory
         self.receiving_s = 0.0  # spent in the middle of receiving results
+        self.result_bytes = 0  # of those results
         self._header_at = 0.0  # when the header of the last one came
         self.current_version = -1  # the version that the host has published
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
@@ -222,6 +223,7 @@ class Session:
                 if not specs:
                     raise MalformedFrame("RESULT came without its buffer")
                 self.receiving_s += time.monotonic() - self._header_at
+                self.result_bytes += specs[0].nbytes
                 if placed is not None:
                     self._garbage = 0
                     self._host.arrived(self, message)

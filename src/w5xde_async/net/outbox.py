@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from w5xde_async.net.link import Link
+from w5xde_async.net.tuning import BUFFER_BYTES
 from w5xde_async.wire.frame import Buffer
 
 __all__ = ["Outbox"]
@@ -37,6 +38,8 @@ class Outbox:
         self._sending = False
         self.lease_bytes = 0  #: bytes of leases that wait to be sent
         self.sending_s = 0.0  #: seconds spent in the middle of sending
+        #: Bytes that the kernel could not take at once, and the seconds that those took: by them the line is known.
+        self.paced_bytes, self.paced_s = 0, 0.0
         self.num_messages = 0  #: other messages that wait, parameters not counted
 
     @property
@@ -71,10 +74,12 @@ class Outbox:
 
     async def run(self) -> None:
         """Send until cancelled. Raises LinkLost."""
+        room = BUFFER_BYTES  # what the kernel takes at once
         while True:
             if not self._items:
                 self._wake.clear()
                 await self._wake.wait()
+                room = BUFFER_BYTES
             batch: list[Buffer] = []
             notes: list[Callable[[], None]] = []
             nbytes = 0
@@ -92,6 +97,10 @@ class Outbox:
             if batch:
                 self._sending, began = True, self._clock()
                 await self._link.send(batch)
-                self._sending, self.sending_s = False, self.sending_s + self._clock() - began
+                seconds = self._clock() - began
+                self._sending, self.sending_s = False, self.sending_s + seconds
+                if nbytes > room:
+                    self.paced_bytes, self.paced_s = self.paced_bytes + nbytes - room, self.paced_s + seconds
+                room = max(0, room - nbytes)
             for note in notes:
                 note()

@@ -19,10 +19,21 @@ Pure: figures in, choice out; no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["CODECS", "LADDER", "Choice", "CodecCost", "Figures", "Situation", "Tuner", "TuningConfig", "choose"]
+__all__ = [
+    "CODECS",
+    "LADDER",
+    "PAIRS",
+    "Choice",
+    "CodecCost",
+    "Figures",
+    "Situation",
+    "Tuner",
+    "TuningConfig",
+    "choose",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,8 @@ LADDER: tuple[tuple[str, str, int], ...] = (
     ("streaming", "sparseloco", 200), ("local", "int4", 500), ("streaming", "int4", 500),
     ("local", "sparseloco", 500), ("streaming", "sparseloco", 500),
 )  # fmt: skip
+#: (update, codec) of all of them.
+PAIRS = frozenset((update, codec) for update, codec, _ in LADDER)
 _FULL = 0.8  # of a line that is busier fragments queue up behind each other
 _MAX_DELAY = 5  # inner steps that a streamed fragment may be late (arXiv:2501.18512)
 
@@ -121,8 +134,13 @@ class Choice:
     reason: str
 
 
-def choose(situation: Situation, config: TuningConfig | None = None) -> Choice:
-    """The gentlest choice that keeps workers busy, and why, in one sentence."""
+def choose(
+    situation: Situation, config: TuningConfig | None = None, possible: Collection[tuple[str, str]] = PAIRS
+) -> Choice:
+    """The gentlest choice that keeps workers busy, and why, in one sentence.
+
+    ``possible``: (update, codec) that the job and its other settings go with. Exact sync always does.
+    """
     config = config or TuningConfig()
     exact = _predict(situation, "sync", "raw", 0)
     seconds = _network_s(situation, "raw")
@@ -131,7 +149,10 @@ def choose(situation: Situation, config: TuningConfig | None = None) -> Choice:
         return replace(exact, reason=reason)
     if exact.utilization >= config.exact_target:
         return replace(exact, reason=f"exact sync: workers compute {exact.utilization:.0%} of the time")
-    best = _first(list(_candidates(situation, config)), config)
+    best = _first([exact, *_candidates(situation, config, possible)], config)
+    if _rung(best) == _rung(exact):
+        reason = f"exact sync: workers compute {exact.utilization:.0%} of the time, and nothing better fits this job"
+        return replace(exact, reason=reason)
     reason = (
         f"{_named(best)}: workers compute {best.utilization:.0%} of the time; exact sync would wait "
         f"{_duration(seconds)} for the network at each step and compute {exact.utilization:.0%}"
@@ -142,14 +163,16 @@ def choose(situation: Situation, config: TuningConfig | None = None) -> Choice:
 class Tuner:
     """Looks again, under the rule of ``choice``. State: the choice and two counts of looks in a row."""
 
-    def __init__(self, choice: Choice, config: TuningConfig | None = None) -> None:
-        self.choice, self.config = choice, config or TuningConfig()
+    def __init__(
+        self, choice: Choice, config: TuningConfig | None = None, possible: Collection[tuple[str, str]] = PAIRS
+    ) -> None:
+        self.choice, self.config, self._possible = choice, config or TuningConfig(), possible
         self._short = self._long = 0
 
     def look(self, situation: Situation) -> Choice | None:
         """New figures, at a round's end or once in a while under sync; the new choice where it is time to change."""
         config, present = self.config, self.choice
-        same_rule = [c for c in _candidates(situation, config) if c.update == present.update]
+        same_rule = [c for c in _candidates(situation, config, self._possible) if c.update == present.update]
         rungs = [_rung(candidate) for candidate in same_rule]
         now = _predict(situation, *_rung(present))
         place = rungs.index(_rung(present)) if _rung(present) in rungs else len(rungs)
@@ -172,8 +195,10 @@ class Tuner:
         return self.choice
 
 
-def _candidates(situation: Situation, config: TuningConfig) -> Iterator[Choice]:
+def _candidates(situation: Situation, config: TuningConfig, possible: Collection[tuple[str, str]]) -> Iterator[Choice]:
     for update, codec, inner_steps in LADDER:
+        if (update, codec) not in possible and (update, codec) != ("sync", "raw"):
+            continue
         if inner_steps <= config.max_inner_steps and (update != "streaming" or situation.num_layers > 1):
             yield _predict(situation, update, codec, inner_steps)
 

@@ -1,0 +1,226 @@
+"""``auto``: what it measures, what it may choose, and what becomes of a choice that does not hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, Commits, settings
+from tests.support.scripted import scripted, settle
+
+from w5xde_async.coordinator import phases
+from w5xde_async.coordinator.autotuning import Autotuning
+from w5xde_async.coordinator.preparation import prepare
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job
+from w5xde_async.plan.pacing import Pacing, PacingConfig
+from w5xde_async.plan.tuning import PAIRS, Choice, Figures, Situation
+from w5xde_async.telemetry.events import StepCommitted, Warned
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import Lease
+from w5xde_async.worker.service import Worker
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def hooked() -> Job:
+    """Its optimizer has a hook, which no worker runs."""
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.05)
+        made.register_step_pre_hook(lambda *_: None)
+        return made
+
+    return replace(jobs.mlp_sgd(), optimizer=optimizer)
+
+
+SYNC = {("sync", "raw"), ("sync", "bf16"), ("sync", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("make", "update", "possible"),
+    [
+        (jobs.mlp_sgd, {}, PAIRS),
+        (hooked, {}, SYNC),
+        (jobs.odd, {}, SYNC),  # half of it is float16
+        (jobs.fp16, {}, {("sync", "raw")}),
+        (jobs.mlp_sgd, {"feedback": False}, {pair for pair in PAIRS if pair[1] != "sparseloco"}),
+        (jobs.mlp_sgd, {"rule": "async", "compensation": True}, set()),
+        (
+            jobs.mlp_sgd,
+            {"rule": "local", "average": "median"},
+            {pair for pair in PAIRS if pair[0] == "local"},
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_job_is_not_chosen(
+    make: Callable[[], Job], update: dict[str, Any], possible: set[tuple[str, str]]
+) -> None:
+    config = settings(auto=True, update=UpdateConfig(**update))
+    assert prepare(make(), config, None, lambda: "0" * 16).possible == possible
+
+
+def over_a_poor_line(self: Autotuning, training: Any) -> Situation | None:
+    """What would be measured over it, from the first results on."""
+    figures = Figures(batch_s=0.05, up_bytes_s=1e5, down_bytes_s=1e5, round_trip_s=0.24)
+    if not all(training.pacing.leaf_s(worker) for worker in training.sessions):
+        return None
+    return Situation(num_values=100_000, batch_bytes=0, num_layers=4, workers=(figures,) * 2)
+
+
+async def run(
+    make: Callable[[], Job], path: Path, config: Any = None
+) -> tuple[RunResult, Coordinator, list[StepCommitted], list[str]]:
+    commits, steps, said = Commits(), list[StepCommitted](), list[str]()
+
+    def see(event: object) -> None:
+        if isinstance(event, StepCommitted):
+            steps.append(event)
+        elif isinstance(event, Warned):
+            said.append(event.text)
+
+    commits.bus.subscribe(see)
+    config = config or settings(auto=True, min_workers=2, checkpoint_every=4)
+    async with Coordinator(make(), run_dir=path, config=config, bus=commits.bus) as coordinator:
+        tasks = [
+            asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run()) for _ in range(2)
+        ]
+        result = await coordinator.wait()
+        await asyncio.gather(*tasks)
+    return result, coordinator, steps, said
+
+
+async def test_a_job_that_local_steps_cannot_do_stays_synchronous(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Autotuning, "situation", over_a_poor_line)
+    result, coordinator, steps, _ = await run(hooked, tmp_path / "run")
+    assert result.outcome == "finished"
+    assert [step.step for step in steps] == list(range(1, result.step + 1))
+    assert coordinator._phases is not None
+    update = coordinator._phases.config.update
+    assert (update.rule, update.codec) == ("sync", "int8")  # the best of what it can do
+
+
+async def test_a_choice_that_the_job_turns_out_not_to_fit_leaves_the_run_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Autotuning, "situation", over_a_poor_line)
+    asked: list[tuple[str, str]] = []
+
+    def refuse(prepared: Any, config: Any, update: UpdateConfig, step: int, samples: int) -> None:
+        asked.append((update.rule, update.codec))
+        raise JobError("scheduler", "it sets more than learning rates")
+
+    monkeypatch.setattr(phases, "change_rule", refuse)
+    result, coordinator, steps, said = await run(jobs.mlp_sgd, tmp_path / "run")
+    assert asked[0][0] in ("local", "streaming")
+    assert result.outcome == "finished"
+    assert [step.step for step in steps] == list(range(1, result.step + 1))
+    (told, *_) = [text for text in said if text.startswith("auto: the run goes on as before")]
+    assert "it sets more than learning rates" in told
+    assert coordinator._phases is not None
+    assert coordinator._phases.config.update.plain
+    assert len(asked) == len(set(asked))  # what failed is not chosen again
+    assert (tmp_path / "run" / "checkpoints").exists()
+
+
+async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Autotuning, "situation", over_a_poor_line)
+    result, coordinator, _, _ = await run(jobs.mlp_sgd, tmp_path / "run")
+    assert result.outcome == "finished"
+    assert coordinator._training is not None
+    assert coordinator._training.config.update.rule != "sync"
+    assert coordinator._training.pacing.config.leases_ahead == 6  # a round trip of 4.8 batches, and the one at work
+
+
+async def test_more_leases_ahead_are_more_leases() -> None:
+    async with scripted(pacing=PacingConfig(leases_ahead=1, target_lease_s=0.0, min_lease_s=0.0)) as run:
+        one = await run.worker("one")
+        await one.lease()
+        assert len(one.all(Lease)) == 1
+        tuning: Any = Autotuning(4, lambda text: None)
+        tuning.choice = SimpleNamespace(leases_ahead=3)
+        tuning.lead(run.training)
+        run.training._schedule()
+        await one.lease(2)
+        await settle()
+        assert len(one.all(Lease)) == 3
+        tuning.choice = SimpleNamespace(leases_ahead=0)
+        tuning.lead(run.training)
+        assert run.training.pacing.config.leases_ahead == 1  # never fewer than the settings say
+
+
+class Line:
+    """A training of one worker, as far as its counters go."""
+
+    def __init__(self) -> None:
+        self.pacing = Pacing(PacingConfig())
+        self.pacing.observe("one", 1, 0.5)
+        self.layout = SimpleNamespace(
+            result_buckets=[SimpleNamespace(group=0, numel=10)], groups=[SimpleNamespace(role="grad")]
+        )
+        self.loader = SimpleNamespace(leaf_bytes=0)
+        self.config = settings()
+        self.connect()
+
+    def connect(self) -> None:
+        outbox = SimpleNamespace(paced_bytes=0, paced_s=0.0)
+        link = SimpleNamespace(figures=None)
+        self.session = SimpleNamespace(result_bytes=0, receiving_s=0.0, outbox=outbox, link=link)
+        self.sessions = {"one": self.session}
+
+    def results(self, nbytes: int, seconds: float) -> None:
+        self.session.result_bytes += nbytes
+        self.session.receiving_s += seconds
+
+    def parameters(self, nbytes: int, seconds: float) -> None:
+        self.session.outbox.paced_bytes += nbytes
+        self.session.outbox.paced_s += seconds
+
+
+def test_rates_are_those_of_the_last_that_could_be_measured() -> None:
+    line: Any = Line()
+    tuning = Autotuning(1, lambda text: None)
+
+    def rates() -> tuple[float, float] | None:
+        found = tuning.situation(line)
+        return None if found is None else (found.workers[0].up_bytes_s, found.workers[0].down_bytes_s)
+
+    assert rates() is None  # nothing has come
+    line.results(1_000_000, 2.0)
+    assert rates() == (500_000, 500_000)  # down, the kernel took all at once: as fast as up
+    assert rates() == (500_000, 500_000)  # nothing since: not 200 MB/s
+    line.parameters(3_000_000, 1.0)
+    assert rates() == (500_000, 3_000_000)
+    line.results(1000, 1.0)  # too little to tell
+    assert rates() == (500_000, 3_000_000)
+    line.results(99_000, 0.0)
+    assert rates() == (100_000, 3_000_000)
+    line.connect()
+    assert rates() == (100_000, 3_000_000)
+    line.results(200_000, 1.0)
+    line.parameters(70_000, 1.0)
+    assert rates() == (200_000, 70_000)
+
+
+def test_a_choice_that_failed_is_not_made_again() -> None:
+    tuning: Any = Autotuning(1, lambda text: None, {("local", "int8"), ("sync", "int8")})
+    tuning.choice = Choice(
+        update="local", codec="int8", downlink="int8", inner_steps=20, fragments=1, delay=0, leases_ahead=2,
+        utilization=0.9, reason="",
+    )  # fmt: skip
+    tuning.stay(UpdateConfig())
+    assert (tuning.choice.update, tuning.choice.codec) == ("sync", "raw")
+    assert tuning._possible == {("sync", "int8")}
