@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.errors import ExitCode, LeafFailed, UsageError, W5xdeError
+from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UsageError, W5xdeError
 from w5xde_async.net.join import Invitation
 from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, read
 
@@ -78,8 +78,17 @@ def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Call
         if "join" in given and Invitation.parse(getattr(settings, "join", ""), place="--join").secret:
             raise UsageError(_NO_JOIN_SECRET)
         body = prepare(settings, token)
+
+        async def run() -> int:
+            try:
+                return await body()
+            except DiskHangs as error:  # the loop's end, and Python's, would wait for threads that hang
+                _complain(prog, str(error), error.exit_code, as_json)
+                sys.stdout.flush()
+                os._exit(error.exit_code)
+
         with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
-            return runner.run(body())
+            return runner.run(run())
     except Answer as answer:
         _answer(answer.text)
         return ExitCode.OK
@@ -95,19 +104,18 @@ def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Call
 
 @contextmanager
 def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None = None) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls ``stop(reason)``; a SIGINT after that ends the process with 130 at once."""
+    """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once."""
     loop = asyncio.get_running_loop()
     stopping = False
 
     def received(number: signal.Signals) -> None:
         nonlocal stopping
-        if stopping and number == signal.SIGINT:
+        if stopping:
             if abandon is not None:
                 abandon()
             os._exit(ExitCode.INTERRUPTED_TWICE)
-        if not stopping:
-            stopping = True
-            stop("Ctrl-C" if number == signal.SIGINT else number.name)
+        stopping = True
+        stop("Ctrl-C" if number == signal.SIGINT else number.name)
 
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     for number in numbers:

@@ -20,6 +20,7 @@ W5xdeError
         CheckpointCorrupt   a record that does not match its own digests
         CheckpointMismatch  a whole record of another model or job
         RunDirBusy          another coordinator holds the run directory
+        DiskHangs           the end of a run waited for it in vain: end the process, threads of it may hang
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from enum import IntEnum
 __all__ = [
     "CheckpointCorrupt",
     "CheckpointMismatch",
+    "DiskHangs",
     "ExitCode",
     "FrameTooLarge",
     "JobError",
@@ -243,3 +245,14 @@ class RunDirBusy(StoreError):
     """Another coordinator holds the run directory."""
 
     exit_code = ExitCode.USAGE
+
+
+class DiskHangs(StoreError):
+    """The end of a run waited in vain, and goes on without. Fields: ``path``, ``what`` hangs."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.what = what
+        super().__init__(
+            path, f"{what} did not end in time, as where a disk hangs; what was saved before is whole, and the same "
+            "command goes on from it",
+        )  # fmt: skip

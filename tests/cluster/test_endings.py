@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support import jobs, reference
-from tests.support.cluster import settings
+from tests.support.cluster import settings, train
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import LocalError, StoreError, Unreachable, UpdateFailed
+from w5xde_async.errors import JobError, LocalError, StoreError, Unreachable, UpdateFailed
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, RunFailed, Worker
@@ -52,6 +53,43 @@ async def test_an_optimizer_that_raises_ends_the_run_and_nothing_half_updated_is
     assert record.step == 2
     assert not skipped
     assert not any(bool((tensor == 7.0).all()) for tensor in record.groups["model"].values())
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+class Hoarding(torch.optim.SGD):
+    """Makes state in its fourth step that no file can hold."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        super().step(*args, **kwargs)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 4:
+            self.state[self.param_groups[0]["params"][0]]["made by"] = object()
+
+
+@pytest.mark.parametrize("every", [3, 500])
+async def test_state_that_cannot_be_kept_ends_the_run_and_everybody_is_told(tmp_path: Path, every: int) -> None:
+    """Whether a checkpoint on the way meets it or the last one: the job is at fault, no disk."""
+    job = replace(jobs.metrics(), optimizer=lambda model: Hoarding(model.parameters(), lr=0.1))
+    coordinator = Coordinator(job, run_dir=tmp_path / "run", config=settings(checkpoint_every=every))
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=WORKER).run())
+        with pytest.raises(JobError, match=r"after step \d+ its state cannot be kept: .*made by.* builtins.object"):
+            await coordinator.wait()
+        with pytest.raises(RunFailed, match="cannot be kept"):
+            await worker
+    record, skipped = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").latest)
+    assert (None if record is None else record.step) == (3 if every == 3 else None)
+    assert not skipped
+
+
+async def test_a_learning_rate_computed_with_numpy_is_kept(tmp_path: Path) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.9) ** step if step else 1.0)
+
+    result = await train(lambda: replace(jobs.metrics(), scheduler=scheduler), run_dir=tmp_path / "run")
+    record, _ = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").latest)
+    assert record is not None
+    assert record.step == result.step
 
 
 async def test_a_last_checkpoint_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests.simulator.loop import HOST, ComputeExecutor, InlineExecutor, VirtualL
 from tests.simulator.model import IntegerEngine
 from tests.simulator.network import Network
 
-from w5xde_async.coordinator import aggregator, following, journaling, loader, phases, preparation
+from w5xde_async.coordinator import aggregator, ending, following, journaling, loader, phases, preparation
 from w5xde_async.coordinator import service as coordinator
 from w5xde_async.net import outbox
 from w5xde_async.store import checkpoint, journal, rundir
@@ -143,8 +143,8 @@ def in_virtual_world(loop: VirtualLoop, network: Network, seed: str, knobs: rand
         put(phases, "Loader", make_loader)
         put(coordinator, "ThreadPoolExecutor", inline)
         put(coordinator, "Recorder", _NoRecorder)
-        put(coordinator, "draw_loss", lambda *_: False)
-        put(coordinator, "export_model", lambda *_: 0)
+        put(ending, "draw_loss", lambda *_: False)
+        put(ending, "export_model", lambda *_, **__: 0)
         put(aggregator, "ThreadPoolExecutor", inline)
         put(following, "ThreadPoolExecutor", inline)
         put(journaling, "ThreadPoolExecutor", inline)

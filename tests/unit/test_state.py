@@ -8,6 +8,7 @@ import struct
 from collections import Counter, OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,6 +94,15 @@ def test_values_json_does_not_keep(value: object) -> None:
     assert same(through_json(value), value)
 
 
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [(np.float64(0.1), 0.1), (np.float32(0.1), float(np.float32(0.1))), (np.int64(2**62), 2**62), (np.bool_(1), True)],
+)
+def test_numpy_scalars_are_kept_as_plain_numbers(value: object, plain: object) -> None:
+    """A LambdaLR whose factor is computed with numpy leaves such a learning rate."""
+    assert same(through_json({"lr": [value]}), {"lr": [plain]})
+
+
 @pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
 def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -136,6 +146,8 @@ class Odd:
     ("tree", "place"),
     [
         ({"state": {0: {"hook": Odd()}}}, "state.0.hook"),
+        ({"lr": np.longdouble(0.1)}, "lr"),
+        ({"when": np.datetime64("2026-01-01")}, "when"),
         ({"groups": [{"fn": len}]}, "groups.0.fn"),
         ({"keys": {True: 1}}, "keys.True"),
         ({"set": {1, 2}}, "set"),

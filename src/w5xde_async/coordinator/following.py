@@ -2,8 +2,9 @@
 
 At most one of each is under way; a checkpoint that falls due meanwhile is made at the next commit, an evaluation is
 left out. A disk that fails does not end the run: it is said, once a minute as long as it lasts and whenever somebody
-asked for a checkpoint, and tried again, at first after seconds, later once a minute. A checkpoint counts only when all
-that led to it is on the disk too: its steps' lines of metrics.jsonl and, with a journal, their records.
+asked for a checkpoint, and tried again, at first after seconds, later once a minute. State that no disk could keep ends
+it. A checkpoint counts only when all that led to it is on the disk too: its steps' lines of metrics.jsonl and, with a
+journal, their records.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
 from w5xde_async.coordinator.preparation import Prepared, record_of
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import StoreError
+from w5xde_async.errors import JobError, StoreError, W5xdeError
 from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.checkpoint import Record, SavedCheckpoint
@@ -39,7 +40,7 @@ class Following:
     def __init__(self, prepared: Prepared, training: Training | Rounds, config: CoordinatorConfig, bus: Bus) -> None:
         self._prepared, self._training, self._config, self._bus = prepared, training, config, bus
         self.metrics: dict[str, float] = {}
-        self.save_error: StoreError | None = None
+        self.save_error: W5xdeError | None = None
         self._wanted = self._asked = False
         self.before_save: Callable[[], None] = lambda: None  # blocks; runs before a checkpoint is written
         self._saved_step = prepared.saved_step
@@ -70,17 +71,28 @@ class Following:
         if due and self._prepared.evaluator is not None and (self._evaluating is None or self._evaluating.done()):
             self._evaluating = tasks.create_task(self._evaluate(commit.step), name=f"evaluate {commit.step}")
 
-    async def finish(self, *, evaluate: bool) -> None:
-        """The run has ended: a last checkpoint, and the last evaluation where it is wanted."""
+    async def save_last(self) -> None:
+        """The run has ended: a last checkpoint."""
         journaling = self._training.journaling
         if journaling is not None:
             await journaling.flush()
+        if self._saving is not None and not self._saving.done():
+            await asyncio.wait([self._saving])
         version = self._training.progress
         stands = version and not self._training.aggregator.torn
         if stands and self._prepared.store is not None and self._saved_step != version:
             await self._save(version, self._rotate(version))
-        if evaluate and self._prepared.evaluator is not None and self._evaluated_step != version:
+
+    async def evaluate_last(self) -> None:
+        """The run is finished: what it came to."""
+        await self.settle()
+        version = self._training.progress
+        if self._prepared.evaluator is not None and self._evaluated_step != version:
             await self._evaluate(version)
+
+    def abandon(self) -> bool:
+        """Wait for nothing that is under way: its threads are left to themselves. Whether anything was."""
+        return any([task.cancel() for task in (self._saving, self._evaluating) if task is not None])
 
     async def settle(self) -> None:
         """Wait for what is under way."""
@@ -116,7 +128,13 @@ class Following:
             self.before_save()
             return store.save(record), min(store.steps())
 
-        record, pause_s = await self._training.aggregator.submit(copy)
+        try:
+            record, pause_s = await self._training.aggregator.submit(copy)
+        except Exception as error:  # whatever a state_dict() raises: no later checkpoint would fare better
+            what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+            self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
+            self._training.fail(self.save_error)
+            return
         if rotation is not None:  # done when every step up to this one is in the journal
             position = await rotation
             record.meta["journal"] = None if position is None else [position.sequence, position.chain]

@@ -113,6 +113,7 @@ class Journaling:
         self._failed_at = self._retry_at = self._remind_at = 0.0
         self._works_again = False  # the disk, tried since it failed
         self._superseded = False  # nothing is told any more: another coordinator commits now
+        self._abandoned = False  # the run ends and the disk hangs: nothing waits for it any more
         self._base = 0  # the checkpoint of this step or a later one ends the recovery
 
     @property
@@ -137,13 +138,26 @@ class Journaling:
 
     async def flush(self) -> None:
         """Wait until nothing is left to be written."""
-        while self._writing or self._queue:
+        while (self._writing or self._queue) and not self._abandoned:
             await self._wait()
+
+    def abandon(self) -> bool:
+        """The disk hangs and the run ends: whoever waits for it goes on. Whether anything was to be written."""
+        if self._abandoned or not (self._writing or self._queue):
+            return False
+        self._abandoned = True
+        self._fail(self._queue, StoreError("journal", "the disk does not answer"))
+        self._changed.set()
+        return True
 
     async def aclose(self) -> None:
         """Write the rest and let go of the file and the thread."""
         await self.flush()
-        await asyncio.wrap_future(self._executor.submit(self._journal.close))
+        closing = self._executor.submit(self._journal.close)
+        if self._abandoned:  # closed when the disk comes back
+            self._executor.shutdown(wait=False)
+            return
+        await asyncio.wrap_future(closing)
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
     def append(self, version: int, step: StepState, event: StepCommitted, samples_applied: int) -> None:
@@ -167,9 +181,12 @@ class Journaling:
 
         The result is where that segment begins, when everything before it is durable; None where the disk fails.
         """
+        done: asyncio.Future[Position | None] = asyncio.get_running_loop().create_future()
+        if self._abandoned:
+            done.set_result(None)
+            return done
         if self._state is _State.FAILED:
             self._state, self._base, self._works_again = _State.RECOVERING, step, False
-        done: asyncio.Future[Position | None] = asyncio.get_running_loop().create_future()
         self._queue.append(_Rotation(step, done))
         self._kick()
         return done
@@ -200,7 +217,7 @@ class Journaling:
         await self._changed.wait()
 
     def _kick(self) -> None:
-        if self._writing or not self._queue:
+        if self._writing or not self._queue or self._abandoned:
             return
         batch, self._queue = self._queue, []
         self._writing = True

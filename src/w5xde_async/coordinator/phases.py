@@ -82,6 +82,11 @@ class Phases:
         self._stopping = True
         self.training.stop()
 
+    def abandon(self) -> bool:
+        """Wait for no disk any more. Whether anybody did."""
+        journaling = self.training.journaling
+        return self.following.abandon() | (journaling is not None and journaling.abandon())
+
     async def aclose(self) -> None:
         """Free what the last phase has."""
         await self.training.aclose()

@@ -8,6 +8,7 @@ finish the step or give it up, checkpoint, say goodbye, close.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shlex
 import time
@@ -15,15 +16,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import w5xde_async
 from w5xde_async.coordinator.bounds import memory_bound_bytes
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.following import Following
+from w5xde_async.coordinator.ending import Ending, Patience, patience_s
 from w5xde_async.coordinator.journaling import Journaling
-from w5xde_async.coordinator.phases import Phases, gone
+from w5xde_async.coordinator.phases import Phases
 from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.result import RunResult
 from w5xde_async.coordinator.rounds import Rounds
@@ -31,15 +33,13 @@ from w5xde_async.coordinator.security import Security
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.showing import Showing
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import LocalError, StoreError, W5xdeError
+from w5xde_async.errors import DiskHangs, LocalError, StoreError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import Listener, format_address, listen
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
-from w5xde_async.store.rundir import export_model
-from w5xde_async.telemetry.events import Bus, RunFinished, RunStarted, Subscriber, Warned
+from w5xde_async.telemetry.events import Bus, RunStarted, Subscriber, Warned
 from w5xde_async.telemetry.notebook import html_table
-from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
@@ -93,6 +93,8 @@ class Coordinator:
         self._incarnations = 0
         self._began = 0.0
         self._stop_reason = ""
+        self._stop_at = math.inf  # a step that is under way then is given up
+        self._patience = Patience(patience_s(self.config.grace_s, 0), self._overdue)
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Coordinator:
     def request_stop(self, reason: str = "asked to stop") -> None:
         """End in good order, with a checkpoint: after the step under way or ``grace_s``. Returns at once."""
         self._stop_reason = self._stop_reason or reason
+        self._stop_at = min(self._stop_at, time.monotonic() + self.config.grace_s)
         if self._phases is not None:
             self._phases.stop()
 
@@ -285,6 +288,7 @@ class Coordinator:
 
     async def _open(self, prepared: Prepared) -> None:
         config = self.config
+        self._patience.left_s = patience_s(config.grace_s, prepared.layout.vector_bytes)
         if config.bulk_threads:
             self._bulk = ThreadPoolExecutor(config.bulk_threads, thread_name_prefix="w5xde-bulk")
         loop = asyncio.get_running_loop()
@@ -306,8 +310,9 @@ class Coordinator:
         if prepared.run_dir is not None:
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
             self._recorder = Recorder(
-                prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed
-            )
+                prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed,
+                fence=prepared.run_dir.filesystem.fence,
+            )  # fmt: skip
             phases.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
         await self._showing.open(security, self._settings, prepared.first_step)
@@ -363,21 +368,36 @@ class Coordinator:
         assert phases is not None
         assert prepared is not None
         failure: BaseException | None = None
+        result: RunResult | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(self._tick(phases), name="tick")
+
+                async def say_goodbye(code: ByeCode, reason: str) -> None:
+                    phases.training.say_goodbye(code, reason)
+                    ticking.cancel()  # not before: a last checkpoint may take longer than a worker bears silence
+                    if self._listener is not None:
+                        await self._listener.stop_accepting()
+
                 try:
                     await phases.run(tasks)
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
+                ending = Ending(
+                    prepared, phases, self.bus, self._patience, self._recorder, began=self._began,
+                    samples_before=self._samples_before,
+                )  # fmt: skip
+                try:
+                    result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)
+                except Exception as error:
+                    failure = failure or error
                 ticking.cancel()
-            following = phases.following
-            result = await self._finish(phases.training, prepared, following, failure)
         finally:
             await self._close()
-        failure = failure or following.save_error
+        failure = failure or self._patience.error or phases.following.save_error
         if failure is not None:
             raise failure
+        assert result is not None
         return result
 
     async def _tick(self, phases: Phases) -> None:
@@ -390,6 +410,8 @@ class Coordinator:
             self._showing.tick(now)
             if ends is not None and now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
+            if now >= self._stop_at + self._patience.left_s and phases.abandon():
+                self._patience.give_up("what the step under way has to write")
 
     async def _on_link(self, link: Link) -> None:
         training, security = self._training, self._security
@@ -413,99 +435,27 @@ class Coordinator:
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    async def _finish(
-        self, training: Training | Rounds, prepared: Prepared, following: Following, failure: BaseException | None
-    ) -> RunResult:
-        finished = failure is None and training.progress >= training.total_steps
-        outcome = "failed" if failure is not None else "finished" if finished else "stopped"
-        reason = str(failure) if failure is not None else "" if finished else self._stop_reason
-        if finished and prepared.first_step >= prepared.total_steps:
-            reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
-        lost = failure is not None and not isinstance(failure, StoreError)  # else another may go on, or this one again
-        code = ByeCode.FAILED if lost else ByeCode.FINISHED if finished else ByeCode.STOPPING
-        if finished:  # who is told so exits; until it is on the disk there may be steps to be done again
-            await following.finish(evaluate=False)
-            code = ByeCode.FINISHED if following.save_error is None else ByeCode.STOPPING
-        training.say_goodbye(code, reason.splitlines()[0][:300] if reason else f"the run is {outcome}")
-        if self._listener is not None:
-            await self._listener.stop_accepting()
-        await following.finish(evaluate=finished)
-        await gone(training)
-        digest = await training.aggregator.submit(prepared.state.digest)
-        paths: dict[str, Path | None] = {"model_path": None, "metrics_path": None, "plot_path": None}
-        if prepared.run_dir is not None:
-            paths = await self._write_results(prepared)
-        seconds = time.monotonic() - self._began
-        sent, received = training.accounts.traffic(training.sessions.values())
-        counts = training.totals()
-        self.bus.publish(
-            RunFinished(
-                outcome=outcome,
-                reason=reason,
-                step=training.progress,
-                total_steps=max(training.total_steps, training.progress),
-                samples=training.samples_applied,
-                session_samples=training.samples_applied - self._samples_before,
-                loss=training.last_loss,
-                metrics=following.metrics,
-                seconds=seconds,
-                bytes_sent=sent,
-                bytes_received=received,
-                digest=digest,
-                model_path=str(paths["model_path"] or ""),
-                metrics_path=str(paths["metrics_path"] or ""),
-                plot_path=str(paths["plot_path"] or ""),
-                leaves=counts.leaves,
-                leaves_in_vain=counts.leaves_in_vain,
-                leases_stale=counts.stale,
-                leases_duplicate=counts.duplicate,
-                leases_backed_up=counts.backed_up,
-                shares=training.accounts.shares(),
-            )
-        )
-        return RunResult(
-            outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
-            digest=digest, seconds=seconds, **paths,
-        )  # fmt: skip
-
-    async def _write_results(self, prepared: Prepared) -> dict[str, Path | None]:
-        run_dir = prepared.run_dir
-        assert run_dir is not None
-        loop = asyncio.get_running_loop()
-        model_path: Path | None = run_dir.model_path
-        try:
-            await loop.run_in_executor(None, export_model, prepared.model, run_dir.model_path)
-        except StoreError as error:
-            model_path = None
-            self.bus.publish(Warned(text=f"the model was not written: {error}"))
-        plotted = False
-        if self._recorder is not None:
-            await loop.run_in_executor(None, self._recorder.flush)
-            plotted = await loop.run_in_executor(None, draw_loss, run_dir.metrics_path, run_dir.plot_path)
-        return {
-            "model_path": model_path,
-            "metrics_path": run_dir.metrics_path,
-            "plot_path": run_dir.plot_path if plotted else None,
-        }
+    def _overdue(self, error: DiskHangs) -> None:
+        self.bus.publish(Warned(text=f"the run ends without waiting longer: {error}"))
 
     async def _close(self) -> None:
         """Free everything that ``start`` made, in the order of who uses whom."""
-        loop = asyncio.get_running_loop()
+        wait, block = self._patience.wait, partial(asyncio.get_running_loop().run_in_executor, None)
         if self._listener is not None:
             await self._listener.aclose()
         if self._security is not None:
             with suppress(StoreError):  # it was said when it was tried first
-                await loop.run_in_executor(None, self._security.keep)
+                await wait(block(self._security.keep), "the list of revoked workers")
         await self._showing.aclose()
         if self._phases is not None:
-            await self._phases.aclose()
+            await wait(self._phases.aclose(), "a read of the dataset", "the job")
         if self._journaling is not None:
-            await self._journaling.aclose()
+            await wait(self._journaling.aclose(), "the journal")
         elif self._prepared is not None and self._prepared.journal is not None:
-            await loop.run_in_executor(None, self._prepared.journal.close)
+            await wait(block(self._prepared.journal.close), "the journal")
         if self._bulk is not None:
-            await loop.run_in_executor(None, self._bulk.shutdown)
+            await block(self._bulk.shutdown)
         if self._recorder is not None:
-            await loop.run_in_executor(None, self._recorder.close)
+            await wait(block(self._recorder.close), "metrics.jsonl")
         if self._prepared is not None and self._prepared.run_dir is not None:
-            self._prepared.run_dir.close()
+            await wait(block(self._prepared.run_dir.close), "the run directory's lock")

@@ -3,7 +3,8 @@
 A value is JSON as it stands where JSON keeps it (None, bool, str, ordinary int, finite float, list) and a tagged
 object with one key otherwise, so an object in a skeleton is always a tag and never the caller's own dict.
 Invariants: ``unpack_state(*pack_state(tree))`` equals ``tree`` in types, order, bits and in which tensors are
-one and the same; nothing is executed while unpacking. Values outside the list are refused, never approximated.
+one and the same, but for numpy scalars, which come back as the Python numbers of the same value; nothing is executed
+while unpacking. Values outside the list are refused, never approximated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,8 @@ def pack_state(tree: object) -> tuple[JSON, dict[str, Tensor]]:
     """Split ``tree`` into a JSON skeleton and its tensors, named after their places.
 
     Taken are None, bool, int, float, str, list, tuple, strided tensors, and dict, OrderedDict and Counter with str or
-    int keys, exactly these types. The tensors share memory with ``tree`` where they lie contiguous on the CPU.
+    int keys, exactly these types, and numpy scalars that a Python number holds. The tensors share memory with ``tree``
+    where they lie contiguous on the CPU.
 
     Raises:
         StoreError: a value of another kind; ``path`` is its place in the tree.
@@ -51,6 +54,8 @@ class _Packer:
     def pack(self, value: object, place: tuple[object, ...]) -> JSON:
         if len(place) > _MAX_DEPTH:
             raise StoreError(_dotted(place[:8]) + "...", f"nested deeper than {_MAX_DEPTH}, perhaps inside itself")
+        if isinstance(value, np.generic):
+            value = value.item()  # schedules computed with numpy leave such numbers; a longdouble stays what it is
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value  # type: ignore[return-value]

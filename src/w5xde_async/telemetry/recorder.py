@@ -21,6 +21,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import to_line, to_record
@@ -46,11 +47,13 @@ class Recorder:
         capacity: int = 50_000,
         wall: Callable[[], float] = time.time,
         open_file: Callable[[Path], FileIO] = lambda path: FileIO(path, "ab"),
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         """Touches no disk yet. ``flush_s`` None starts no thread: the owner calls ``flush``.
 
         ``replayed`` are records of steps, the last ones before the resumed step, of which the file may lack some.
-        At most ``capacity`` events wait to be written; those beyond are dropped and counted.
+        At most ``capacity`` events wait to be written; those beyond are dropped and counted. ``fence`` raises
+        StoreError or OSError where nothing may be written any more: the file is another's.
         """
         self._path = path
         self._resumed_step = resumed_step
@@ -58,7 +61,7 @@ class Recorder:
         self._flush_s = flush_s
         self._capacity = capacity
         self._wall = wall
-        self._open_file = open_file
+        self._open_file, self._fence = open_file, fence
         self._pending: list[tuple[float, Event]] = []
         self._dropped = 0
         self._warned = False
@@ -94,7 +97,7 @@ class Recorder:
                 lines.append(to_line({"time": round(self._wall(), 3), "event": "dropped", "count": dropped}))
             try:
                 self._append("".join(lines).encode())
-            except OSError as error:
+            except (OSError, StoreError) as error:
                 self._lose(len(pending) + dropped, error)
 
     def sync(self) -> None:
@@ -131,6 +134,7 @@ class Recorder:
                 return
 
     def _append(self, data: bytes) -> None:
+        self._fence()
         if self._file is None:
             _drop_redone(self._path, self._resumed_step)
             self._file = self._open_file(self._path)
@@ -153,12 +157,12 @@ class Recorder:
         self._size += len(data)
         self._replayed = ()
 
-    def _lose(self, count: int, error: OSError) -> None:
+    def _lose(self, count: int, error: OSError | StoreError) -> None:
         with self._wake:
             self._dropped += count
             first, self._warned = not self._warned, True
         if first:
-            reason = error.strerror or str(error)
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             logger.warning("metrics not recorded path=%s reason=%s (the run goes on)", self._path, reason)
 
 

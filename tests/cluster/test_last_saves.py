@@ -1,0 +1,165 @@
+"""The last saves of a run: workers are kept while they last, and a disk that hangs holds nobody for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, Commits, settings
+
+from w5xde_async import __main__ as program
+from w5xde_async.coordinator import ending
+from w5xde_async.coordinator.ending import Patience, patience_s
+from w5xde_async.coordinator.journaling import MOST_AHEAD
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.training import Training
+from w5xde_async.errors import DiskHangs, ExitCode
+from w5xde_async.settings import CoordinatorSettings
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.store.filesystem import Filesystem
+from w5xde_async.telemetry.events import Event, JournalFailed, RunFinished, Warned, WorkerLeft
+from w5xde_async.worker.service import Departure, Worker
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(ending, "draw_loss", lambda *_: False)
+
+
+async def test_workers_hear_of_the_coordinator_while_the_last_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take longer than they bear silence; only when it is on the disk are they told that they may go."""
+    enough, told = threading.Event(), 0
+    save, tick = CheckpointStore.save, Training.tick
+    events: list[Event] = []
+
+    def slow(self: CheckpointStore, record: Any) -> Any:
+        assert enough.wait(10.0), "nobody was told that the coordinator lives"
+        return save(self, record)
+
+    def count(self: Training, now: float) -> None:
+        nonlocal told
+        tick(self, now)
+        told += self.progress >= self.total_steps
+        if told == 3:
+            enough.set()
+
+    monkeypatch.setattr(CheckpointStore, "save", slow)
+    monkeypatch.setattr(Training, "tick", count)
+    config = settings(heartbeat_s=0.05, checkpoint_every=500)
+    coordinator = Coordinator(jobs.metrics(), run_dir=tmp_path / "run", config=config, callbacks=[events.append])
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        assert await worker is Departure.FINISHED
+    assert result.outcome == "finished"
+    assert len([event for event in events if isinstance(event, WorkerLeft)]) == 1
+
+
+# -- a disk that hangs
+
+
+class Hanging:
+    """From ``begin`` on, syncs of some files do not return until the test is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._name, self._over, self.begun = name, threading.Event(), False
+        self.met = threading.Event()
+        self._sync = Filesystem.sync
+        monkeypatch.setattr(Filesystem, "sync", lambda filesystem, file: self.sync(filesystem, file))
+
+    def sync(self, filesystem: Filesystem, file: BinaryIO) -> None:
+        if self.begun and self._name in str(file.name):
+            self.met.set()
+            self._over.wait()
+        self._sync(filesystem, file)
+
+    def end(self) -> None:
+        self._over.set()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hanging]:
+    monkeypatch.setattr(ending, "LEAST_S", 0.05)
+    monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.2)
+    disk = Hanging(monkeypatch, request.param)
+    yield disk
+    disk.end()
+
+
+@pytest.mark.parametrize(
+    ("hanging", "durability", "what"),
+    [("checkpoints", "checkpoint", "the last checkpoint"), ("journal", "journal", "the step under way")],
+    indirect=["hanging"],
+)
+async def test_a_disk_that_hangs_does_not_hold_a_stop_for_ever(
+    tmp_path: Path, hanging: Hanging, durability: str, what: str
+) -> None:
+    commits, events = Commits(), []
+    commits.bus.subscribe(events.append)
+    config = settings(durability=durability, max_steps=100_000, max_time_s=60.0, heartbeat_s=0.05, grace_s=0.1)
+    async with Coordinator(jobs.metrics(), run_dir=tmp_path / "run", config=config, bus=commits.bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=QUICK_WORKER).run())
+        await commits.reach(3)
+        hanging.begun = True
+        if (journaling := coordinator._journaling) is not None:
+            while journaling._pending < MOST_AHEAD:  # noqa: ASYNC110 - then the step path waits for the disk
+                await asyncio.sleep(0)
+        coordinator.request_stop("SIGTERM")
+        with pytest.raises(DiskHangs, match=what):
+            await coordinator.wait()
+        hanging.end()
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    assert hanging.met.is_set()
+    assert any(isinstance(event, Warned) and "ends without waiting longer" in event.text for event in events)
+    assert any(isinstance(event, JournalFailed) for event in events) == (durability == "journal")
+    (finished,) = [event for event in events if isinstance(event, RunFinished)]
+    assert (finished.outcome, finished.model_path) == ("stopped", "")
+
+
+async def test_patience_is_shared_and_what_does_not_hang_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "LEAST_S", 0.01)
+    said: list[DiskHangs] = []
+    patience = Patience(0.05, said.append)
+    assert await patience.wait(asyncio.sleep(0, "done"), "nothing") == "done"
+    for what in ("one", "another"):
+        never = asyncio.get_running_loop().create_future()
+        assert await patience.wait(never, what, "/runs/digits") is None
+        assert never.cancelled()
+    assert await patience.wait(asyncio.sleep(0, "done"), "nothing") == "done"
+    assert said == [patience.error]
+    assert str(said[0]).startswith("/runs/digits: one did not end in time")
+
+
+def test_a_large_model_has_longer() -> None:
+    assert patience_s(10.0, 0) == 60.0
+    assert patience_s(0.0, 0) == 30.0
+    assert patience_s(10.0, 4 << 30) > 2000.0
+
+
+def test_the_program_does_not_wait_for_threads_that_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    async def body() -> int:
+        raise DiskHangs("/runs/digits", "the last checkpoint")
+
+    monkeypatch.setattr(program.os, "_exit", end)
+    with pytest.raises(Ended) as ended:
+        program.launch(CoordinatorSettings, ["job.py:job", "--loop", "asyncio"], prog="w5xde", prepare=lambda *_: body)
+    assert ended.value.args == (ExitCode.ERROR,)
+    assert "the last checkpoint did not end in time" in capsys.readouterr().err
