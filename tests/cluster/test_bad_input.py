@@ -681,7 +681,8 @@ async def test_a_leaf_that_always_raises_ends_the_run(workers: int) -> None:
         for failed in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(failed, RunFailed)
     failure = caught.value
-    assert (7 in failure.indices, len(failure.indices), failure.attempts, trouble.raised) == (True, 4, 3, 3)
+    # Three times on workers, and once here.
+    assert (7 in failure.indices, len(failure.indices), failure.attempts, trouble.raised) == (True, 4, 3, 4)
     assert 'raise ValueError("this sample is bad")' in failure.traceback
     said = texts(events)
     assert [f"w{i} failed on" in said for i in range(workers)] == [True] * workers  # both workers tried
@@ -719,17 +720,47 @@ async def test_a_peer_with_another_fingerprint_is_refused() -> None:
         await peer.link.aclose()
 
 
-async def test_a_report_of_a_failure_elsewhere_counts_for_the_lease() -> None:
-    """FAILED names a leaf far outside its lease: it is taken for one inside."""
-    async with started(max_leaf_failures=1) as coordinator:
+async def test_what_fails_on_workers_and_not_here_ends_no_run() -> None:
+    """Three names under one secret report failures, of leaves that are not theirs too: the coordinator computes it."""
+    events = Events()
+    async with started(events=events) as coordinator:
+        for number in range(3):
+            peer = await peer_of(coordinator)
+            await peer.join(worker_id=f"bad-{number}")
+            lease = await peer.expect(Lease)
+            leaf = lease.start if number < 2 else 10**6  # far outside: it is taken for one inside
+            await peer.send(Failed(lease.lease, leaf, "nonsense", "nonsense"))
+            await events.until(Warned, number + 1)
+            await peer.link.aclose()
+        result = await finish(coordinator)
+    assert result.digest == expected()
+    assert "failed" in texts(events)
+
+
+async def test_one_name_that_fails_all_it_is_given_ends_no_run() -> None:
+    events = Events()
+    async with started(max_leaf_failures=1, events=events) as coordinator:
         peer = await peer_of(coordinator)
         lease = await peer.lease()
-        await peer.send(Failed(lease.lease, 10**6, "nonsense", ""))
-        assert (await peer.expect(Bye)).code == ByeCode.FAILED
+        await peer.send(Failed(lease.lease, 10**6, "nonsense", "the CUDA of this machine"))
+        await events.until(Warned, 1)
         await peer.link.aclose()
-        with pytest.raises(LeafFailed) as caught:
-            await coordinator.wait()
-        assert caught.value.leaf == lease.start + len(lease.samples) - 1
+        result = await finish(coordinator)
+    assert result.digest == expected()
+    last = lease.start + len(lease.samples) - 1
+    assert f"leaf {last} failed 1 time(s) on workers and not here" in texts(events)
+    assert "the CUDA of this machine" in texts(events)
+
+
+async def test_a_failure_before_its_version_is_no_failure() -> None:
+    async with started(tiny(batch_size=4, max_steps=12), max_leaf_failures=1) as coordinator:
+        peer = await peer_of(coordinator)
+        lease = await peer.lease()
+        while lease.step == 0:
+            lease = await peer.expect(Lease)
+        await peer.send(Failed(lease.lease, 0, "nonsense", ""))
+        assert "before that version was published" in (await peer.expect(Refusal)).reason
+        await peer.link.aclose()
 
 
 async def test_a_bug_in_the_compute_thread_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.simulator.network import Network
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.training import Training
+from w5xde_async.plan.ledger import COORDINATOR
 from w5xde_async.telemetry.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -28,6 +29,7 @@ from w5xde_async.telemetry.events import (
     RunStarted,
     StepCommitted,
     Warned,
+    WorkerJoined,
     WorkerLeft,
 )
 
@@ -95,6 +97,7 @@ class Checks:
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose
         self.faults: Counter[str] = Counter()
+        self.vanished: set[str] = set()  # workers whose link ended without a goodbye, and who did not come back
         self.violations: list[Violation] = []
         self.trace: list[str] = []
         self.hash = hashlib.blake2b(digest_size=8)
@@ -134,7 +137,7 @@ class Checks:
         # A drained or replaced worker's leases go with it; two steps are open; audits have a bound of their own.
         if training.ledger.num_open > 2 * ahead * max(sessions, 1) + ahead + self.config.audit.most_open:
             self.violate("memory", f"{training.ledger.num_open} leases open for {sessions} workers")
-        if training.ledger.num_open != sum(training.ledger.num_held(worker) for worker in training.sessions):
+        if training.ledger.num_open != sum(training.ledger.num_held(w) for w in (*training.sessions, COORDINATOR)):
             self.violate("ledger", f"after {what}: a lease is open whose worker is not here")
         leaves = self.shape.sampler.plan(0).num_leaves
         blocks = min(self.config.max_workers * ahead, leaves)
@@ -174,8 +177,12 @@ class Checks:
                 self.durable_step = max(self.durable_step, event.step)
         elif isinstance(event, CheckpointFailed | JournalFailed | JournalRestored):
             self.note("disk", f"{host.name} {type(event).__name__} step {event.step}")
+        elif isinstance(event, WorkerJoined):
+            self.vanished.discard(event.worker_id)
         elif isinstance(event, WorkerLeft):
             self.note("left", f"{event.name} {event.reason}")
+            if not event.clean:
+                self.vanished.add(event.worker_id)
             if "broke the protocol" in event.reason and not self.hostile:
                 self.violate("unexpected", f"{event.name}: {event.reason}")
             if not event.clean and not event.name.startswith("r") and not self.num_losses and not self.num_stalls:

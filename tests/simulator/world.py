@@ -231,8 +231,8 @@ class World(Checks):
         if isinstance(outcome, Killed):
             return
         failures = self.faults["leaf failed"] >= self.config.max_leaf_failures
-        if isinstance(outcome, LeafFailed | RunFailed) and (failures or self.num_losses >= 8):
-            return  # a leaf that failed so often, or on which so many workers vanished, ends the run, as it should
+        if isinstance(outcome, LeafFailed | RunFailed) and (failures or len(self.vanished) >= 8):
+            return  # a leaf that failed so often, or on which so many workers vanished for good, ends the run
         if isinstance(outcome, Superseded) and host.superseded:
             return
         if isinstance(outcome, Refused) and self.hostile:

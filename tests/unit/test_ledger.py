@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from w5xde_async.plan.ledger import Culprit, Grant, Ledger
+from w5xde_async.plan.ledger import COORDINATOR, Culprit, Grant, Ledger
 from w5xde_async.plan.tree import Block, Frontier
 
 WORKERS = ("a", "b", "c")
@@ -272,15 +274,15 @@ def test_with_all_having_failed_anyone_tries_again() -> None:
 def test_a_leaf_on_which_workers_die_is_isolated_and_named() -> None:
     book = ledger(max_deaths=4)
     culprits = []
-    for _ in range(4):
-        block = grant(book, "a", 8).block
+    for worker in "abcd":
+        block = grant(book, worker, 8).block
         while not block.start <= 5 < block.stop:  # others do the rest
-            lease = book.held("a")[0].lease
+            lease = book.held(worker)[0].lease
             for bucket in book.missing(lease):
                 book.fill(lease, bucket)
             book.finish(lease)
-            block = grant(book, "a", 8).block
-        culprits.append(book.lose("a")[1])
+            block = grant(book, worker, 8).block
+        culprits.append(book.lose(worker)[1])
         book.validate()
     assert culprits == [None, None, None, Culprit(0, 5, 4, died=True)]
 
@@ -290,10 +292,65 @@ def test_a_half_filled_block_on_which_workers_die_is_named_too() -> None:
     book = ledger(max_deaths=3)
     book.fill(grant(book).lease, 0)
     deaths = [book.lose("a")[1]]
-    for _ in range(2):
-        grant(book)
-        deaths.append(book.lose("a")[1])
+    for worker in "bc":
+        grant(book, worker)
+        deaths.append(book.lose(worker)[1])
     assert deaths == [None, None, Culprit(0, 7, 3, died=True)]
+
+
+def test_a_worker_that_loses_its_link_time_and_again_blames_no_leaf() -> None:
+    book = ledger(1, max_deaths=2)
+    for _ in range(20):
+        grant(book)
+        assert book.lose("a")[1] is None
+    grant(book, "b")
+    assert book.lose("b")[1] == Culprit(0, 0, 2, died=True)
+
+
+def test_who_comes_back_did_not_die() -> None:
+    book = ledger(1, max_deaths=2)
+    for worker in "abababab":
+        grant(book, worker)
+        assert book.lose(worker)[1] is None
+        book.returned(worker)
+    assert grant(book, "c").block == Block(0, 1)
+
+
+def test_no_leaf_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> None:
+    book = ledger(1, max_failures=3, max_deaths=2)
+    for worker, place in zip("abcde", ("here", "here", "here", "here", "there"), strict=True):
+        book.places.joined(worker, place)
+    book.places.present = lambda: "abcde"
+    for worker in "abc":
+        assert book.fail(grant(book, worker).lease, 0) is None
+        assert book.lose(worker)[1] is None
+    for worker in "de":
+        grant(book, worker)
+        assert book.lose(worker)[1] == (None if worker == "d" else Culprit(0, 0, 2, died=True))
+    assert book.grant("d", 0, 1, now=0.0, deadline_s=1.0, others="abcde") is None  # its place has failed: e's turn
+    assert book.fail(grant(book, "e").lease, 0) == Culprit(0, 0, 4, died=False)
+
+
+def test_the_coordinator_takes_over_a_leaf_that_nobody_is_at() -> None:
+    book = ledger()
+    held = grant(book, "a", 2)
+    assert book.take_over(0, 1, now=0.0) is None
+    taken = book.take_over(0, 5, now=0.0)
+    assert taken is not None
+    assert (taken.block, taken.worker, taken.deadline_s) == (Block(5, 6), COORDINATOR, math.inf)
+    book.fill(held.lease, 0)
+    book.give_back(held.lease)
+    filled = book.take_over(0, 0, now=0.0)
+    assert filled is not None
+    assert (filled.block, book.missing(filled.lease)) == (Block(0, 2), [1])
+    book.validate()
+    assert [grant(book, "b", 8).block for _ in range(2)] == [Block(2, 4), Block(4, 5)]
+    for lease in (taken.lease, filled.lease):
+        for bucket in book.missing(lease):
+            book.fill(lease, bucket)
+        book.finish(lease)
+    assert book.take_over(0, 5, now=0.0) is None
+    book.validate()
 
 
 def test_leases_not_yet_begun_do_not_count_as_deaths() -> None:

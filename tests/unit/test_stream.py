@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from w5xde_async.plan.ledger import Culprit
 from w5xde_async.plan.stream import DoneSteps, StreamLedger
 
 WORKERS = ("a", "b", "c")
@@ -102,6 +103,31 @@ def test_a_step_that_failed_on_a_worker_is_left_to_others() -> None:
     assert ledger.fail(grant.lease) is None
     assert ledger.grant("a", now=0.0, deadline_s=5.0, others=["a", "b"]) is None
     assert ledger.grant("b", now=0.0, deadline_s=5.0, others=["a", "b"]) is not None
+
+
+def test_a_worker_that_loses_its_link_time_and_again_blames_no_step() -> None:
+    ledger = StreamLedger(total_steps=1, max_deaths=2)
+    for worker in "aaaabbb":
+        ledger.returned("a")  # it is here again: it had not died
+        assert ledger.grant(worker, now=0.0, deadline_s=5.0) is not None
+        assert ledger.lose(worker)[1] is None
+    ledger.grant("c", now=0.0, deadline_s=5.0)
+    assert ledger.lose("c")[1] == Culprit(0, 0, 2, died=True)
+
+
+def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> None:
+    ledger = StreamLedger(total_steps=1, max_failures=2)
+    for worker, place in zip("abc", ("here", "here", "there"), strict=True):
+        ledger.places.joined(worker, place)
+    ledger.places.present = lambda: "abc"
+    for worker in "ab":
+        grant = ledger.grant(worker, now=0.0, deadline_s=5.0)
+        assert grant is not None
+        assert ledger.fail(grant.lease) is None
+    assert ledger.grant("b", now=0.0, deadline_s=5.0, others="abc") is None
+    grant = ledger.grant("c", now=0.0, deadline_s=5.0, others="abc")
+    assert grant is not None
+    assert ledger.fail(grant.lease) == Culprit(0, 0, 3, died=False)
 
 
 def test_a_step_is_done_once() -> None:

@@ -81,15 +81,16 @@ class StepState:
         """One value a leaf, weighted by samples, added in leaf order."""
         return sum(n * value for n, value in zip(self.samples, values, strict=True)) / self.plan.num_samples
 
-    def note(self, session: Session, block: Block, done: Done) -> None:
-        """A block is finished: keep what its DONE says."""
+    def note(self, session: Session | None, block: Block, done: Done) -> None:
+        """A block is finished: keep what its DONE says. ``session`` None: it was computed here."""
         self.losses[block.start : block.stop] = done.losses
         for index, name in enumerate(done.metric_names):
             values = self.metrics.setdefault(name, [float("nan")] * self.plan.num_leaves)
             values[block.start : block.stop] = done.metrics[index :: len(done.metric_names)]
         untouched = set(done.untouched)
         self.untouched = untouched if self.untouched is None else self.untouched & untouched
-        self.applied.setdefault(session, []).append(done.lease)
+        if session is not None:
+            self.applied.setdefault(session, []).append(done.lease)
 
 
 class Aggregator:

@@ -261,6 +261,10 @@ class Hosting(ABC):
             session.post(self._retuned)
         self._welcome = replace(self._welcome, codec=codec, downlink=downlink)
 
+    def _present(self) -> list[str]:
+        """Workers that take work."""
+        return [member.worker_id for member in self.membership.ready()]
+
     def _warn(self, text: str) -> None:
         self.bus.publish(Warned(text=text))
 

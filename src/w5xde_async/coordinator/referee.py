@@ -1,9 +1,9 @@
-"""The coordinator's own computation of a block, for when two workers do not agree about it.
+"""The coordinator's own computation of a block: two workers do not agree about it, or too many have failed on it.
 
 The coordinator is the one party whose word is not in question: a third worker could be in league with either of the
-two. It computes on its CPU with a replica of the model that exists only meanwhile (memory: the model once more, and
-three result vectors), in a thread of its own, at the parameters of the step under way, which cannot change before the
-block is settled.
+two, and many names may be one peer. It computes on its CPU with a replica of the model that exists only meanwhile
+(memory: the model once more, and three result vectors), in a thread of its own, at the parameters of the step under
+way, which cannot change before the block is settled.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Judgement:
     present: frozenset[int]
     losses: tuple[float, ...]
     untouched: tuple[int, ...]
+    metric_names: tuple[str, ...] = ()
+    metrics: tuple[float, ...] = ()
 
 
 class Referee:
@@ -78,7 +80,9 @@ class Referee:
         finally:
             engine.close()
         present = frozenset(bucket.index for bucket in engine.layout.result_buckets) - set(outcome.absent)
-        return Judgement(outcome.vectors[-1], present, outcome.losses, outcome.untouched)
+        return Judgement(
+            outcome.vectors[-1], present, outcome.losses, outcome.untouched, outcome.metric_names, outcome.metrics
+        )
 
 
 def _tensors(data: BlockData) -> list[Tensor]:

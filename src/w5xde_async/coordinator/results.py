@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from w5xde_async.coordinator.aggregator import Aggregator
+from w5xde_async.coordinator.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Candidate, Judging
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.place import Place
+from w5xde_async.coordinator.referee import Judgement
 from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.params.layout import Layout
@@ -33,6 +35,14 @@ from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
 
 __all__ = ["Results"]
+
+
+class _Doubt(NamedTuple):
+    """A leaf on which too many workers failed, leased to the coordinator itself."""
+
+    culprit: Culprit
+    traceback: str
+    grant: Grant
 
 
 class Results:
@@ -60,6 +70,7 @@ class Results:
         self._suppliers: dict[
             int, dict[int, str]
         ] = {}  # first leaf of a block that does not count yet -> bucket -> who
+        self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Place:
@@ -235,12 +246,63 @@ class Results:
         grant = self._ledger.get(failed.lease)
         if grant is None or grant.worker != session.worker_id:
             return
+        step = self._aggregator.step
+        if step is not None and grant.step != step.plan.step:
+            raise RemoteError(f"it failed on version {grant.step} before that version was published")
         leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
         culprit = self._ledger.fail(failed.lease, leaf)
         if culprit is None:
             self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
             return
-        self.blame(culprit, failed.traceback[-8000:])
+        traceback = failed.traceback[-8000:]
+        if self._judging.referee is None or step is None:
+            self.blame(culprit, traceback)
+        elif (taken := self._ledger.take_over(culprit.step, culprit.leaf, now=self._clock())) is not None:
+            self._doubts.append(_Doubt(culprit, traceback, taken))
+            self._wake()
+
+    async def settle(self) -> bool:
+        """Compute here what too many workers have failed on: whose word is that? False when there was nothing.
+
+        What the coordinator can compute counts, and the run goes on; what it fails on as well ends the run.
+        """
+        step, referee = self._aggregator.step, self._judging.referee
+        if not self._doubts or step is None or referee is None:
+            return False
+        culprit, traceback, grant = self._doubts.pop(0)
+        judgement = await referee.judge(step.plan, grant.block)
+        if judgement is None:
+            self.blame(culprit, traceback)
+            return True
+        self._warn(
+            f"step {grant.step}, leaf {culprit.leaf} failed {culprit.attempts} time(s) on workers and not here, so what "
+            f"the coordinator computed counts; the last of them said: {traceback[-300:].strip()}"
+        )
+        await self._count_own(step, grant, judgement)
+        return True
+
+    async def _count_own(self, step: StepState, grant: Grant, judgement: Judgement) -> None:
+        """What the coordinator computed itself counts."""
+        block, aggregator = grant.block, self._aggregator
+        vector = aggregator.vector(block)
+        # Where blocks are judged nothing of this one has been added yet: what workers have sent of it is not needed.
+        missing = range(len(vector.buckets)) if self._judging.active else self._ledger.missing(grant.lease)
+
+        def copy() -> None:
+            for bucket in missing:
+                vector.buckets[bucket].copy_(judgement.vector.buckets[bucket])
+
+        await aggregator.submit(copy)
+        self._suppliers.pop(block.start, None)
+        for bucket in missing:
+            self._ledger.fill(grant.lease, bucket)
+            aggregator.fill(block, bucket, present=bucket in judgement.present)
+        self._ledger.finish(grant.lease)
+        self._loader.finished(grant.step, block)
+        names, metrics = judgement.metric_names, judgement.metrics
+        done = Done(grant.lease, judgement.losses, names, metrics, judgement.untouched, (), 0, 0.0, 0.0)
+        step.note(None, block, done)
+        self.leaves += block.num_leaves
 
     def blame(self, culprit: Culprit, traceback: str) -> None:
         """End the run over a leaf."""

@@ -65,6 +65,7 @@ class Rounds(Assigning):
             welcome=welcome, welcome_buffers=welcome_buffers, config=config, bus=bus, total_steps=total_steps,
             clock=clock,
         )  # fmt: skip
+        self.ledger.places.present = self._present
         update, self.rule = config.update, rule
         self.intake = Intake(layout, update.uplink_codec)
         self.downlink = Downlink(layout, state, update.downlink_codec)
@@ -313,10 +314,11 @@ class Rounds(Assigning):
     # -- session.Host --------------------------------------------------------------------------------------
 
     def _introduce(self, session: Session) -> None:
+        self.ledger.returned(session.worker_id)
+        self.ledger.places.joined(session.worker_id, session.place)
         self.turns.join(session.worker_id, self.version)
         self.turns.of(session.worker_id).blocked = True  # until it is being sent the parameters
-        self._newcomers.append(session)
-        self._wake.set()
+        self.downlink.join(session)
 
     def _forget(self, session: Session) -> None:
         self.intake.left(session)

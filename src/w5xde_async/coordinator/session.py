@@ -111,6 +111,7 @@ class Session:
         self.report: Report | None = None  # the last that it sent
         self.given_up = False  # we ended the link, not the worker
         self.identity = ""  # the name that the worker has proved
+        self.code_free = False  # it computes with the coordinator's program
         self.ready: Ready | None = None  # what it said of itself when its model was built
         self._host, self._handshake_s = host, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
@@ -119,6 +120,11 @@ class Session:
         self._scratch = bytearray()
         self._garbage = 0
         self._end_reason = ""
+
+    @property
+    def place(self) -> tuple[str, bool]:
+        """Where it computes: on which host, and whether with the coordinator's program (see ``plan.attempts``)."""
+        return self.link.peer.rpartition(":")[0] or self.link.peer, self.code_free
 
     @property
     def vanished(self) -> bool:
@@ -243,6 +249,7 @@ class Session:
                 self._end_reason = _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH
             elif type(message) is ProgramRequest:
+                self.code_free = True
                 self._host.program(self, message)
             elif type(message) is Ready:
                 self.ready = message

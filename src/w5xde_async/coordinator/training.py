@@ -82,8 +82,10 @@ class Training(Hosting):
             ledger=self.ledger, layout=layout, loader=loader, welcome=welcome, config=config, bus=bus,
             total_steps=total_steps, clock=clock,
         )  # fmt: skip
+        self.ledger.places.present = self._present
         self.growing, self.rule = growing, rule
         self.sampler: Steps = sampler if growing is None else growing.plan
+        self._ordering = Ordering(self.sampler)
         self.version = first_step
         self.pacing = Pacing(config.pacing)
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
@@ -179,7 +181,7 @@ class Training(Hosting):
                 return True
             if await self.aggregator.reduce():
                 continue
-            if await self.judging.settle():
+            if await self.results.settle() or await self.judging.settle():
                 self._schedule()
                 continue
             self._wake.clear()
@@ -390,6 +392,8 @@ class Training(Hosting):
             session.say_goodbye(ByeCode.LEAVING, "drained")
 
     def _introduce(self, session: Session) -> None:
+        self.ledger.returned(session.worker_id)
+        self.ledger.places.joined(session.worker_id, session.place)
         said = session.ready
         assert said is not None
         self.judging.machines[session.worker_id] = Machine(

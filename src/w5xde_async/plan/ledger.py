@@ -12,14 +12,17 @@ Time is an argument. What this room does not do: hold tensors, know workers beyo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from w5xde_async.plan.attempts import Places
 from w5xde_async.plan.tree import Block, aligned_block
 
-__all__ = ["Culprit", "Grant", "Ledger", "OpenStep", "Slot"]
+__all__ = ["COORDINATOR", "Culprit", "Grant", "Ledger", "OpenStep", "Slot"]
 
+COORDINATOR = ""  #: the worker whose leases the coordinator computes itself
 _REMEMBERED = 4096  # leases that ended, by which late results are told from noise
 
 
@@ -70,7 +73,7 @@ class OpenStep:
     free: list[Block]  # maximal free runs, ascending; not aligned
     slots: dict[int, Slot] = field(default_factory=dict)  # first leaf -> slot
     failures: dict[int, list[str]] = field(default_factory=dict)  # leaf -> workers that failed on it
-    deaths: dict[int, int] = field(default_factory=dict)
+    deaths: dict[int, set[str]] = field(default_factory=dict)  # leaf -> workers that vanished on it
     finished_leaves: int = 0
 
     @property
@@ -95,6 +98,7 @@ class Ledger:
         self.max_open_steps = max_open_steps
         self.max_failures = max_failures
         self.max_deaths = max_deaths
+        self.places = Places()
         self._steps: dict[int, OpenStep] = {}
         self._grants: dict[int, Grant] = {}
         self._next_lease = first_lease
@@ -324,20 +328,24 @@ class Ledger:
         return grant
 
     def fail(self, lease: int, leaf: int) -> Culprit | None:
-        """The job raised on ``leaf`` of the lease. The lease goes back; a leaf that failed too often is returned."""
+        """The job raised on ``leaf`` of the lease. The lease goes back.
+
+        A leaf that failed too often is returned, once no place is left that has not tried it.
+        """
         grant = self.give_back(lease)
         opened = self._steps[grant.step]
         failures = opened.failures.setdefault(leaf, [])
         failures.append(grant.worker)
-        if len(failures) >= self.max_failures:
+        if len(failures) >= self.max_failures and not self.places.untried(failures):
             return Culprit(grant.step, leaf, len(failures), died=False)
         return None
 
     def lose(self, worker: str, *, died: bool = True) -> tuple[list[Grant], Culprit | None]:
         """The worker is gone: all its leases go back. A leaf on which too many workers died is returned as well.
 
-        ``died`` is False for one that was given up: silence says nothing about the leaf it had.
-        Only the oldest lease of a computable step counts against its leaves: the others had not been begun.
+        ``died`` is False for one that was given up: silence says nothing about the leaf it had. Workers are counted,
+        not their links: ``returned`` takes one back. Only the oldest lease of a computable step counts against its
+        leaves: the others had not been begun.
         """
         grants = [self.give_back(lease) for lease in tuple(self._held.get(worker, ()))]
         culprit = None
@@ -349,10 +357,34 @@ class Ledger:
             slot = current.slots.get(block.start)
             suspects = range(block.stop - 1, block.stop) if slot is not None and slot.buckets else range(*block)
             for leaf in suspects:
-                current.deaths[leaf] = deaths = current.deaths.get(leaf, 0) + 1
-                if deaths >= self.max_deaths and len(suspects) == 1:
-                    culprit = Culprit(current.step, leaf, deaths, died=True)
+                deaths = current.deaths.setdefault(leaf, set())
+                deaths.add(worker)
+                if len(deaths) >= self.max_deaths and len(suspects) == 1 and not self.places.untried(deaths):
+                    culprit = Culprit(current.step, leaf, len(deaths), died=True)
         return grants, culprit
+
+    def returned(self, worker: str) -> None:
+        """The worker is here again: it had lost its link, not its life."""
+        for opened in self._steps.values():
+            for deaths in opened.deaths.values():
+                deaths.discard(worker)
+
+    def take_over(self, step: int, leaf: int, *, now: float) -> Grant | None:
+        """Lease the coordinator a leaf, in the block that it was sent in where something of that is filled.
+
+        None where it is finished, or somebody else is at it.
+        """
+        opened = self._steps[step]
+        for slot in opened.slots.values():
+            if slot.block.start <= leaf < slot.block.stop:
+                taken = slot.finished or slot.lease is not None
+                return None if taken else self._lease(opened, slot, COORDINATOR, now, math.inf)
+        position = next(index for index, run in enumerate(opened.free) if run.start <= leaf < run.stop)
+        run = opened.free[position]
+        parts = Block(run.start, leaf), Block(leaf + 1, run.stop)
+        opened.free[position : position + 1] = [part for part in parts if part.num_leaves]
+        slot = opened.slots[leaf] = Slot(Block(leaf, leaf + 1))
+        return self._lease(opened, slot, COORDINATOR, now, math.inf)
 
     def overdue(self, now: float) -> list[Grant]:
         """Leases of the current step whose deadline has passed."""
@@ -414,17 +446,13 @@ class Ledger:
     def _shuns(self, opened: OpenStep, block: Block, worker: str, others: set[str]) -> bool:
         if not opened.failures:
             return False
-        for leaf in range(*block):
-            failed = opened.failures.get(leaf, ())
-            if worker in failed and any(other not in failed for other in others):
-                return True
-        return False
+        return any(self.places.leaves(worker, opened.failures.get(leaf, ()), others) for leaf in range(*block))
 
     def _isolate(self, opened: OpenStep, block: Block) -> Block:
         """A leaf that failed, or on which workers died twice, is leased alone, so that it alone is to blame."""
         if block.num_leaves == 1 or not (opened.failures or opened.deaths):
             return block
-        suspects = [leaf for leaf in range(*block) if leaf in opened.failures or opened.deaths.get(leaf, 0) > 1]
+        suspects = [leaf for leaf in range(*block) if leaf in opened.failures or len(opened.deaths.get(leaf, ())) > 1]
         while block.num_leaves > 1 and any(block.start <= leaf < block.stop for leaf in suspects):
             half = 1 << ((block.num_leaves - 1).bit_length() - 1)
             block = Block(block.start, block.start + half)

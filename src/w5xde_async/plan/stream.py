@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from w5xde_async.plan.attempts import Places
 from w5xde_async.plan.ledger import Culprit
 
 __all__ = ["DoneSteps", "StreamGrant", "StreamLedger"]
@@ -89,6 +90,7 @@ class StreamLedger:
         self.total_steps = total_steps
         self.done = done or DoneSteps()
         self.max_failures, self.max_deaths = max_failures, max_deaths
+        self.places = Places()
         self._next_lease = first_lease
         self._cursor = self.done.floor
         self._free: list[int] = []  # heap of steps below the cursor
@@ -99,7 +101,7 @@ class StreamLedger:
         self._since: dict[str, float] = {}  # worker -> when its oldest lease could begin
         self._failures: dict[int, list[str]] = {}
         self._refusals: dict[int, list[str]] = {}  # whose results of a step were no good
-        self._deaths: dict[int, int] = {}
+        self._deaths: dict[int, set[str]] = {}
         self._past: dict[int, tuple[StreamGrant, bool]] = {}
         self._ended: deque[int] = deque()
         #: Whether a lease cannot be begun yet (its version is not there): its time has not begun either.
@@ -167,7 +169,7 @@ class StreamLedger:
         while self._free:
             candidate = heapq.heappop(self._free)
             failed = (*self._failures.get(candidate, ()), *self._refusals.get(candidate, ()))
-            if worker in failed and any(other not in failed for other in others):
+            if self.places.leaves(worker, failed, others):
                 shunned.append(candidate)
                 continue
             step = candidate
@@ -236,11 +238,13 @@ class StreamLedger:
         return grant
 
     def fail(self, lease: int) -> Culprit | None:
-        """The job raised on a step. It goes back; one that failed too often is returned."""
+        """The job raised on a step. It goes back; one that failed too often, wherever it was tried, is returned."""
         grant = self.give_back(lease)
         failures = self._failures.setdefault(grant.step, [])
         failures.append(grant.worker)
-        return Culprit(grant.step, 0, len(failures), died=False) if len(failures) >= self.max_failures else None
+        if len(failures) < self.max_failures or self.places.untried(failures):
+            return None
+        return Culprit(grant.step, 0, len(failures), died=False)
 
     def lose(self, worker: str, *, died: bool = True) -> tuple[int, Culprit | None]:
         """The worker is gone: what it held and carried is free again. How many steps, and one it may have died of."""
@@ -254,10 +258,18 @@ class StreamLedger:
         self._since.pop(worker, None)
         culprit = None
         if died and begun is not None:
-            self._deaths[begun.step] = deaths = self._deaths.get(begun.step, 0) + 1
-            if deaths >= self.max_deaths:
-                culprit = Culprit(begun.step, 0, deaths, died=True)
+            deaths = self._deaths.setdefault(begun.step, set())
+            deaths.add(worker)
+            if len(deaths) >= self.max_deaths and not self.places.untried(deaths):
+                culprit = Culprit(begun.step, 0, len(deaths), died=True)
         return count, culprit
+
+    def returned(self, worker: str) -> None:
+        """The worker is here again: it had lost its link, not its life."""
+        for step, deaths in list(self._deaths.items()):
+            deaths.discard(worker)
+            if not deaths:
+                del self._deaths[step]
 
     def overdue(self, now: float) -> list[StreamGrant]:
         """Of each worker the lease it is at, where its deadline has passed."""

@@ -1,0 +1,49 @@
+"""Who has tried a piece of work and where, so that one machine, or one peer under many names, ends no run.
+
+A worker runs at a **place**: its host, and whether it computes with the job's own code. Work that fails everywhere at
+one place may be done at another; it is to blame only when every place that is present has tried it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+
+__all__ = ["Places"]
+
+_REMEMBERED = 4096  # places of workers, those that have left among them
+
+
+class Places:
+    """Where workers run. One of which nothing was said is a place by itself."""
+
+    def __init__(self) -> None:
+        #: Workers that take work now.
+        self.present: Callable[[], Iterable[str]] = tuple
+        self._places: dict[str, Hashable] = {}
+
+    def joined(self, worker: str, place: Hashable) -> None:
+        """``worker`` runs at ``place``."""
+        self._places.pop(worker, None)
+        self._places[worker] = place
+        if len(self._places) > _REMEMBERED:
+            del self._places[next(iter(self._places))]
+
+    def of(self, worker: str) -> Hashable:
+        """Where a worker runs, or ran."""
+        return self._places.get(worker, worker)
+
+    def untried(self, tried: Iterable[str]) -> bool:
+        """Whether somebody is present at a place where none of ``tried`` was."""
+        return self._elsewhere(self.present(), tried)
+
+    def leaves(self, worker: str, tried: Collection[str], others: Iterable[str]) -> bool:
+        """Whether ``worker`` leaves it to ``others``: it, or its place, has tried in vain, and one of them has not."""
+        if not tried:
+            return False
+        if worker in tried and any(other not in tried for other in others):
+            return True
+        return self.of(worker) in {self.of(one) for one in tried} and self._elsewhere(others, tried)
+
+    def _elsewhere(self, workers: Iterable[str], tried: Iterable[str]) -> bool:
+        places = {self.of(worker) for worker in tried}
+        return any(self.of(worker) not in places for worker in workers)
