@@ -1,7 +1,8 @@
 """The GPT of ``models.py`` on real text, for benches whose loss has to mean something: Python's own standard library.
 
 A sample is 129 bytes: 128 and, for each of them, the next. They travel as bytes. Training and held-out text are
-different files. The learning rate warms up over a tenth of the steps and falls to a tenth.
+different files. AdamW is the fused one for everybody: on a CPU it takes a tenth of the time of torch's default. The
+learning rate warms up over a tenth of the steps and falls to a tenth.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def text_job(
         model=lambda: model(width, layers),
         dataset=texts()[0],
         step=step,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95)),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), fused=True),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         batch_size=microbatch * (leaves_per_commit or leaves),
         microbatch_size=microbatch,
