@@ -9,9 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.simulator.bugs import BUGS
-from tests.simulator.campaign import TABLE, mode_of, one
+from tests.simulator.bugs.registry import Bug, Put
+from tests.simulator.campaign import TABLE, mode_of, noticed, one
+from tests.simulator.checks import Violation
 from tests.simulator.faults import FAULTS
 from tests.simulator.world import Outcome
+
+from w5xde_async.plan.ledger import Ledger
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
@@ -68,7 +72,25 @@ def test_a_seed_is_the_same_run_every_time() -> None:
 def test_a_planted_bug_is_noticed(bug: str) -> None:
     tries = [PUBLISHED[bug]] if bug in PUBLISHED else []
     tries += [(mode_of(seed, "both"), seed) for seed in range(100)]  # timings change with the code
-    assert any(one(seed, mode, bug).violations for mode, seed in tries)
+    assert any(noticed(one(seed, mode, bug)) for mode, seed in tries)
+
+
+def test_a_bug_that_is_not_called_as_the_real_thing_is_refused() -> None:
+    def plant(put: Put) -> None:
+        put(Ledger, "lose", lambda self, worker: ([], None))
+
+    BUGS["misfit"] = Bug("planted wrongly", plant)
+    try:
+        with pytest.raises(TypeError, match=r"Ledger\.lose is called as .*died.*, not as \(self, worker\)"):
+            one(0, "safety", "misfit")
+    finally:
+        del BUGS["misfit"]
+
+
+def test_an_error_of_the_planting_is_no_catch() -> None:
+    outcome = one(0, "safety")
+    outcome.violations.append(Violation("unexpected", "coordinator ended with TypeError: lose() got died", 1.0))
+    assert noticed(outcome) == []
 
 
 def test_every_planted_bug_is_published() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def planted(name: str) -> Iterator[None]:
     undo: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, attribute: str, value: Any) -> None:
+        _check_call(owner, attribute, value)
         undo.append((owner, attribute, owner.__dict__[attribute]))
         setattr(owner, attribute, value)
 
@@ -52,3 +54,23 @@ def planted(name: str) -> Iterator[None]:
     finally:
         for owner, attribute, value in reversed(undo):
             setattr(owner, attribute, value)
+
+
+def _check_call(owner: Any, attribute: str, value: Any) -> None:
+    """Refuse what cannot be called as the real thing is: the call would raise, and that is not the bug planted."""
+    real = owner.__dict__[attribute]
+    if not inspect.isfunction(real):
+        return
+    wanted, given = inspect.signature(real).parameters, inspect.signature(value).parameters
+    kinds = {parameter.kind for parameter in given.values()}
+    positional = [p for p in wanted.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [p for p in given.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    fits = inspect.Parameter.VAR_POSITIONAL in kinds or len(taken) >= len(positional)
+    for name, parameter in wanted.items():
+        by_name = parameter.kind is parameter.KEYWORD_ONLY
+        fits &= not by_name or name in given or inspect.Parameter.VAR_KEYWORD in kinds
+    given_only = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p for p in given.values() if p.default is p.empty and p.kind not in given_only]
+    if not fits or len(required) > len(wanted):
+        here = f"{owner.__name__}.{attribute}"
+        raise TypeError(f"{here} is called as {inspect.signature(real)}, not as {inspect.signature(value)}")

@@ -47,7 +47,7 @@ def _stale_lease(put: Put) -> None:
 
 @bug("no-requeue", "the leases of a worker that is lost are forgotten, not given out again", *LOST)
 def _no_requeue(put: Put) -> None:
-    def lose(self: Ledger, worker: str) -> Any:
+    def lose(self: Ledger, worker: str, *, died: bool = True) -> Any:
         for lease in tuple(self._held.get(worker, ())):
             self._drop(lease)
         return [], None
@@ -196,10 +196,12 @@ def _absent(put: Put) -> None:
 def _short_step(put: Put) -> None:
     real = SyncRule.apply
 
-    def apply(self: SyncRule, root: Any, present: Any, samples: int, untouched: Any) -> Any:
+    def apply(
+        self: SyncRule, root: Any, present: Any, samples: int, untouched: Any, *, rate_factor: float = 1.0
+    ) -> Any:
         whole = max(samples, getattr(self, "_whole", 0))
         self._whole = whole  # type: ignore[attr-defined]
-        return real(self, root, present, whole, untouched)
+        return real(self, root, present, whole, untouched, rate_factor=rate_factor)
 
     put(SyncRule, "apply", apply)
 
@@ -213,11 +215,11 @@ def _infinite(put: Put) -> None:
 def _forget_partial(put: Put) -> None:
     real = Ledger.lose
 
-    def lose(self: Ledger, worker: str) -> Any:
+    def lose(self: Ledger, worker: str, *, died: bool = True) -> Any:
         halves = [grant for grant in self.held(worker) if self._slot(grant).buckets]
         for grant in halves:
             self._slot(grant).buckets.update(range(self.num_buckets - 1))
-        return real(self, worker)
+        return real(self, worker, died=died)
 
     put(Ledger, "lose", lose)
 

@@ -12,6 +12,7 @@ from tests.simulator.bugs.registry import BUGS, POWER, RESTART, Bug, Put, bug
 from tests.simulator.disk import HostFilesystem
 
 from w5xde_async.coordinator import preparation
+from w5xde_async.coordinator.ending import Ending
 from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.plan.sampler import Sampler, StepPlan
@@ -116,9 +117,9 @@ def _samples_twice(put: Put) -> None:
 def _copy_late(put: Put) -> None:
     real = Following._save
 
-    async def save(self: Following, *args: Any) -> None:
+    async def save(self: Following, *args: Any, **kwargs: Any) -> None:
         await asyncio.sleep(0.3)
-        await real(self, *args)
+        await real(self, *args, **kwargs)
 
     put(Following, "_save", save)
 
@@ -133,13 +134,20 @@ def _copy_late(put: Put) -> None:
     "disk full",
 )
 def _told_early(put: Put) -> None:
-    real = Following.finish
+    real_save, real_evaluate = Ending._save, Ending._evaluate
 
-    async def finish(self: Following, *, evaluate: bool) -> None:
-        if evaluate or self._training.version < self._training.total_steps:
-            await real(self, evaluate=evaluate)
+    async def save(self: Ending) -> None:
+        training = self._phases.training
+        if training.progress < training.total_steps:
+            await real_save(self)
 
-    put(Following, "finish", finish)
+    async def evaluate(self: Ending, *, finished: bool) -> None:
+        if finished:
+            await real_save(self)
+        await real_evaluate(self, finished=finished)
+
+    put(Ending, "_save", save)
+    put(Ending, "_evaluate", evaluate)
 
 
 @bug(
