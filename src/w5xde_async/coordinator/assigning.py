@@ -14,6 +14,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.hosting import Hosting
 from w5xde_async.coordinator.liveness import Held
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.ordering import Ordering
 from w5xde_async.coordinator.turns import Turns
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.membership import Standing
@@ -48,6 +49,8 @@ class Assigning(Hosting):
         )  # fmt: skip
         update = config.update
         self.sampler, self.schedule, self.version = sampler, schedule, version
+        self._ordering = Ordering(sampler)
+        self._ordering.on_ready, self._ordering.on_error = self._schedule, self.fail
         self.pacing = Pacing(config.pacing)
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
@@ -65,8 +68,9 @@ class Assigning(Hosting):
         self._begun = False
 
     def _plan(self, step: int) -> StepPlan:
+        """For its numbers alone: a step that is done has no indices any more."""
         plan = self._plans.get(step)
-        return self.sampler.plan(step) if plan is None else plan
+        return self.sampler.size(step) if plan is None else plan
 
     def _schedule(self, only: str | None = None) -> None:
         if self._failure is not None:
@@ -77,10 +81,10 @@ class Assigning(Hosting):
                 self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
                 return
             self._begun = True
-        self._open_ahead(len(ready))
+        planned = self._open_ahead(len(ready))
         now = self.clock()
         self._forget_leases()
-        for room in range(self.pacing.config.leases_ahead):
+        for room in range(self.pacing.config.leases_ahead if planned else 0):
             for worker in ready:
                 if only is None or worker == only:
                     self._grant(worker, ready, room, now)
@@ -90,14 +94,17 @@ class Assigning(Hosting):
             self._ask_the_rest()
         self._wake.set()
 
-    def _open_ahead(self, num_workers: int) -> None:
-        """Have the data of the next steps read."""
+    def _open_ahead(self, num_workers: int) -> bool:
+        """Have the data of the next steps read. False where their order is still being computed."""
         if self._stopping:
-            return
+            return True
         for step in self.ledger.upcoming(num_workers * self.pacing.config.leases_ahead + 1):
             if step not in self._plans:
+                if not self._ordering.ready(step, self.total_steps):
+                    return False
                 plan = self._plans[step] = self.sampler.plan(step)
                 self.loader.open(plan)
+        return True
 
     def _grant(self, worker: str, ready: Sequence[str], room: int, now: float) -> None:
         pace = self.turns.of(worker)

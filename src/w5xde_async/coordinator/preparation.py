@@ -149,6 +149,7 @@ def prepare(
         if config.durability != "checkpoint":
             raise UsageError(f"durability {config.durability} keeps files but there is no run directory")
         prepared.run_id = new_run_id()
+        _order(prepared, config)
         return prepared
     run_dir = RunDir.open(run_path, resume=config.resume != "never")
     try:
@@ -156,7 +157,15 @@ def prepare(
     except BaseException:
         run_dir.close()
         raise
+    _order(prepared, config)
     return prepared
+
+
+def _order(prepared: Prepared, config: CoordinatorConfig) -> None:
+    """The orders that the event loop will ask for at once are there."""
+    if config.auto:
+        prepared.sampler.prepare(0)
+    prepared.steps.prepare(prepared.steps.epoch_of(prepared.first_step))
 
 
 def _rule(

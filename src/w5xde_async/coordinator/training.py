@@ -29,6 +29,7 @@ from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Judging, Machine
 from w5xde_async.coordinator.liveness import Held
 from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.ordering import Ordering
 from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Results
@@ -139,6 +140,7 @@ class Training(Hosting):
         self._last_commit = self.clock()
         while self.version < self.total_steps and not self._stopping:
             self._open_steps()
+            await self._ordering.wait(min(self.version + AHEAD, self.total_steps - 1), self.total_steps)
             self.ledger.begin(self.version, self.clock())
             self._schedule()
             if not await self._collect():

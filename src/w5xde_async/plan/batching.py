@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from w5xde_async.plan.sampler import Sampler, StepPlan, epoch_order
+from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import right_half
 
 __all__ = ["BatchPlan", "Stretch", "halves"]
@@ -87,7 +87,7 @@ class BatchPlan:
         size = self._sampler.num_samples
         end = min(begin + stretch.batch_size, size)
         if self._sampler.shuffle:
-            indices = epoch_order(size, self._sampler.seed, epoch)[begin:end]
+            indices = self._sampler.order(epoch)[begin:end]
         else:
             indices = np.arange(begin, end, dtype=np.int64)
         return StepPlan(step, epoch, indices, self._sampler.leaf_samples)
@@ -116,6 +116,14 @@ class BatchPlan:
         """Steps until ``epochs`` (at least one) are over, as planned now; fewer after each growth."""
         last = next(stretch for stretch in reversed(self._stretches) if stretch.epoch < epochs)
         return last.first_step + self._rest(last) + (epochs - last.epoch - 1) * self._per_epoch(last)
+
+    def ready(self, epoch: int) -> bool:
+        """Whether the steps of an epoch can be planned at once."""
+        return self._sampler.ready(epoch)
+
+    def prepare(self, epoch: int) -> None:
+        """Have it so."""
+        self._sampler.prepare(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""

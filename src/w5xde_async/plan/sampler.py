@@ -8,14 +8,16 @@ crosses an epoch: its last step may be shorter.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Sampler", "StepPlan", "Steps", "epoch_order", "seed_for"]
+__all__ = ["QUICK_SAMPLES", "Orders", "Sampler", "StepPlan", "Steps", "epoch_order", "seed_for"]
+
+#: The order of so many samples is computed in less than a millisecond.
+QUICK_SAMPLES = 10_000
 
 
 def seed_for(*parts: int | str) -> int:
@@ -24,13 +26,36 @@ def seed_for(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-@lru_cache(maxsize=2)
 def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The permutation of ``range(num_samples)`` for one epoch: int64, read-only."""
     keys = np.random.Philox(key=seed_for("order", seed, epoch)).random_raw(num_samples)
     order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
     order.setflags(write=False)
     return order
+
+
+class Orders:
+    """The orders of the last two epochs that were asked for, each of which takes seconds to compute where it is long.
+
+    A thread may ask for one ahead of need: whoever loses the race to keep one computes it again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int, int], NDArray[np.int64]] = {}
+
+    def there(self, num_samples: int, seed: int, epoch: int) -> bool:
+        """Whether ``get`` takes no time."""
+        return (num_samples, seed, epoch) in self._kept
+
+    def get(self, num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+        """``epoch_order``."""
+        key = num_samples, seed, epoch
+        order = self._kept.get(key)
+        if order is None:
+            order = epoch_order(*key)
+        others = [item for item in self._kept.items() if item[0] != key]
+        self._kept = dict([*others[-1:], (key, order)])
+        return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +108,12 @@ class Steps(Protocol):
     def total_steps(self, epochs: int) -> int:
         """Steps until ``epochs`` (at least one) are over, as planned now."""
 
+    def ready(self, epoch: int) -> bool:
+        """Whether the steps of an epoch can be planned at once."""
+
+    def prepare(self, epoch: int) -> None:
+        """Have it so. Takes seconds where an epoch has millions of samples; may run in a thread."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
@@ -94,6 +125,7 @@ class Sampler:
     seed: int
     shuffle: bool = True
     drop_last: bool = False
+    orders: Orders = field(default_factory=Orders, repr=False, compare=False)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -102,13 +134,19 @@ class Sampler:
 
     def plan(self, step: int) -> StepPlan:
         """Step ``step`` of the run, counted from 0 over all epochs."""
+        epoch, begin, end = self._place(step)
+        indices = self.order(epoch)[begin:end] if self.shuffle else np.arange(begin, end, dtype=np.int64)
+        return StepPlan(step, epoch, indices, self.leaf_samples)
+
+    def size(self, step: int) -> StepPlan:
+        """Like ``plan``, for its numbers alone: every index is -1, so that no order is needed."""
+        epoch, begin, end = self._place(step)
+        return StepPlan(step, epoch, np.broadcast_to(np.int64(-1), (end - begin,)), self.leaf_samples)
+
+    def _place(self, step: int) -> tuple[int, int, int]:
         epoch, at = divmod(step, self.steps_per_epoch)
         begin = at * self.batch_size
-        if self.shuffle:
-            indices = epoch_order(self.num_samples, self.seed, epoch)[begin : begin + self.batch_size]
-        else:
-            indices = np.arange(begin, min(begin + self.batch_size, self.num_samples), dtype=np.int64)
-        return StepPlan(step, epoch, indices, self.leaf_samples)
+        return epoch, begin, min(begin + self.batch_size, self.num_samples)
 
     def epoch_of(self, step: int) -> int:
         """The epoch that step ``step`` lies in."""
@@ -117,3 +155,17 @@ class Sampler:
     def total_steps(self, epochs: int) -> int:
         """Steps until ``epochs`` epochs are over."""
         return epochs * self.steps_per_epoch
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """``epoch_order``, kept."""
+        return self.orders.get(self.num_samples, self.seed, epoch)
+
+    def ready(self, epoch: int) -> bool:
+        """Whether the steps of an epoch can be planned at once."""
+        quick = not self.shuffle or self.num_samples <= QUICK_SAMPLES
+        return quick or self.orders.there(self.num_samples, self.seed, epoch)
+
+    def prepare(self, epoch: int) -> None:
+        """Have it so."""
+        if self.shuffle:
+            self.order(epoch)
