@@ -44,7 +44,7 @@ from w5xde_async.worker.service import Worker
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.service.draw_loss", lambda *_: False)
+    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda *_: False)
 
 
 @cache
@@ -284,6 +284,48 @@ async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path
     assert (tmp_path / "left.old-1" / "journal").is_dir()
 
 
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_a_run_that_began_at_another_runs_checkpoint_goes_on_after_a_crash(
+    tmp_path: Path, durability: str
+) -> None:
+    """Before it has saved one of its own, too, whatever it was given as the place."""
+    make, old, new = jobs.mlp_sgd, tmp_path / "old", tmp_path / "new"
+    await train(make, run_dir=old, max_steps=9, checkpoint_every=4)
+    chosen = old / "checkpoints" / "step-000000004"
+    left = tmp_path / "left"
+    told = await crash(make, new, at=7, left=left, durability=durability, resume=str(chosen), checkpoint_every=500)
+    found = await asyncio.to_thread(prepared, make, left, durability=durability)
+    assert found.first_step == (told if durability == "journal" else 4)
+    assert found.state.digest() == expected("mlp_sgd", found.first_step)
+    assert "written by run" not in "".join(found.notes), "it has become this run's own"
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+async def test_an_abandoned_checkpoint_that_is_resumed_counts_again(tmp_path: Path, durability: str) -> None:
+    make, run = jobs.mlp_sgd, tmp_path / "run"
+    await train(make, run_dir=run, max_steps=9, checkpoint_every=4)
+    checkpoints = run / "checkpoints"
+    await asyncio.to_thread(prepared, make, run, resume=str(checkpoints / "step-000000004"), durability="checkpoint")
+    chosen = checkpoints / "abandoned-step-000000008"
+    found = await asyncio.to_thread(prepared, make, run, resume=str(chosen), durability=durability)
+    assert found.first_step == 8
+    left = tmp_path / "left"
+    told = await crash(make, run, at=12, left=left, durability=durability, checkpoint_every=500)
+    found = await asyncio.to_thread(prepared, make, left, durability=durability)
+    assert found.first_step == (told if durability == "journal" else 8)
+    assert found.state.digest() == expected("mlp_sgd", found.first_step)
+
+
+async def test_a_checkpoint_of_another_run_is_named(tmp_path: Path) -> None:
+    make, old = jobs.metrics, tmp_path / "old"
+    await train(make, run_dir=old, max_steps=3)
+    (chosen,) = (old / "checkpoints").iterdir()
+    whose = json.loads((old / "run.json").read_text())["run_id"]
+    found = await asyncio.to_thread(prepared, make, tmp_path / "new", resume=str(chosen), durability="checkpoint")
+    assert f"its checkpoint was written by run {whose}" in "".join(found.notes)
+    assert "with it from there again" in "".join(found.notes)
+
+
 @pytest.mark.parametrize("chosen", [False, True])
 async def test_no_checkpoint_outlives_the_journal_that_it_names(tmp_path: Path, chosen: bool) -> None:
     make, run = jobs.metrics, tmp_path / "run"
@@ -306,7 +348,7 @@ async def test_a_run_without_files_has_no_journal() -> None:
 
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
 async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_more(
-    tmp_path: Path, durability: str
+    tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a shared disk whose locks do not reach the other machine: a later term is stored while it runs."""
     run, events = tmp_path / "run", []
@@ -322,11 +364,16 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
         identity = json.loads((run / "run.json").read_text())
         (run / "another").write_text(json.dumps(identity | {"term": 9}))
         os.replace(run / "another", run / "run.json")
+        for name in ("model.safetensors", "loss.png", "metrics.jsonl"):
+            (run / "another").write_text("the successor's")
+            os.replace(run / "another", run / name)
         return len([event for event in events if isinstance(event, StepCommitted)])
 
     bus = Bus()
     bus.subscribe(see)
     config = settings(durability=durability, checkpoint_every=4)
+    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda _, path: path.write_text("drawn"))
+    monkeypatch.setattr("w5xde_async.coordinator.service.Recorder", partial(Recorder, flush_s=1000.0))  # opens it late
     async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
         await reached
@@ -338,6 +385,8 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
     after = len([event for event in events if isinstance(event, StepCommitted)]) - told
     assert after <= (journaling.MOST_AHEAD if durability == "journal" else 28)
     assert not any(isinstance(event, JournalFailed | CheckpointFailed) for event in events)
+    for name in ("model.safetensors", "loss.png", "metrics.jsonl"):
+        assert (run / name).read_text() == "the successor's"
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])

@@ -281,6 +281,13 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
         _restore(prepared, record, str(run_dir.path))
     replay = _replay(prepared, record, journal, run_dir, config)
     if record is not None:
+        if config.resume != "auto":
+            prepared.notes.append(
+                f"the run goes on from {config.resume}; without --resume the next start goes on from what follows, "
+                "with it from there again"
+            )
+        if (other := record.meta.get("run_id")) not in (None, run_dir.run_id):
+            prepared.notes.append(f"its checkpoint was written by run {other}; from here on it is run {run_dir.run_id}")
         if skipped:
             prepared.notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
         prepared.notes.extend(f"{path} belongs to another course of the run" for path in
@@ -295,7 +302,9 @@ def _take_up(prepared: Prepared, run_dir: RunDir, config: CoordinatorConfig) -> 
         )
     # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
-    if named or (not journalled and journal.exists and prepared.first_step > prepared.saved_step):
+    # One that lies elsewhere is not found by the next start, which would take up another course or none.
+    elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
+    if named or elsewhere or (not journalled and journal.exists and prepared.first_step > prepared.saved_step):
         store.save(record_of(prepared, prepared.first_step, prepared.samples))
         prepared.saved_step = prepared.first_step
     if journalled:

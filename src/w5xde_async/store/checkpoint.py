@@ -145,6 +145,10 @@ class CheckpointStore:
             raise CheckpointCorrupt(str(path), f"holds step {step}, not the step of its name")
         return record
 
+    def holds(self, path: Path) -> bool:
+        """Whether a record at ``path`` is one of this store's, which ``latest`` may give (an abandoned one is not)."""
+        return path.resolve() in [known.resolve() for known in self._paths()]
+
     def steps(self) -> list[int]:
         """The steps that have a record, ascending, whole or not."""
         return sorted({_order(path)[0] for path in self._paths()})
