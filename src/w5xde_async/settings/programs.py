@@ -49,7 +49,7 @@ The shared secret is read from a join file, W5XDE_JOIN, W5XDE_TOKEN,
 _EXIT_CODES = """\
 Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
-130 second Ctrl-C."""
+130 second Ctrl-C or SIGTERM."""
 
 
 def _cores() -> int:
