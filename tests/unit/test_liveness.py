@@ -12,6 +12,8 @@ from w5xde_async.coordinator.hosting import Hosting
 from w5xde_async.coordinator.liveness import Liveness
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.stream import StreamLedger
+from w5xde_async.updates.config import UpdateConfig
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,28 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     liveness.await_answer("b")
     assert membership.members["b"].standing is standing
     assert len(said) == (standing is Standing.LATE)
+
+
+@pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local"])
+def test_who_is_overdue_with_steps_of_its_own_begins_anew(rule: str) -> None:
+    """A request for its Delta could not be taken back from it: it would answer, and wait for a verdict for ever."""
+    ledger, membership, revoked, aborted = StreamLedger(total_steps=9), Membership(12.0), [], []
+    sessions: dict[str, Any] = {}
+    for worker in "ab":
+        sessions[worker] = SimpleNamespace(worker_id=worker, name=worker, receiving=None, abort=aborted.append)
+        membership.join(
+            Member(
+                worker_id=worker, name=worker, peer="", device="cpu", threads=1, incarnation=1, joined_at=0.0,
+                last_seen=0.0,
+            )
+        )  # fmt: skip
+    liveness = Liveness(
+        config=CoordinatorConfig(update=UpdateConfig(rule=rule)), sessions=sessions, joining={}, membership=membership,
+        ledger=ledger, revoke=lambda grant, reason: revoked.append(grant.lease), warn=lambda text: None,
+    )  # fmt: skip
+    late = ledger.grant("a", now=0.0, deadline_s=5.0)
+    assert late is not None
+    ledger.ask("a", now=0.0)
+    liveness._overdue(late)
+    assert (len(aborted), len(revoked)) == ((0, 2) if rule == "async" else (1, 0))
+    assert ledger.num_held("a") == (0 if rule == "async" else 2)  # the end of the link gives them back

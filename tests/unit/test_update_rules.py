@@ -351,6 +351,21 @@ def test_a_full_period_of_delayed_nesterov_is_one_round_of_local_steps() -> None
         torch.testing.assert_close(delayed.parameters, local.parameters)
 
 
+def test_without_a_number_n_is_the_workers_that_are_there() -> None:
+    """Four with N unsaid are four with N 4; when two of them leave, the mean is of the Deltas that have come."""
+    said = DelayedNesterovRule(torch.zeros(NUMEL), DelayedNesterovConfig(period=4))
+    unsaid = DelayedNesterovRule(torch.zeros(NUMEL), DelayedNesterovConfig())
+    for delta in vectors(11, seed=5):
+        said.offer(delta.clone(), samples=1, staleness=0)
+        unsaid.offer(delta.clone(), samples=1, staleness=0, workers=4)
+    assert torch.equal(said.parameters, unsaid.parameters)
+    before, momentum = unsaid.parameters.clone(), 0.9 * unsaid._momentum
+    last = vectors(4, seed=5)[3]
+    momentum += (unsaid._buffer + last) / 4  # three of the four were there already
+    unsaid.offer(last.clone(), samples=1, staleness=0, workers=2)
+    near(unsaid.parameters, (before - 0.7 * last / 2 - 0.7 * 0.9 * momentum).tolist())
+
+
 def test_inner_steps_follow_speed() -> None:
     assert [inner_steps(speed, 10.0, 50) for speed in (10.0, 4.0, 1.0, 0.01)] == [50, 20, 5, 1]
     with pytest.raises(ValueError, match="speeds"):

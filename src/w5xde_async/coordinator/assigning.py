@@ -125,7 +125,9 @@ class Assigning(Hosting):
             self._oldest[grant.lease] = pace.min_version
         if self._local:
             for fragment in self.turns.granted(worker, ready, now):
-                self._ask(worker, fragment, ready, now)
+                # A round is an average over workers: its turn comes again when this one has closed.
+                if not (self._streams and self.turns.had_its_turn(worker, fragment)):
+                    self._ask(worker, fragment, ready, now)
 
     def _ask(self, worker: str, fragment: int, ready: Sequence[str], now: float) -> None:
         """Have ``worker`` submit a fragment after what was leased to it so far."""
@@ -147,15 +149,14 @@ class Assigning(Hosting):
         for worker in tuple(self.sessions):
             if worker not in leaving and not over:
                 continue
-            asked = self.turns.fragments_asked(worker)
-            if self.ledger.carried(worker) or self.ledger.num_steps_held(worker):
-                if self.ledger.num_steps_held(worker) and asked:
+            asked, held = self.turns.fragments_asked(worker), self.ledger.num_steps_held(worker)
+            for fragment in range(len(self._buckets)):
+                if fragment in asked or (asked and (held or not self._streams)):
                     continue  # when it has answered
-                for fragment in range(len(self._buckets)):
-                    if fragment not in asked and not (asked and not self._streams):
-                        self._ask(worker, fragment, (), now)
-            elif not asked and self._with_quorum:
-                self.turns.idle(worker)
+                if held or self.turns.owes(worker, fragment):
+                    self._ask(worker, fragment, (), now)
+                elif self._with_quorum:
+                    self.turns.idle(worker, fragment)
             self._send_waiting(worker)
 
     def _give_back_unbegun(self, worker: str) -> None:

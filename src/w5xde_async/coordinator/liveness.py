@@ -108,6 +108,12 @@ class Liveness:
             holder.abort("its lease's deadline passed in the middle of a result")
             return
         name = holder.name if holder is not None else grant.worker
+        if holder is not None and self._config.update.local:
+            # What it carries would go on from a step that another has been given. And it cannot give back a lease that
+            # asks for its Delta: it would answer, and nobody would know that lease any more.
+            self._warn(f"lease {grant.lease} of {name} was overdue: what it had computed is given to others")
+            holder.abort("its lease's deadline passed; it begins anew")
+            return
         self._warn(f"lease {grant.lease} of {name} was overdue and is given to another")
         self._ledger.give_back(grant.lease)
         self._revoke(grant, "its deadline passed")

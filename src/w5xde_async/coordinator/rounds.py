@@ -185,7 +185,10 @@ class Rounds(Assigning):
             given_up = self.ledger.refuse(given.lease, given.worker, self._most_tries(outcome))
         else:
             self.ledger.settle(given.lease, accepted=counts)
-        self.turns.answered(given.worker, given.lease, self.clock())
+        # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.
+        finite = outcome is not None and (code is VerdictCode.STALE or math.isfinite(outcome.norm))
+        kept = given.samples if self._streams and not accepted and finite else 0
+        self.turns.answered(given.worker, given.lease, self.clock(), kept=kept)
         leaves = sum(self._plan(step).num_leaves for step in given.steps)
         if not counts and not given_up:
             self._reports.forget(given.steps)
@@ -266,7 +269,8 @@ class Rounds(Assigning):
             skipped = applied is not None and applied.skipped
             if skipped:
                 self._warn(f"version {self.version} was skipped: its gradient is not finite")
-            self._count_nonfinite(skipped=skipped)
+            if not self._local:  # else the steps themselves are counted
+                self._count_nonfinite(skipped=skipped)
             steps, self._accepted = self._accepted, []
             self._note(applied, waited, steps)
         self._schedule()
@@ -388,6 +392,8 @@ class Rounds(Assigning):
                 member.wait_s += done.wait_s
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
+            # Whose optimizer skipped the step has no result of it.
+            self._count_nonfinite(skipped=bool(done.absent) or not all(map(math.isfinite, done.losses)))
             self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
             self.loader.close_step(grant.step)
             self.turns.carried(worker, self._plan(grant.step).num_samples)
@@ -419,7 +425,7 @@ class Rounds(Assigning):
             return
         submission = Submission(
             lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
-            fragment=fragment, untouched=done.untouched,
+            fragment=fragment, untouched=done.untouched, workers=len(self.sessions),
         )  # fmt: skip
         self._inbox.append(submission)
         self._unjudged[grant.worker] += 1
@@ -478,5 +484,7 @@ class Rounds(Assigning):
         member, session = self.membership.members.get(worker), self.sessions.get(worker)
         if member is None or session is None or member.standing is not Standing.DRAINING:
             return
-        if not self.ledger.num_held(worker) and not self.ledger.carried(worker):
-            session.say_goodbye(ByeCode.LEAVING, "drained")
+        owes = self._streams and any(self.turns.owes(worker, fragment) for fragment in range(len(self._buckets)))
+        if self.ledger.num_held(worker) or self.ledger.carried(worker) or owes or self._unjudged[worker]:
+            return  # a verdict is owed to it as well: it tells what its codec has left out
+        session.say_goodbye(ByeCode.LEAVING, "drained")

@@ -25,6 +25,7 @@ class Pace:
     samples: list[int]  # computed since each fragment was submitted
     taken: int = 0
     asked: dict[int, int] = field(default_factory=dict)  # lease of a submission -> fragment
+    kept: set[int] = field(default_factory=set)  # fragments whose last submission was refused and stays with it
     blocked: bool = False  # it gets nothing before its submission is judged
 
 
@@ -93,22 +94,34 @@ class Turns:
         samples, pace.samples[fragment] = pace.samples[fragment], 0
         return samples
 
-    def answered(self, worker: str, lease: int, now: float) -> None:
-        """A submission was judged."""
+    def owes(self, worker: str, fragment: int) -> bool:
+        """Whether something was computed that it has not submitted of the fragment."""
+        return self._paces[worker].samples[fragment] > 0
+
+    def had_its_turn(self, worker: str, fragment: int) -> bool:
+        """Whether the fragment's open round has an answer of this worker, and waits for none of it."""
+        return self.quorums[fragment].has(worker)
+
+    def answered(self, worker: str, lease: int, now: float, *, kept: int = 0) -> None:
+        """A submission was judged. ``kept``: samples in it that are in its worker's next one, unless twice in a row."""
         pace = self._paces.get(worker)
-        if pace is not None:
-            fragment = pace.asked.pop(lease, None)
-            if fragment is not None:
-                self.quorums[fragment].arrived(worker, now)
+        fragment = None if pace is None else pace.asked.pop(lease, None)
+        if pace is None or fragment is None:
+            return
+        self.quorums[fragment].arrived(worker, now)
+        if kept and fragment not in pace.kept:
+            pace.kept.add(fragment)
+            pace.samples[fragment] += kept
+        else:
+            pace.kept.discard(fragment)
 
     def fragments_asked(self, worker: str) -> frozenset[int]:
         """Fragments whose submission is awaited."""
         return frozenset(self._paces[worker].asked.values())
 
-    def idle(self, worker: str) -> None:
-        """There is nothing for a worker to do: no round waits for it."""
-        for quorum in self.quorums:
-            quorum.left(worker)
+    def idle(self, worker: str, fragment: int) -> None:
+        """There is nothing for a worker to do: a fragment's round does not wait for it."""
+        self.quorums[fragment].left(worker)
 
     def closing(self, now: float) -> tuple[int | None, float | None]:
         """A fragment whose round closes now; else when to look again, if time alone may change that."""

@@ -46,6 +46,7 @@ class Submission:
     version: int
     fragment: int
     untouched: tuple[int, ...]
+    workers: int
 
 
 class Updating:
@@ -79,6 +80,7 @@ class Updating:
                 contribution = Contribution(
                     steps=given.steps, counted=counted, samples=given.samples, version=given.version,
                     fragment=given.fragment, vector=vector, present=present, untouched=untouched,
+                    workers=given.workers,
                 )  # fmt: skip
                 return self.rule.offer(contribution)
             finally:

@@ -98,7 +98,7 @@ class TrainingSettings(Program):
     )  # fmt: skip
     results_per_step: AtLeast1 | None = setting(
         None, "async: results that make a step; async-local: results that make a step of momentum", group="updates",
-        accepts=FROM_1, shown="1; async-local --min-workers",
+        accepts=FROM_1, shown="1; async-local the workers that are there",
     )  # fmt: skip
     max_staleness: AtLeast0 | None = setting(
         None, "results older than that many versions are computed again", group="updates", accepts=FROM_0,

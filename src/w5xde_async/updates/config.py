@@ -38,7 +38,7 @@ class UpdateConfig:
     outer_lr            of local rules; None: the paper's (0.7; streaming 0.4)
     outer_momentum      Nesterov momentum of local rules
     fragments, overlap, mixing   streaming: P, tau (inner steps until a fragment is mixed in) and alpha (kept of local)
-    results_per_step    async: K results make a commit; async-local: N (0: ``min_workers``)
+    results_per_step    async: K results make a commit; async-local: N (0: the workers that are there)
     max_staleness       versions; None: the rule's own (async 16, local 1, others none)
     staleness_exponent  a result tau versions old counts (1 + tau)^-exponent; None: the rule's own
     compensation        async: delay compensation (DC-ASGD)

@@ -7,8 +7,9 @@ Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:
     every N-th:   m = beta m + B / N;   theta = theta - eta beta m;   B = 0
 
 and inner steps by speed (DyLU): H_w = floor(v_w / v_max * H), so that all Deltas come about as often and none is old.
-N is the number of workers. A Delta counts as one, not by its samples: there is no sum of n to divide by, and DyLU has
-made it as long as its share already. Where all N arrive against the same parameters, that is one round of ``local``.
+N is the number of workers, at each arrival those that are there. A Delta counts as one, not by its samples: there is no
+sum of n to divide by, and DyLU has made it as long as its share already. Where all N arrive against the same
+parameters, that is one round of ``local``.
 
 Holds: each sample is in one accepted Delta (G1); no slow worker is waited for (G16). Does not hold: the same bits (G3).
 """
@@ -37,16 +38,17 @@ def inner_steps(speed: float, fastest: float, most: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedNesterovConfig:
-    """``period`` is N. ``max_staleness`` in versions (arrivals), None: no bound, and exponent 0: the paper's."""
+    """``period`` is N, None: what each ``offer`` says. ``max_staleness`` in versions (arrivals), None: no bound, and
+    exponent 0: the paper's."""
 
-    period: int
+    period: int | None = None
     learning_rate: float = 0.7
     momentum: float = 0.9
     max_staleness: int | None = None
     staleness_exponent: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.period < 1:
+        if self.period is not None and self.period < 1:
             raise ValueError("period is at least 1")
         if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
             raise ValueError("learning_rate is above 0 and momentum in [0, 1)")
@@ -71,18 +73,19 @@ class DelayedNesterovRule:
         self._arrivals = 0
 
     @torch.no_grad()
-    def offer(self, delta: Tensor, *, samples: int, staleness: int) -> Outcome:
-        """Apply one worker's Delta, which is used up."""
+    def offer(self, delta: Tensor, *, samples: int, staleness: int, workers: int = 1) -> Outcome:
+        """Apply one worker's Delta, which is used up. ``workers``: how many there are."""
         check_vector(delta, self.parameters.numel())
         outcome = self.admission.judge(delta, samples=samples, staleness=staleness)
         if not outcome.accepted:
             return outcome
-        period, learning_rate, beta = self.config.period, self.config.learning_rate, self.config.momentum
+        period = self.config.period or workers
+        learning_rate, beta = self.config.learning_rate, self.config.momentum
         self.parameters.add_(delta, alpha=-learning_rate * outcome.weight / period)
         self._buffer.add_(delta, alpha=outcome.weight)
         self._arrivals += 1
-        if self._arrivals == period:
-            self._momentum.mul_(beta).add_(self._buffer, alpha=1.0 / period)
+        if self._arrivals >= period:  # more, where workers have left
+            self._momentum.mul_(beta).add_(self._buffer, alpha=1.0 / self._arrivals)
             self.parameters.add_(self._momentum, alpha=-learning_rate * beta)
             self._buffer.zero_()
             self._arrivals = 0

@@ -52,7 +52,7 @@ class Contribution:
     """What one worker submits. ``vector`` is used up; ``present`` per result bucket; ``version``: computed with.
 
     ``fragment``: which one its buckets are (0 where there is but one). ``steps`` of the sampler are in it that were in
-    nothing before, ``counted`` samples; ``samples`` are what it weighs.
+    nothing before, ``counted`` samples; ``samples`` are what it weighs. ``workers``: how many there are.
     """
 
     steps: tuple[int, ...]
@@ -63,6 +63,7 @@ class Contribution:
     vector: ResultVector
     present: Sequence[bool]
     untouched: frozenset[int]
+    workers: int = 1
 
 
 def check_trainable(layout: Layout) -> int:
@@ -397,12 +398,13 @@ class _Delayed(OuterRule):
 
     def __init__(
         self, layout: Layout, state: FlatState, optimizer: torch.optim.Optimizer, config: UpdateConfig,
-        gate: NormGate | None, period: int,
+        gate: NormGate | None, min_workers: int,
     ) -> None:  # fmt: skip
         super().__init__(layout, state, optimizer)
+        self._min_workers = min_workers
         self._learning_rate = config.outer_lr or 0.7
         made = DelayedNesterovConfig(
-            period=period, learning_rate=self._learning_rate, momentum=config.outer_momentum,
+            period=config.results_per_step or None, learning_rate=self._learning_rate, momentum=config.outer_momentum,
             max_staleness=config.max_staleness, staleness_exponent=config.staleness_exponent or 0.0,
         )  # fmt: skip
         self._rule = DelayedNesterovRule(self.parameters, made, gate=gate)
@@ -413,7 +415,8 @@ class _Delayed(OuterRule):
         return self._norm is not None
 
     def _offer(self, given: Contribution, staleness: int) -> Outcome:
-        outcome = self._rule.offer(given.vector.group(self.group), samples=given.samples, staleness=staleness)
+        delta, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
+        outcome = self._rule.offer(delta, samples=given.samples, staleness=staleness, workers=workers)
         if outcome.accepted:
             self._norm = outcome.norm
         return outcome
@@ -443,7 +446,7 @@ def make_rule(
     if config.rule == "async":
         return _Asynchronous(inner, state, config, made)
     if config.rule == "async-local":
-        return _Delayed(layout, state, optimizer, config, made, config.results_per_step or min_workers)
+        return _Delayed(layout, state, optimizer, config, made, min_workers)
     return _Fragmented(config.rule, layout, state, optimizer, config, None if gate is None else partial(NormGate, gate))
 
 

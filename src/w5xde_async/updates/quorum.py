@@ -80,6 +80,10 @@ class Quorum:
         """Whether the worker takes part in the open round, or is late with an earlier one."""
         return worker in self._expected or worker in self._began
 
+    def has(self, worker: str) -> bool:
+        """Whether a result of this worker is in the open round."""
+        return worker in self._arrived
+
     def left(self, worker: str) -> None:
         """A worker is gone: nobody waits for it, and the quorum is one of those that stay."""
         self._began.pop(worker, None)

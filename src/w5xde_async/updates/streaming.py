@@ -139,6 +139,7 @@ class StreamingReplica:
         self._base = local.clone()
         self._sent: dict[int, int] = {}  # fragment -> inner step after which it was sent
         self._delivered: dict[int, Tensor] = {}
+        self._kept: set[int] = set()  # sent, refused, and to be sent again against what comes
 
     def send(self, fragment: int, step: int) -> Tensor:
         """The fragment's Delta after ``step`` inner steps, the caller's. Raises ValueError while it is under way."""
@@ -152,10 +153,22 @@ class StreamingReplica:
         """Whether a fragment was sent and nothing has been mixed in since."""
         return fragment in self._sent
 
-    def recall(self, fragment: int) -> None:
-        """What was sent did not count: it is in the next Delta."""
+    def recall(self, fragment: int, counted: Tensor | None = None) -> None:
+        """Nothing is waited for any more: what was sent is in the next Delta, but for ``counted`` of it."""
         self._sent.pop(fragment, None)
         self._delivered.pop(fragment, None)
+        self._kept.discard(fragment)
+        if counted is not None:
+            piece = self.fragments[fragment]
+            piece.scatter_(self._base, piece.gather(self._base).sub_(counted))
+
+    def keep(self, fragment: int, delta: Tensor) -> None:
+        """``delta``, sent last, was refused and nobody computes it again: it stays in the next Delta."""
+        if fragment in self._sent:
+            self._kept.add(fragment)
+        else:  # new values were mixed in before that was known: put back what they took the place of
+            piece = self.fragments[fragment]
+            piece.scatter_(self.local, piece.gather(self.local).sub_(delta, alpha=1.0 - self.config.mixing))
 
     def deliver(self, fragment: int, values: Tensor) -> None:
         """The fragment's new values have come; they are kept until it is their time."""
@@ -176,17 +189,26 @@ class StreamingReplica:
         for index in ready:
             piece, values = self.fragments[index], self._delivered.pop(index)
             del self._sent[index]
+            mixed = piece.gather(self.local)
+            if index in self._kept:
+                self._kept.discard(index)
+                mixed.add_(values).sub_(piece.gather(self._base))  # as far from the new values as from the old
+            else:
+                mixed.mul_(self.config.mixing).add_(values, alpha=1.0 - self.config.mixing)
             piece.scatter_(self._base, values)
-            mixed = piece.gather(self.local).mul_(self.config.mixing).add_(values, alpha=1.0 - self.config.mixing)
             piece.scatter_(self.local, mixed)
         return ready
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the local parameters: for a worker that drains. Tensors share memory with this."""
-        return {"base": self._base, "sent": dict(self._sent), "delivered": dict(self._delivered)}
+        return {
+            "base": self._base, "sent": dict(self._sent), "delivered": dict(self._delivered),
+            "kept": sorted(self._kept),
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``. Raises ValueError where it belongs to another layout."""
         restore_(self._base, state["base"], "the base")
         self._sent = {int(index): int(step) for index, step in state["sent"].items()}
         self._delivered = {int(index): values.clone() for index, values in state["delivered"].items()}
+        self._kept = {int(index) for index in state["kept"]}

@@ -83,6 +83,7 @@ class CodedServing(Serving):
                 published.apply(item)
             elif isinstance(item, Verdict):
                 self.uplink.settle(item.leases, item.code)
+                self._replica.settle(item.leases, item.code)
             elif isinstance(item, Submit):
                 self._submit(item)
             elif isinstance(item, Retune):
@@ -138,7 +139,7 @@ class CodedServing(Serving):
     def _submit(self, asked: Submit) -> None:
         self._activity = "submitting"
         self.uplink.begin()
-        vector, version = self._replica.submission(asked.buckets)
+        vector, version = self._replica.submission(asked.lease, asked.buckets)
         ready = [self._coded(asked.lease, bucket, vector) for bucket in sorted(asked.buckets)]
         self._soon(self._send_submission, asked.lease, ready, vector, version, self.uplink.encode_s,
                    self.uplink.raw_bytes)  # fmt: skip
@@ -173,10 +174,9 @@ class CodedServing(Serving):
                 engine.release(vector)
 
         self._revoked.discard(lease)
-        absent = () if self._replica.submits else outcome.absent
         done = Done(
-            lease, outcome.losses, outcome.metric_names, outcome.metrics, outcome.untouched, absent, outcome.splits,
-            outcome.compute_s, max(wait_s, 0.0), version, encode_s, raw_bytes,
+            lease, outcome.losses, outcome.metric_names, outcome.metrics, outcome.untouched, outcome.absent,
+            outcome.splits, outcome.compute_s, max(wait_s, 0.0), version, encode_s, raw_bytes,
         )  # fmt: skip
         if self._replica.submits:
             release()  # nothing of it is sent

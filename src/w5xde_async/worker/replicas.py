@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import torch
@@ -23,11 +23,21 @@ from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica
 from w5xde_async.updates.sync import SyncRule
+from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.worker.pieces import Published
 
 __all__ = ["FollowingReplica", "Replica", "SteppingReplica"]
 
 _MOST_INNER = 1 << 20  # bytes of a description
+
+
+class _Sent(NamedTuple):
+    """A fragment's Delta that no verdict has come for; buffers (by bucket) as they were last told of before it."""
+
+    fragment: int
+    delta: Tensor
+    buffers: dict[int, Tensor]
+    samples: int
 
 
 class Replica(Protocol):
@@ -44,8 +54,11 @@ class Replica(Protocol):
     def version(self) -> int:
         """What was computed with last."""
 
-    def submission(self, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+    def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
         """How far the replica has gone in ``buckets``, and from which version."""
+
+    def settle(self, leases: Sequence[int], code: int) -> None:
+        """A verdict on results that have left."""
 
 
 class FollowingReplica:
@@ -69,14 +82,22 @@ class FollowingReplica:
             self.version = published.version
         return self._engine.compute(task, emit)
 
-    def submission(self, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+    def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
         raise MalformedFrame("SUBMIT under a rule that has every lease submitted")
+
+    def settle(self, leases: Sequence[int], code: int) -> None:
+        """What is refused is leased again."""
 
 
 class SteppingReplica:
     """Parameters of its own, which ``published`` ones take the place of when a lease asks for a newer version.
 
-    Memory for n parameters, beside the model's: 4 n bytes published, 4 n as it began, and the inner optimizer's state.
+    Where fragments stream, steps in a refused Delta are not leased again (other fragments have them): the replica keeps
+    what it went for the next one. Refused a second time in a row it is left to the mixing, or a replica that has gone
+    astray would never come back. What counted is in no Delta again, whether the new values are here yet or not.
+
+    Memory for n parameters, beside the model's: 4 n bytes published, 4 n as it began, the inner optimizer's state, and
+    where fragments stream at most 4 n of what was sent and is not mixed in.
     """
 
     submits = True
@@ -97,6 +118,9 @@ class SteppingReplica:
         self._streaming: StreamingReplica | None = None
         self._sent_at: dict[int, int] = {}  # fragment -> published version when it was sent
         self._fragment_version: dict[int, int] = {}
+        self._awaited: dict[int, _Sent] = {}  # by lease, until the verdict
+        self._counted: dict[int, Tensor] = {}  # fragment -> its Delta, which was accepted and is not mixed in
+        self._kept: set[int] = set()  # fragments whose last Delta was refused
         self._overlap, self._buckets, self._fragments = OverlapConfig(), [], []
         if streaming is not None:
             count, delay, mixing = streaming
@@ -124,7 +148,12 @@ class SteppingReplica:
             began = time.perf_counter()
             applied = self._rule.apply(vectors[-1], present, samples, outcome.untouched)
             self._engine.refresh(applied.changed)
-            outcome = replace(outcome, compute_s=outcome.compute_s + time.perf_counter() - began)
+            # A step that was skipped has no result: that tells the coordinator.
+            absent = tuple(range(len(present))) if applied.skipped else ()
+            compute_s = outcome.compute_s + time.perf_counter() - began
+            outcome = replace(outcome, absent=absent, compute_s=compute_s)
+        else:
+            outcome = replace(outcome, absent=())
         self._steps += 1
         self._samples += samples
         if self._streaming is not None:
@@ -144,7 +173,8 @@ class SteppingReplica:
         if self._fragments:
             self._streaming = StreamingReplica(self._live.groups[self._group], self._fragments, self._overlap)
             self._fragment_version = dict.fromkeys(range(len(self._fragments)), self.version)
-            self._sent_at.clear()
+            for of_old in (self._sent_at, self._awaited, self._counted, self._kept):
+                of_old.clear()
 
     def _deliver(self) -> None:
         """Hand over fragments that have come since they were sent."""
@@ -159,19 +189,23 @@ class SteppingReplica:
     def _mixed(self, fragments: Sequence[int]) -> None:
         for index in fragments:
             del self._sent_at[index]
+            self._counted.pop(index, None)
 
     @torch.no_grad()
-    def submission(self, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+    def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
         if self.version < 0:
             self._begin()
         layout, vector, version = self._layout, ResultVector(self._layout), self.version
         trained = [number for number in buckets if layout.buckets[number].group == self._group]
+        sent: _Sent | None = None
         if self._streaming is not None and trained:
             if trained not in self._buckets:
                 raise MalformedFrame(f"SUBMIT for buckets {trained[:8]}, which are no fragment")
             index = self._buckets.index(trained)
             version = self._fragment_version[index]
-            self._fragments[index].scatter_(vector.group(self._group), self._send(index).cpu())
+            delta = self._send(index)
+            self._awaited[lease] = sent = _Sent(index, delta, {}, self._samples)
+            self._fragments[index].scatter_(vector.group(self._group), delta.cpu())
         else:
             for number in trained:
                 at = layout.buckets[number]
@@ -186,9 +220,40 @@ class SteppingReplica:
                 vector.group(bucket.group)[where].copy_(live.to(torch.int64))
             else:
                 vector.group(bucket.group)[where].copy_((live.float() - base.float()).mul_(self._samples))
+                if sent is not None:
+                    sent.buffers[number] = base.clone()
                 base.copy_(live)  # what it has told of is told
+        if len(trained) < len(buckets):
             self._samples = 0
         return vector, version
+
+    @torch.no_grad()
+    def settle(self, leases: Sequence[int], code: int) -> None:
+        for lease in leases:
+            sent = self._awaited.pop(lease, None)
+            if sent is None:
+                continue
+            streaming, index = self._streaming, sent.fragment
+            assert streaming is not None
+            if code in (VerdictCode.APPLIED, VerdictCode.DUPLICATE):
+                self._kept.discard(index)
+                if streaming.is_sent(index):
+                    self._counted[index] = sent.delta
+                continue
+            if not sent.delta.isfinite().all():
+                self.version = -1  # nothing finite would ever come of it: it begins anew
+                self._optimizer.state.clear()
+                return
+            for number, before in sent.buffers.items():
+                bucket = self._layout.buckets[number]
+                self._base[bucket.group][bucket.offset : bucket.offset + bucket.numel].copy_(before)
+            if index in self._kept:
+                self._kept.discard(index)
+                continue
+            self._kept.add(index)
+            streaming.keep(index, sent.delta)
+            if sent.buffers:
+                self._samples += sent.samples
 
     def _send(self, index: int) -> Tensor:
         streaming = self._streaming
@@ -197,7 +262,7 @@ class SteppingReplica:
             self._deliver()
             self._mixed(streaming.mix(self._steps + self._overlap.delay))  # what has come is not waited for any more
         if streaming.is_sent(index):
-            streaming.recall(index)
+            streaming.recall(index, self._counted.pop(index, None))
         self._sent_at[index] = self.published.version
         return streaming.send(index, self._steps)
 

@@ -1,0 +1,51 @@
+"""Whose turn it is under rules of local steps: no worker twice in one round, what is refused stays with its worker."""
+
+from __future__ import annotations
+
+from w5xde_async.coordinator.turns import Turns
+from w5xde_async.plan.pacing import Pacing, PacingConfig
+from w5xde_async.updates.quorum import QuorumConfig
+
+
+def turns(*workers: str) -> Turns:
+    made = Turns(num_fragments=2, inner_steps=2, pacing=Pacing(PacingConfig()), quorum=QuorumConfig(part=1.0))
+    for worker in workers:
+        made.join(worker, 0)
+        made.granted(worker, workers, 0.0)
+        made.carried(worker, 10)
+    return made
+
+
+def submit(made: Turns, worker: str, lease: int, fragment: int) -> int:
+    made.asked(worker, lease, fragment, "ab")
+    return made.take_samples(worker, fragment)
+
+
+def test_a_worker_has_had_its_turn_until_the_round_closes() -> None:
+    made = turns("a", "b")
+    submit(made, "a", 1, 0)
+    assert not made.had_its_turn("a", 0)  # not judged yet
+    made.answered("a", 1, 1.0)
+    assert made.had_its_turn("a", 0)
+    assert not made.had_its_turn("a", 1)
+    assert not made.had_its_turn("b", 0)
+    assert made.closing(1.0) == (None, None)
+    made.idle("b", 0)  # it has nothing for this fragment; the other one goes on waiting for it
+    assert made.closing(1.0) == (0, None)
+    made.closed(0, 1.0, ["a", "b"])
+    assert not made.had_its_turn("a", 0)
+    assert made.closing(1.0) == (None, None)
+
+
+def test_what_is_refused_stays_with_its_worker_once() -> None:
+    made = turns("a")
+    owed = []
+    for lease, kept in enumerate((10, 10, 10, 0), start=1):
+        samples = submit(made, "a", lease, 0)
+        made.answered("a", lease, 1.0, kept=kept and samples)
+        owed.append((samples, made.owes("a", 0)))
+        made.carried("a", 5)
+    # The second refusal in a row is the last of it; an accepted one clears the slate.
+    assert owed == [(10, True), (15, False), (5, True), (10, False)]
+    made.answered("a", 99, 1.0, kept=7)  # of a link that has ended
+    assert made.take_samples("a", 0) == 5
