@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.scripted import LEAVES, Run, Scripted, job, settle
 
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -17,12 +19,16 @@ from w5xde_async.coordinator.hosting import NonFinite
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.preparation import prepare
 from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.job import build_model
+from w5xde_async.params.layout import Layout
 from w5xde_async.plan.pacing import PacingConfig
-from w5xde_async.telemetry.events import Bus, Event, StepCommitted, Warned
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import Done, Failed, Lease, Result, Verdict, VerdictCode, Welcome
+from w5xde_async.worker.service import Worker
 
 
 class AsyncRun(Run):
@@ -218,3 +224,53 @@ async def test_delay_compensation_keeps_the_versions_under_lease(workers: int) -
         await one.lease(turn)
         assert len(rule._kept) <= workers + 1  # not the 17 that a result may be old
         assert rule.version == 7 * workers
+
+
+@pytest.mark.parametrize(
+    ("update", "most"),
+    [
+        ({}, 1.0),
+        ({"codec": "lz4"}, 1.5),  # some buckets do not pay: those travel as they are, and count
+        ({"codec": "int8"}, 0.5),
+        ({"rule": "async", "codec": "int8", "downlink": "int4"}, 0.5),
+        ({"rule": "local", "inner_steps": 3, "codec": "int8"}, 0.5),
+    ],
+)
+async def test_what_codecs_save_is_told_for_each_worker_and_in_sum(update: dict[str, Any], most: float) -> None:
+    """The model has buffers that no codec writes; every bucket counts on both sides."""
+    events: list[Event] = []
+    made = UpdateConfig(**update)
+    result = await train(jobs.cnn_sgd, workers=2, events=events, update=made, max_steps=12)
+    (ended,) = [event for event in events if isinstance(event, RunFinished)]
+    assert result.shares == ended.shares
+    assert len(result.shares) == 2
+    layout = Layout.of(build_model(jobs.cnn_sgd()), bucket_bytes=64 << 10)
+    whole = sum(bucket.numel * layout.groups[bucket.group].result_dtype.itemsize for bucket in layout.result_buckets)
+    for share in result.shares:
+        assert share.raw_bytes > 0
+        assert share.raw_bytes % whole == 0
+        assert share.network_s > 0
+        assert (share.encode_s > 0) == (not made.plain)
+        if made.plain:
+            assert share.encoded_bytes == share.raw_bytes
+        else:
+            assert 0.2 * share.raw_bytes < share.encoded_bytes < most * share.raw_bytes
+    assert result.raw_bytes == sum(share.raw_bytes for share in result.shares)
+    assert result.encoded_bytes == sum(share.encoded_bytes for share in result.shares)
+    assert result.encode_s + result.network_s > 0
+    assert (result.downlink_raw_bytes > result.downlink_encoded_bytes > 0) == (made.codec == "int8")
+    assert result.residuals_lost == ended.residuals_lost == 0
+
+
+async def test_residuals_that_were_lost_are_counted() -> None:
+    commits, make = Commits(), jobs.mlp_sgd
+    config = settings(update=UpdateConfig(codec="topk:0.1"))
+    async with Coordinator(make(), config=config, bus=commits.bus) as coordinator:
+        first = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        await commits.reach(3)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await second
+    assert result.residuals_lost == 1

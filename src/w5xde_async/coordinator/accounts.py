@@ -19,6 +19,8 @@ class Accounts:
     def __init__(self) -> None:
         self._sent = self._received = 0
         self._shares: dict[str, WorkerShare] = {}
+        self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
+        self.downlink_bytes = (0, 0)  #: of the phases before, raw and encoded
 
     def close(self, session: Session) -> None:
         """A link has ended: keep its byte counts."""
@@ -55,4 +57,8 @@ def _joined(known: WorkerShare | None, member: Member, session: Session, name: s
         wait_s=member.wait_s + (known.wait_s if known else 0.0),
         bytes_sent=session.link.bytes_received + (known.bytes_sent if known else 0),
         bytes_received=session.link.bytes_sent + (known.bytes_received if known else 0),
+        encode_s=member.encode_s + (known.encode_s if known else 0.0),
+        network_s=session.receiving_s + session.outbox.sending_s + (known.network_s if known else 0.0),
+        raw_bytes=member.raw_bytes + (known.raw_bytes if known else 0),
+        encoded_bytes=member.encoded_bytes + (known.encoded_bytes if known else 0),
     )

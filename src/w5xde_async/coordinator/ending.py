@@ -110,6 +110,7 @@ class Ending:
         seconds = time.monotonic() - self._began
         sent, received = training.accounts.traffic(training.sessions.values())
         counts = training.totals()
+        downlink, shares = training.downlink_bytes(), training.accounts.shares()
         self._bus.publish(
             RunFinished(
                 outcome=outcome,
@@ -132,12 +133,17 @@ class Ending:
                 leases_stale=counts.stale,
                 leases_duplicate=counts.duplicate,
                 leases_backed_up=counts.backed_up,
-                shares=training.accounts.shares(),
+                shares=shares,
+                downlink_raw_bytes=downlink[0],
+                downlink_encoded_bytes=downlink[1],
+                residuals_lost=training.accounts.residuals_lost,
             )
         )
         return RunResult(
             outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
+            shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
+            residuals_lost=training.accounts.residuals_lost,
         )  # fmt: skip
 
     async def _save(self) -> None:

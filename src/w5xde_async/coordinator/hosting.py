@@ -8,6 +8,7 @@ Everything here runs on the event loop's thread and never blocks.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from w5xde_async.coordinator.accounts import Accounts
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.downlink import Downlink
 from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.liveness import Held, Leases, Liveness
 from w5xde_async.coordinator.loader import Loader
@@ -113,6 +115,7 @@ class Hosting(ABC):
         self.journaling: Journaling | None = None
         self.programs = Programs(layout, config, bus)
         self.accounts = Accounts()
+        self.downlink: Downlink | None = None  # where versions travel by a codec, or count when they come
         self.former = Counts(0, 0, 0, 0, 0, 0)  #: of the phases before, as ``accounts`` are
         self._welcome, self._welcome_buffers = welcome, list(welcome_buffers)
         self._layout_text = layout.describe()
@@ -127,7 +130,6 @@ class Hosting(ABC):
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
         self._retuned: Retune | None = None
-        self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
         self._keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
         loader.on_ready = self._schedule
         loader.on_error = self.fail
@@ -293,6 +295,18 @@ class Hosting(ABC):
                 member.standing = Standing.READY
         return member
 
+    def _note_coding(self, session: Session, member: Member, done: Done) -> None:
+        """What a worker says of its codec, and what has come from it: every bucket on both sides, coded or not."""
+        member.encode_s += max(done.encode_s, 0.0) if math.isfinite(done.encode_s) else 0.0
+        member.encoded_bytes = session.result_bytes
+        member.raw_bytes = session.result_bytes if self.config.update.plain else member.raw_bytes + done.raw_bytes
+
+    def downlink_bytes(self) -> tuple[int, int]:
+        """Bytes of the versions that a codec wrote, before and after it, each once however many took it."""
+        raw, encoded = self.accounts.downlink_bytes
+        made = self.downlink
+        return (raw, encoded) if made is None else (raw + made.raw_bytes, encoded + made.encoded_bytes)
+
     # -- session.Host --------------------------------------------------------------------------------------
 
     def admit(self, session: Session) -> Refusal | None:
@@ -377,10 +391,10 @@ class Hosting(ABC):
             return
         del self.sessions[session.worker_id]
         if not clean and self._keeps_residuals and member is not None and member.leaves:
-            self.residuals_lost += 1
+            self.accounts.residuals_lost += 1
             self._warn(
                 f"{session.name} took with it what its codec had left out, unless it comes back "
-                f"({self.residuals_lost} so far)"
+                f"({self.accounts.residuals_lost} so far)"
             )
         returned = self._take_back(session)
         if member is not None:

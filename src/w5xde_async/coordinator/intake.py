@@ -41,7 +41,6 @@ class Intake:
         self._forms = forms_of(layout)
         self._parts: dict[int, dict[int, Part]] = {}
         self._receiving: dict[Session, tuple[int, int, Part]] = {}
-        self.encoded_bytes: dict[str, int] = {}  #: by worker, of what was read at once and not asked for yet
 
     def allow(self, codec: Codec) -> None:
         """Results may come in this codec too: workers were told to use it from now on."""
@@ -89,12 +88,10 @@ class Intake:
         """What was placed for this session is complete: decode it into ``target`` at once. Raises MalformedFrame."""
         _, bucket, part = self._receiving.pop(session)
         assert part.codec is not None
-        nbytes = part.data.numel()
         try:
             part.codec.decode(part.data, self._forms[bucket], target)
         finally:
             self.pool.give(part.data)
-        self.encoded_bytes[session.worker_id] = self.encoded_bytes.get(session.worker_id, 0) + nbytes
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""

@@ -127,12 +127,14 @@ class Observer:
         hosting = self._hosting
         counts = hosting.totals()
         sent, received = hosting.accounts.traffic(hosting.sessions.values())
+        raw, encoded = hosting.downlink_bytes()
         return RunReported(
             step=hosting.progress, total_steps=hosting.total_steps, samples=hosting.samples_applied,
             num_workers=len(hosting.sessions), num_joining=len(hosting.joining), leaves=counts.leaves,
             leaves_in_vain=counts.leaves_in_vain, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
+            residuals_lost=hosting.accounts.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
         )  # fmt: skip
 
 

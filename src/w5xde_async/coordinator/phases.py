@@ -130,6 +130,7 @@ class Phases:
         await before.aclose()
         self._prepared.loss = before.last_loss
         self.training = self._begin()
+        before.accounts.downlink_bytes = before.downlink_bytes()
         self.training.accounts, self.training.former = before.accounts, before.totals()
         self.following = Following(self._prepared, self.training, self.config, self._bus)
         self.following.before_save, self.following.metrics = following.before_save, following.metrics

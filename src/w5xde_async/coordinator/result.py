@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from w5xde_async.telemetry.events import WorkerShare
 from w5xde_async.telemetry.notebook import html_table
 
 __all__ = ["RunResult"]
@@ -13,7 +14,12 @@ __all__ = ["RunResult"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters."""
+    """How a run ended. ``outcome``: finished or stopped (a failed run raises). ``digest``: of the final parameters.
+
+    ``shares``: what each worker did, in time and bytes; ``encode_s``, ``network_s``, ``raw_bytes``, ``encoded_bytes``
+    (of results, before and after their codec) are its sums. ``downlink_raw_bytes`` and ``downlink_encoded_bytes``: of
+    the versions that a codec wrote, each once. ``residuals_lost``: workers that vanished with what it had left out.
+    """
 
     outcome: str
     reason: str
@@ -25,6 +31,26 @@ class RunResult:
     model_path: Path | None = None
     metrics_path: Path | None = None
     plot_path: Path | None = None
+    shares: tuple[WorkerShare, ...] = ()
+    downlink_raw_bytes: int = 0
+    downlink_encoded_bytes: int = 0
+    residuals_lost: int = 0
+
+    @property
+    def encode_s(self) -> float:
+        return sum(share.encode_s for share in self.shares)
+
+    @property
+    def network_s(self) -> float:
+        return sum(share.network_s for share in self.shares)
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(share.raw_bytes for share in self.shares)
+
+    @property
+    def encoded_bytes(self) -> int:
+        return sum(share.encoded_bytes for share in self.shares)
 
     def _repr_html_(self) -> str:
         rows = {

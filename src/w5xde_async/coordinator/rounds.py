@@ -68,7 +68,7 @@ class Rounds(Assigning):
         self.ledger.places.present = self._present
         update, self.rule = config.update, rule
         self.intake = Intake(layout, update.uplink_codec)
-        self.downlink = Downlink(layout, state, update.downlink_codec)
+        self.downlink: Downlink = Downlink(layout, state, update.downlink_codec)
         self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)
         self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
         self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
@@ -370,14 +370,13 @@ class Rounds(Assigning):
     def done(self, session: Session, done: Done) -> None:
         worker, now = session.worker_id, self.clock()
         member = self._answered(session, done.lease)
+        if member is not None:
+            self._note_coding(session, member, done)
         grant = self.ledger.get(done.lease)
         if grant is None or grant.worker != worker:
             self._stale(session, done)
             self._schedule(worker)
             return
-        if member is not None:
-            member.encode_s += done.encode_s
-            member.raw_bytes += done.raw_bytes
         if grant.step >= 0:
             self._check(grant, done)
             self._reports.keep(self._plan(grant.step), done)
@@ -411,9 +410,6 @@ class Rounds(Assigning):
             raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing)}")
         fragment = self.turns.of(grant.worker).asked.get(done.lease, 0)
         parts = self.intake.take(done.lease)
-        member = self.membership.members.get(grant.worker)
-        if member is not None:
-            member.encoded_bytes += sum(part.data.numel() for part in parts.values())
         steps = self.ledger.submitted(done.lease, now)
         samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples
         if not samples:  # it carried nothing

@@ -336,10 +336,8 @@ class Training(Hosting):
     def done(self, session: Session, done: Done) -> None:
         other = self.results.done(session, done)
         member = self._answered(session, done.lease)
-        if member is not None and self.results.intake is not None and math.isfinite(done.encode_s):
-            member.encode_s += max(done.encode_s, 0.0)
-            member.raw_bytes += done.raw_bytes
-            member.encoded_bytes += self.results.intake.encoded_bytes.pop(session.worker_id, 0)
+        if member is not None:
+            self._note_coding(session, member, done)
         if other is not None:
             self._revoke(other, "another worker was faster")
             self._liveness.await_answer(other.worker)

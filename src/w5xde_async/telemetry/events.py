@@ -246,7 +246,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShare:
-    """What one worker did in the whole run."""
+    """What one worker did in the whole run. Seconds and bytes are as in ``WorkerReported``."""
 
     name: str
     device: str
@@ -256,6 +256,10 @@ class WorkerShare:
     wait_s: float
     bytes_sent: int
     bytes_received: int
+    encode_s: float = 0.0
+    network_s: float = 0.0
+    raw_bytes: int = 0
+    encoded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +267,8 @@ class RunFinished(Event):
     """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written.
 
     ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
-    not used: their leases had ended (stale) or another worker had been faster (duplicate).
+    not used: their leases had ended (stale) or another worker had been faster (duplicate). The last three are
+    as in ``RunReported``.
     """
 
     outcome: str
@@ -287,6 +292,9 @@ class RunFinished(Event):
     leases_duplicate: int = 0
     leases_backed_up: int = 0
     shares: tuple[WorkerShare, ...] = field(default=())
+    downlink_raw_bytes: int = 0
+    downlink_encoded_bytes: int = 0
+    residuals_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +346,8 @@ class RunReported(Sample):
 
     ``leaves`` were applied, ``leaves_in_vain`` computed and not used; their leases had come too late (stale), been done
     by another (duplicate) or been refused by the update rule (rejected). ``host_bytes``: the coordinator's memory.
+    ``residuals_lost``: workers that vanished with what their codec had left out. ``downlink_*_bytes``: the versions
+    that a codec wrote, each once.
     """
 
     step: int
@@ -355,6 +365,9 @@ class RunReported(Sample):
     bytes_received: int
     uptime_s: float
     host_bytes: int
+    residuals_lost: int = 0
+    downlink_raw_bytes: int = 0
+    downlink_encoded_bytes: int = 0
 
 
 Subscriber = Callable[[Event], None]

@@ -232,6 +232,15 @@ class Metrics(Collector):
         yield _counter("leases_backed_up", "Leases given to a second worker.", report.leases_backed_up)
         yield _counter("network_sent_bytes", "Bytes that the coordinator has sent to workers.", report.bytes_sent)
         yield _counter("network_received_bytes", "Bytes that it has received from them.", report.bytes_received)
+        yield _counter(
+            "downlink_raw_bytes", "Bytes of versions before their codec, each once.", report.downlink_raw_bytes
+        )
+        yield _counter(
+            "downlink_encoded_bytes", "Bytes of versions after their codec, each once.", report.downlink_encoded_bytes
+        )
+        yield _counter(
+            "residuals_lost", "Workers that vanished with what their codec had left out.", report.residuals_lost
+        )
         yield _gauge("coordinator_resident_memory_bytes", "Memory of the coordinator's process.", report.host_bytes)
         yield _gauge("coordinator_uptime_seconds", "Time since the coordinator began to listen.", report.uptime_s)
 
