@@ -12,10 +12,13 @@ import hmac
 import http.client
 import json
 import os
+import socket
 import ssl
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
@@ -30,7 +33,11 @@ _LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token
 _DEFAULT_PORT = 5556
 _TIMEOUT_S = 5.0
 _PATIENCE_S = 15.0  # while watching, nobody may answer for so long
+_AGAIN_S = 1.0  # so long between attempts
+_SILENT_S = 40.0  # a dashboard says something every 15 s
+_ENDED = ("finished", "stopped", "failed")
 _MOST_BYTES = 16 << 20
+_SHOWN = ("run", "status", "workers")
 _HEAD = (
     "worker",
     "state",
@@ -147,12 +154,33 @@ class _Dashboard:
 
     def read(self) -> dict[str, Any]:
         """Raises Unreachable, or what ends the program with 4."""
+        with self._asking() as connection:
+            found = {}
+            for name in _SHOWN:
+                found[name] = json.loads(self._get(connection, f"/api/v1/{name}").read(_MOST_BYTES))
+            return found
+
+    def events(self, opened: Callable[[socket.socket], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The snapshot and the updates to it, until the dashboard ends or does not answer. Raises as ``read`` does.
+
+        ``opened`` is given the socket: shutting it down is the end too.
+        """
+        with self._asking() as connection:
+            opened(connection.sock)
+            connection.sock.settimeout(_SILENT_S)
+            answer, kind = self._get(connection, "/events"), ""
+            while line := answer.readline(_MOST_BYTES):
+                name, _, value = line.decode().rstrip("\n").partition(": ")
+                if name == "event":
+                    kind = value
+                elif name == "data":
+                    yield kind, json.loads(value)
+
+    @contextmanager
+    def _asking(self) -> Iterator[http.client.HTTPConnection]:
         try:
-            connection = self._connect()
-            try:
-                return {name: self._get(connection, name) for name in ("run", "status", "workers")}
-            finally:
-                connection.close()
+            with closing(self._connect()) as connection:
+                yield connection
         except ssl.SSLCertVerificationError as error:
             text = (
                 f"its certificate cannot be verified ({error.verify_message}); give --run-dir, where its hash is kept"
@@ -163,29 +191,90 @@ class _Dashboard:
 
     def _connect(self) -> http.client.HTTPConnection:
         if not self._secure:
-            return http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=_TIMEOUT_S)
+            connection.connect()
+            return connection
         context = ssl.create_default_context()
         if self._certificate:  # its own: known by its hash
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(self._host, self._port, timeout=_TIMEOUT_S, context=context)
-        connection.connect()
+        secure = http.client.HTTPSConnection(self._host, self._port, timeout=_TIMEOUT_S, context=context)
+        secure.auto_open = 0  # a connection that breaks is not made anew without a look at the certificate
+        secure.connect()
         if self._certificate:
-            seen = connection.sock.getpeercert(binary_form=True) or b""
+            seen = secure.sock.getpeercert(binary_form=True) or b""
             if not hmac.compare_digest(hashlib.sha256(seen).digest(), self._certificate):
-                connection.close()
+                secure.close()
                 raise _Denied("the dashboard's certificate is not the one that the run directory names")
-        return connection
+        return secure
 
-    def _get(self, connection: http.client.HTTPConnection, name: str) -> Any:
+    def _get(self, connection: http.client.HTTPConnection, path: str) -> http.client.HTTPResponse:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        connection.request("GET", f"/api/v1/{name}", headers=headers)
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
-        body = answer.read(_MOST_BYTES)
         if answer.status in (401, 403):
-            raise _Denied(f"the dashboard says: {body.decode(errors='replace').strip()[:200]}")
+            body = answer.read(_MOST_BYTES).decode(errors="replace")
+            raise _Denied(f"the dashboard says: {body.strip()[:200]}")
         if answer.status != 200:
             raise ValueError(f"it answers {answer.status} {answer.reason}: no dashboard of this project?")
-        return json.loads(body)
+        return answer
+
+
+class _Following(threading.Thread):
+    """Reads the dashboard's events as they come: the last one says how the run ended, just before nobody answers."""
+
+    def __init__(self, dashboard: _Dashboard) -> None:
+        super().__init__(name="w5xde-status", daemon=True)
+        self._dashboard = dashboard
+        self._socket: socket.socket | None = None
+        self._closed = threading.Event()
+        self.found: dict[str, Any] | None = None  #: what is to be shown; replaced as a whole
+        self.error: Exception | None = None
+        self.news, self.ended = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        """Until the run ends, nobody answers for long (``error``), or ``close``."""
+        try:
+            self._follow()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.ended.set()
+            self.news.set()
+
+    def close(self) -> None:
+        """Let go of the dashboard."""
+        self._closed.set()
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self.join(_TIMEOUT_S)
+
+    def _follow(self) -> None:
+        answered = time.monotonic()
+        while not self._closed.is_set():
+            try:
+                for kind, data in self._dashboard.events(self._opened):
+                    self.found, answered = _folded(self.found, kind, data), time.monotonic()
+                    self.news.set()
+                    if self.found["status"].get("state") in _ENDED:
+                        return
+            except Unreachable:
+                if self.found is None or time.monotonic() - answered > _PATIENCE_S:
+                    raise
+            self._closed.wait(_AGAIN_S)
+
+    def _opened(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+
+def _folded(known: dict[str, Any] | None, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot, or what was known with an update to it, as ``_Dashboard.read`` answers."""
+    if known is None or kind == "snapshot":
+        return {name: data[name] for name in _SHOWN}
+    workers = {worker["worker_id"]: worker for worker in (*known["workers"], *data.get("workers", ()))}
+    for key in data.get("removed", ()):
+        workers.pop(key, None)
+    return {"run": known["run"], "status": data["status"], "workers": list(workers.values())}
 
 
 # -- what is shown
@@ -292,20 +381,23 @@ def _watch(dashboard: _Dashboard, interval_s: float) -> None:
 
 
 def _again(dashboard: _Dashboard, interval_s: float) -> Iterator[dict[str, Any]]:
-    """Until the run ends. Raises Unreachable where nobody answers for long, unless the run had ended."""
-    found: dict[str, Any] | None = None
-    answered = time.monotonic()
-    while True:
-        try:
-            found, answered = dashboard.read(), time.monotonic()
-        except Unreachable:
-            if found is None or time.monotonic() - answered > _PATIENCE_S:
-                raise
-        else:
-            yield found
-            if found["status"].get("state") in ("finished", "stopped", "failed"):
-                return
-        time.sleep(interval_s)
+    """What is new, every ``interval_s`` and at the end of the run. Raises Unreachable where that is not seen."""
+    following = _Following(dashboard)
+    following.start()
+    try:
+        while not following.ended.is_set():
+            while not following.news.wait(1.0):  # in pieces: Ctrl-C ends it everywhere
+                pass
+            following.news.clear()
+            if not following.ended.is_set() and following.found is not None:
+                yield following.found
+                following.ended.wait(interval_s)
+        if following.error is not None:
+            raise following.error
+        if following.found is not None:
+            yield following.found
+    finally:
+        following.close()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,68 @@ async def test_watching_ends_with_the_run(capsys: pytest.CaptureFixture[str]):
         view(FINISHED)
         assert await run("--server", dashboard.address, "--watch", "--interval", "0.1") == ExitCode.OK
     assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("outcome", ["finished", "stopped", "failed"])
+async def test_watching_sees_the_end_of_a_dashboard_that_closes_at_once(
+    outcome: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As a coordinator does it: milliseconds after the end of the run nobody answers any more."""
+    monkeypatch.setattr(status, "_PATIENCE_S", 0.1)
+    monkeypatch.setenv("COLUMNS", "200")
+    async with served(token="hush") as (dashboard, view):
+        monkeypatch.setenv("W5XDE_DASHBOARD_LINK", dashboard.link)
+        watching = asyncio.create_task(run("--watch", "--interval", "3600"))
+        while not dashboard.feed.num_viewers:
+            assert await asyncio.wait_for(_healthy(dashboard), 5)
+        view(joined("late"))
+        dashboard.feed.flush()
+        view(left("late"))
+        view(replace(FINISHED, outcome=outcome))
+        await dashboard.aclose()
+        assert await watching == ExitCode.OK, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert f"digits: {outcome}, step 2 of 100" in shown
+    assert "name-late" in shown
+
+
+async def _healthy(dashboard: Dashboard) -> bool:
+    reader, writer = await asyncio.open_connection("127.0.0.1", dashboard.port)
+    writer.write(f"GET /health HTTP/1.1\r\nhost: 127.0.0.1:{dashboard.port}\r\nconnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return b"ok" in answer
+
+
+async def test_watching_a_coordinator_that_is_killed_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(status, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(status, "_AGAIN_S", 0.01)
+    async with served() as (dashboard, _):
+        watching = asyncio.create_task(run("--server", dashboard.address, "--watch", "--interval", "0.1"))
+        while not dashboard.feed.num_viewers:
+            assert await asyncio.wait_for(_healthy(dashboard), 5)
+        await dashboard.aclose()
+        assert await watching == ExitCode.UNREACHABLE
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_update_is_folded_into_what_was_known():
+    view = View()
+    for event in (STARTED, joined("a"), joined("b"), committed(1)):
+        view(event)
+    view.update()
+    known = status._folded(None, "snapshot", view.snapshot())
+    for event in (left("b"), joined("c", name="name-b"), reported("a", 1.0, leaves=9), committed(2)):
+        view(event)
+    update = view.update()
+    assert update is not None
+    known = status._folded(known, "update", update)
+    assert known["status"]["step"] == 2
+    assert known["run"]["run_name"] == "digits"
+    assert [(worker["worker_id"], worker.get("leaves")) for worker in known["workers"]] == [("a", 9), ("c", None)]
 
 
 async def test_the_run_directory_names_token_and_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
