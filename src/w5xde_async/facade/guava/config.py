@@ -32,7 +32,7 @@ _FOR_SPLIT = ("micro_batches", "tensor_parallel_size", "activation_cache_steps",
               "log_activations")  # fmt: skip
 _NEVER_S = 86400.0  # a timeout of 0 was none
 #: Where it stands what is missing and what is planned.
-MODELS_IN_PIECES = '"Models in pieces" in docs/migrating-from-guava.md'
+_MODELS_IN_PIECES = '"Models in pieces" in docs/migrating-from-guava.md'
 
 
 class ParallelismMissing(UsageError):
@@ -43,7 +43,7 @@ class ParallelismMissing(UsageError):
         named = ", ".join(f"{kind}=True" for kind in kinds)
         super().__init__(
             f"{named}: splitting one model over several devices (model, pipeline and tensor parallelism) is not built "
-            f"yet: see {MODELS_IN_PIECES}; data parallelism is: set data_parallel=True and leave the others out"
+            f"yet: see {_MODELS_IN_PIECES}; data parallelism is: set data_parallel=True and leave the others out"
         )
 
 
