@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,3 +180,64 @@ def test_wandb_stays_offline_and_silent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         TRACKERS["wandb"](tmp_path, "elsewhere").begin("digits", {})
     assert dict(TRACKERS["wandb"].quiet)["WANDB_ERROR_REPORTING"] == "false"
     assert dict(TRACKERS["mlflow"].quiet)["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
+@pytest.mark.parametrize("known", [None, SimpleNamespace(experiment_id="7")])
+def test_mlflow_is_given_the_run(known: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    class Client(Recording):
+        def get_experiment_by_name(self, name: str) -> Any:
+            return known
+
+        def create_experiment(self, name: str) -> str:
+            self.calls.append(("create_experiment", (name,), {}))
+            return "8"
+
+        def create_run(self, experiment: str, run_name: str) -> Any:
+            self.calls.append(("create_run", (experiment, run_name), {}))
+            return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+
+    client, uris = Client(), []
+
+    def make(*, tracking_uri: str) -> Client:
+        uris.append(tracking_uri)
+        return client
+
+    entities = fake("mlflow.entities", Metric=lambda *fields: fields, Param=lambda *fields: fields)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", fake("mlflow.tracking", MlflowClient=make))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    for target, outcome in (("", "finished"), ("http://host:5000", "stopped"), ("", "failed")):
+        tracker = TRACKERS["mlflow"](tmp_path / "run", target)
+        tracker.begin("digits", {"codec": "raw", "long": "x" * 1000})
+        tracker.log(5, {"loss": 1.0, "rate": 2.0})
+        tracker.log(3, {"evaluated/accuracy": 0.5})  # an evaluation that comes late keeps its step
+        tracker.end(outcome)
+    files = (tmp_path / "run" / "mlflow").as_uri()
+    assert uris == [files, "http://host:5000", files]
+    assert client.named("create_run")[0] == (("8" if known is None else "7", "digits"), {})
+    assert len(client.named("create_experiment")) == (3 if known is None else 0)
+    ((run,), params), ((_, first)), ((_, second)), *_ = client.named("log_batch")
+    assert run == "r1"
+    assert params == {"params": [("codec", "raw"), ("long", "x" * 500)]}
+    assert [(key, value, step) for key, value, _, step in first["metrics"]] == [("loss", 1.0, 5), ("rate", 2.0, 5)]
+    assert [(key, value, step) for key, value, _, step in second["metrics"]] == [("evaluated/accuracy", 0.5, 3)]
+    assert [told for told, _ in client.named("set_terminated")] == [
+        ("r1", "FINISHED"), ("r1", "KILLED"), ("r1", "FAILED"),
+    ]  # fmt: skip
+
+
+def test_trackio_is_given_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("TRACKIO_DIR", "")  # what is set here is taken back
+    monkeypatch.delenv("TRACKIO_DIR")
+    trackio = Recording()
+    members = {name: getattr(trackio, name) for name in ("init", "log", "finish")}
+    monkeypatch.setitem(sys.modules, "trackio", fake("trackio", **members))
+    for target in ("", "other"):
+        tracker = TRACKERS["trackio"](tmp_path, target)
+        tracker.begin("digits", {"codec": "raw"})
+        tracker.log(5, {"loss": 1.0})
+        tracker.end("finished")
+    config = {"name": "digits", "config": {"codec": "raw"}, "embed": False}
+    assert trackio.named("init") == [((), {"project": name, **config}) for name in ("w5xde-async", "other")]
+    assert trackio.named("log") == [(({"loss": 1.0},), {"step": 5})] * 2
+    assert trackio.named("finish") == [((), {})] * 2
+    assert os.environ["TRACKIO_DIR"] == str(tmp_path / "trackio")
