@@ -18,6 +18,7 @@ from tests.support.jobs import mlp_sgd
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused
 from w5xde_async.telemetry.events import Event, WorkerQuarantined
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
 STEPS = 60
@@ -50,6 +51,25 @@ async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
     if name in ("nan", "inf", "x1e6"):  # what the gate sees never counts, so the bits are those of honest workers
         assert found.found_at == 2
         assert found.digest == clean.digest
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["nan", "x1e6"])
+async def test_through_a_lossy_codec_what_is_odd_is_judged_by_the_coordinator(name: str, clean: Found):
+    found = await run(ATTACKS[name], steps=20, workers=3, begins=2, update=UpdateConfig(codec="int8"))
+    assert found.finished
+    assert found.audits == 0  # no two results are alike
+    assert found.found_at >= 2, found
+    assert found.false_alarms == 0
+    assert found.accuracy > 0.6  # a step that counted a millionfold result would leave it at a tenth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "topk:0.05"])
+async def test_honest_workers_with_a_lossy_codec_are_not_put_out(codec: str, clean: Found):
+    found = await run(None, steps=STEPS, workers=3, update=UpdateConfig(codec=codec))
+    assert found.finished
+    assert found.false_alarms == 0
 
 
 @pytest.mark.slow

@@ -11,12 +11,22 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import torch
 from tests.support.scripted import Run, Scripted, scripted, settle
 
+from w5xde_async.coordinator import judging
+from w5xde_async.plan.membership import Standing
 from w5xde_async.telemetry.events import Audited, Warned, WorkerQuarantined
 from w5xde_async.wire.frame import BufferSpec, encode
-from w5xde_async.wire.messages import Lease, Result, Verdict, VerdictCode
+from w5xde_async.wire.messages import Failed, Lease, Result, Verdict, VerdictCode
+
+
+@pytest.fixture(autouse=True, params=["on the loop", "in the thread"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks are weighed and compared on the loop, big ones in the aggregator's thread."""
+    if request.param == "in the thread":
+        monkeypatch.setattr(judging, "INLINE_WEIGH_BYTES", 0)
 
 
 @asynccontextmanager
@@ -46,6 +56,12 @@ async def work(*workers: Scripted, until: Callable[[], bool]) -> None:
                     if lease.step == training.version and training.ledger.get(lease.lease) and not worker.ended():
                         await worker.compute(lease)
             await asyncio.sleep(0.001)  # the loader's and the aggregator's threads have no event here
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - the aggregator's thread has no event here
+            await asyncio.sleep(0.001)
 
 
 async def audit_of(lease: Lease, *workers: Scripted) -> tuple[Scripted, Lease]:
@@ -81,7 +97,9 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
         await a.lease(1)  # who waits for a judgement is not kept idle
         await b.compute(theirs)
         await b.compute(again)
+        await until(lambda: bool(audits(run)))
         assert [event.agreed for event in audits(run)] == [True]
+        assert mine.start not in run.training.results._suppliers  # an audit's buckets are no part of the step
         assert not run.training.aggregator._second or await freed(run)
         await work(a, b, until=lambda: run.training.version >= 2)
         assert verdicts(a)[mine.lease] is VerdictCode.APPLIED
@@ -112,6 +130,51 @@ async def test_whoever_was_to_compare_leaves_and_a_third_does():
         assert [event.second_id for event in audits(run)] == [other.worker_id]
         assert run.applied() == {float(run.training.version)}
         assert await freed(run)
+
+
+async def test_who_could_not_compare_is_not_asked_again():
+    async with judged(min_workers=3) as run:
+        a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
+        mine = await a.lease()
+        await a.compute(mine)
+        able = [b, c]
+        while able:
+            failing, again = await audit_of(mine, *able)
+            able.remove(failing)
+            await failing.link.send(encode(Failed(again.lease, again.start, "no", "no")))
+            await settle()
+        await work(a, b, c, until=lambda: run.training.version >= 1)
+        assert audits(run) == []
+        for worker in (b, c):
+            assert sum(same_block(lease, mine) for lease in worker.all(Lease)) == 1
+        assert run.applied() == {float(run.training.version)}
+
+
+async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_but_hangs():
+    class Nobody:
+        asked = 0
+
+        async def judge(self, plan: Any, block: Any) -> None:
+            self.asked += 1
+
+    async with judged(min_workers=2) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        referee = run.training.judging.referee = Nobody()  # type: ignore[assignment]
+        mine = await a.lease()
+        run.training.membership.members["b"].standing = Standing.LATE
+        await odd(a, mine)
+        for _ in range(12):
+            assert verdicts(a).get(mine.lease) in (None, VerdictCode.REJECTED)
+            await run.pass_time(1.0)
+            await a.beat()
+            await b.beat()
+        await until(lambda: mine.lease in verdicts(a))
+        assert referee.asked == 1
+        assert verdicts(a)[mine.lease] is VerdictCode.REJECTED
+        run.training.membership.members["b"].standing = Standing.READY
+        await work(a, b, until=lambda: run.training.version >= 1)
+        assert run.applied() == {float(run.training.version)}
+        assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
 
 
 async def test_nobody_is_left_to_compare_and_the_block_counts():

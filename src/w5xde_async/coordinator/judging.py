@@ -5,6 +5,9 @@ others are held (``plan.audit`` says which and why), leased to another worker, a
 the referee computes the block too: who is wrong is put out of the run, with the reason. A block that holds counts as
 it came: nothing is scaled or left out, so an honest run has the same bits with and without this.
 
+Where a lossy codec writes results no two of a block are alike (what was left out before is in them), so nothing is
+compared: of an odd one the referee tells whether the block's gradient is finite, and how large.
+
 With one worker there is nobody to compare with: its results count. Big blocks are weighed and compared in the
 aggregator's thread, from the task that drives it (``settle``); everything else runs on the event loop's thread.
 """
@@ -12,7 +15,7 @@ aggregator's thread, from the task that drives it (``settle``); everything else 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +37,9 @@ __all__ = ["Candidate", "Judging", "Machine", "compare"]
 
 
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
+_ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
+_LOSSY_FACTOR = 10.0  # an odd result in a lossy codec may be that much larger than the gradient and than usual ones
+_MOST_STRIKES = 3  # of those that are larger, in a row
 
 
 class Machine(NamedTuple):
@@ -66,8 +72,9 @@ class Judging:
 
     def __init__(
         self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, auditor: Auditor, gate: NormGateConfig | None,
-        precision: str, clock: Callable[[], float], bus: Bus, wake: Callable[[], None],
+        precision: str, clock: Callable[[], float], bus: Bus, wake: Callable[[], None], exact: bool = True,
     ) -> None:  # fmt: skip
+        """``exact``: two honest results of a block are alike, as they are not in a lossy codec."""
         self.active = gate is not None or auditor.config.fraction > 0
         self.referee: Referee | None = None  #: without one, who is wrong cannot be told: the block is done again
         self.machines: dict[str, Machine] = {}  #: of every member
@@ -80,10 +87,13 @@ class Judging:
         #: Whether a worker has finished a lease: who never has may hang, and would hold up the step.
         self.has_delivered: Callable[[str], bool] = lambda worker: True
         self._layout, self._ledger, self._aggregator, self._auditor = layout, ledger, aggregator, auditor
+        self._exact = exact
+        self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
         self._precision, self._clock, self._bus, self._wake = precision, clock, bus, wake
         roles = {group.role for group in layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
         self._roles = {bucket.index: layout.groups[bucket.group].role for bucket in layout.result_buckets}
+        self._floats = {number for number, role in self._roles.items() if role != "max"}
         self._held: list[Candidate] = []
         self._unweighed: list[Candidate] = []
         self._waiting: list[Candidate] = []  # for the very first norm to be confirmed
@@ -96,6 +106,15 @@ class Judging:
     def holding(self) -> bool:
         """True while a finished block does not count yet."""
         return bool(self._held or self._unweighed or self._waiting or self._given_up)
+
+    @property
+    def _first_is_held(self) -> bool:
+        return any(c.held is not None and c.held.why is Why.FIRST for c in (*self._held, *self._given_up))
+
+    @property
+    def num_held(self) -> int:
+        """Finished blocks that do not count yet: each keeps its vector."""
+        return len(self._held) + len(self._unweighed) + len(self._waiting) + len(self._given_up)
 
     # -- a block is finished -------------------------------------------------------------------------------
 
@@ -118,17 +137,23 @@ class Judging:
         candidate.sizes = self._sizes(norms, candidate.samples)
         others = len(self.machines) > (grant.worker in self.machines)
         why = None if (grant.step, grant.block.start) in self._unsettled else self._why(candidate)
-        if why is None and others and self._auditor.draw(grant.step, grant.block, step.plan.num_leaves, grant.worker):
+        draws = why is None and others and self._exact
+        if draws and self._auditor.draw(grant.step, grant.block, step.plan.num_leaves, grant.worker):
             why = Why.SAMPLED
         if why is None or not others:
+            self._strikes.pop(grant.worker, None)
             self._learn(candidate)
             return True
-        if why is Why.FIRST and any(c.held is not None and c.held.why is Why.FIRST for c in self._held):
+        if why is Why.FIRST and self._first_is_held:
             self._waiting.append(candidate)
             return False
         candidate.held = HeldBlock(grant.step, grant.block, grant.worker, why, candidate.suppliers)
         candidate.held_at = self._clock()
-        self._held.append(candidate)
+        if self._exact:
+            self._held.append(candidate)
+        else:
+            self._given_up.append(candidate)
+            self._wake()
         if why is not Why.SAMPLED:
             self._bus.publish(
                 ResultHeld(worker_id=grant.worker, name=candidate.session.name, step=grant.step, why=why.value)
@@ -187,8 +212,9 @@ class Judging:
             ]
             worker = self._auditor.choose(held, choices)
             if worker is None:
-                # What is odd waits for workers that are here but take no work just now.
-                there = able if held.why in (Why.SAMPLED, Why.FIRST) else self.machines
+                # What is odd waits a while for workers that are here but take no work just now: one may hang for good.
+                waits = held.why in (Why.NORM, Why.NOT_FINITE) and self._clock() - candidate.held_at < _ODD_PATIENCE_S
+                there = self.machines if waits else able
                 if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
                     self._held.remove(candidate)
                     self._given_up.append(candidate)
@@ -228,6 +254,7 @@ class Judging:
     def left(self, worker: str) -> None:
         """The worker is gone; blocks that it has finished stay."""
         self.machines.pop(worker, None)
+        self._strikes.pop(worker, None)
         self._auditor.forget(worker)
 
     # -- judgement, in the task that drives the aggregator -------------------------------------------------
@@ -242,7 +269,7 @@ class Judging:
                 self._unweighed.remove(candidate)
                 if self._look(candidate, norms):
                     self.count(candidate)
-        while self._waiting and not any(c.held is not None and c.held.why is Why.FIRST for c in self._held):
+        while self._waiting and not self._first_is_held:
             judged, candidate = True, self._waiting.pop(0)
             if self._look(candidate, candidate.norms):
                 self.count(candidate)
@@ -258,10 +285,12 @@ class Judging:
         return self._aggregator.weigh(candidate.grant.block, candidate.suppliers)
 
     async def _give_up(self, candidate: Candidate) -> None:
-        """Nobody else can compute it: without anyone to compare with it counts, unless others tried and it is odd."""
+        """Nobody else can compute it: it counts where nobody is there, or where it was only drawn."""
         held = candidate.held
         assert held is not None
-        if held.asked and held.why in (Why.NORM, Why.NOT_FINITE) and self.referee is not None:
+        others = set(self.machines) | held.asked
+        odd = held.why in (Why.NORM, Why.NOT_FINITE) and bool(others - {held.worker})
+        if not self._exact or (odd and self.referee is not None):
             await self._arbitrate(candidate, None)
         else:
             self._take(candidate)
@@ -303,12 +332,18 @@ class Judging:
         judgement = None if self.referee is None else await self.referee.judge(step.plan, held.block)
         if candidate not in self._held and candidate not in self._given_up:
             return
+        if judgement is not None and not self._exact:
+            self._estimate(candidate, judgement)
+            return
         if judgement is None:
             self._unsettled.add((held.step, held.block.start))
             self._bus.publish(
-                Warned(text=f"two computations of a block of step {held.step} differ ({between}); it is done again")
-            )
-            self._drop(candidate, "another worker computed something else")
+                Warned(
+                    text=f"a block of step {held.step} is odd ({held.why.value}) and is done again" if between is None
+                    else f"two computations of a block of step {held.step} differ ({between}); it is done again"
+                )
+            )  # fmt: skip
+            self._drop(candidate, "it is odd" if between is None else "another worker computed something else")
             return
         mine = self._aggregator.vector(held.block)
         own = await self._run(lambda: self._against(candidate, mine, judgement))
@@ -327,6 +362,36 @@ class Judging:
             found = second if worker == seconder and second is not None else own
             session = candidate.session if worker == candidate.session.worker_id else None
             self.quarantine(worker, session, f"its result for step {held.step} is not what the block gives ({found})")
+
+    def _estimate(self, candidate: Candidate, judgement: Judgement) -> None:
+        """An odd result in a lossy codec, beside what the block gives without one."""
+        pieces = judgement.vector.buckets
+        norms = {b: float(torch.linalg.vector_norm(pieces[b])) for b in judgement.present if b in self._floats}
+        odd = [bucket for bucket, norm in candidate.norms.items() if not math.isfinite(norm)]
+        worker, step = candidate.grant.worker, candidate.grant.step
+        session = candidate.session
+        if not all(map(math.isfinite, norms.values())):  # training diverges: nobody is to blame
+            self._take(candidate)
+        elif odd:
+            worker = candidate.suppliers.get(odd[0], worker)
+            self._drop(candidate, "it is not finite, and the block is")
+            reason = f"its result for step {step} is not finite, and the block is"
+            self.quarantine(worker, session if worker == session.worker_id else None, reason)
+        elif not self._too_large(candidate, self._sizes(norms, candidate.samples)):
+            self._strikes.pop(worker, None)
+            self._take(candidate)
+        else:
+            strikes = self._strikes[worker] = self._strikes.get(worker, 0) + 1
+            self._drop(candidate, "it is far larger than what the block gives")
+            if strikes >= _MOST_STRIKES:
+                reason = f"{strikes} results in a row, the last for step {step}, were far larger than their blocks give"
+                self.quarantine(worker, session, reason)
+
+    def _too_large(self, candidate: Candidate, true: Mapping[str, float]) -> bool:
+        return any(
+            size > _LOSSY_FACTOR * max(true.get(role, 0.0), self._gates[role].bound(candidate.samples))
+            for role, size in candidate.sizes.items()
+        )
 
     def disbelieve(self, worker: str) -> None:
         """Held blocks that this worker had a hand in are done again; what it computed of others' counts for nothing."""

@@ -36,7 +36,7 @@ from w5xde_async.coordinator.results import Results
 from w5xde_async.coordinator.session import Session
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.audit import AuditConfig, Auditor
+from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
@@ -99,11 +99,10 @@ class Training(Hosting):
         self._copying = False
         self._newcomers: set[Session] = set()  # to be sent the whole, where versions travel as deltas
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
-        exact = update.uplink_codec.exact  # what a lossy codec left out before is in a block: no two are alike
         self.judging = Judging(
-            layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate if exact else None,
-            auditor=Auditor(config.audit if exact else AuditConfig(fraction=0.0), os.urandom(32)),
-            precision=welcome.precision, clock=clock, bus=bus, wake=self._wake.set,
+            layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
+            auditor=Auditor(config.audit, os.urandom(32)), precision=welcome.precision, clock=clock, bus=bus,
+            wake=self._wake.set, exact=update.uplink_codec.exact,
         )  # fmt: skip
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
