@@ -21,8 +21,8 @@ from w5xde_async.coordinator.preparation import Prepared, change_rule
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import JobError, UsageError
-from w5xde_async.plan.tuning import Choice
 from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
 __all__ = ["Phases", "gone"]
@@ -75,7 +75,7 @@ class Phases:
             more = tuning is not None and not self._stopping and training.progress < training.total_steps
             if tuning is None or not more or tuning.choice is None or not tuning.changes(training):
                 return
-            await self._change(tuning, tuning.choice)
+            await self._change(chosen(tuning.choice, self.config.update))
 
     def stop(self) -> None:
         """End in good order."""
@@ -105,7 +105,7 @@ class Phases:
         training.on_quarantine = lambda worker, reason: self.on_quarantine(worker, reason)
         return training
 
-    async def _change(self, tuning: Autotuning, choice: Choice) -> None:
+    async def _change(self, update: UpdateConfig) -> None:
         """Go on by another rule, or by this one where the job turns out not to fit the other.
 
         Every lease was given back; workers connect anew.
@@ -119,14 +119,14 @@ class Phases:
         await following.settle()
         step, samples = before.progress, before.samples_applied
         try:
-            update = chosen(choice, self.config.update)
             await asyncio.get_running_loop().run_in_executor(
                 None, change_rule, self._prepared, self.config, update, step, samples
             )
         except (JobError, UsageError) as error:
             self._bus.publish(Warned(text=f"auto: the run goes on as before: {error}"))
             self._prepared.first_step, self._prepared.samples = step, samples
-            tuning.stay(self.config.update)
+            if self._tuning is not None:
+                self._tuning.stay(self.config.update)
         await before.aclose()
         self._prepared.loss = before.last_loss
         self.training = self._begin()
