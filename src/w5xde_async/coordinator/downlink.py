@@ -2,16 +2,23 @@
 
 ``published`` is what workers hold. With an exact downlink it is the parameters themselves, as they were at the commit;
 with a lossy one each version sends c = C(theta - published) and published += D(c), so what one delta leaves out is in
-the next, and every worker holds the same bits. Who has come anew, or cannot follow, is sent ``published`` whole.
+the next, and every worker holds the same bits.
+
+What a worker is being sent is never taken back, however slow its link: a version that has been begun is finished. A
+version that it is not sent leaves its buckets lacking, and once all that is on its way has left, the worker is ``due``:
+it is sent what it lacks of ``published`` as it then is, whole, and follows again. So is one that has come anew, which
+lacks everything.
 
 ``advance`` and ``whole`` run in the aggregator's thread, the rest on the loop's. Frames are copies: a later commit does
-not touch what is still being sent. Memory: ``published`` (with a lossy codec), the newest whole copy while somebody is
-being sent it, and the deltas that the slowest worker has not been sent, at most ``_MOST_QUEUED`` versions.
+not touch what is still being sent. Memory: ``published`` (with a lossy codec); for those that were due at the same time
+one copy of what they lacked, while it leaves; and the deltas that wait for the slowest worker, of a worker at most as
+many bytes as the model has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,7 +33,7 @@ from w5xde_async.wire.messages import Params
 
 __all__ = ["Downlink", "Piece"]
 
-_MOST_QUEUED = 4  # versions that may wait for one worker as deltas; then it is sent the whole
+_MOST_QUEUED = 1024  # versions that may wait for one worker, where there is next to nothing in them
 
 
 class Piece(NamedTuple):
@@ -38,12 +45,25 @@ class Piece(NamedTuple):
     delta: bool
 
 
+@dataclass(slots=True)
+class _Way:
+    """What is on its way to one worker."""
+
+    queued: dict[int, int] = field(default_factory=dict)  # version that has not left yet -> its bytes, as deltas
+    newest: dict[int, int] = field(default_factory=dict)  # bucket -> version on its way that brings its newest value
+    behind: bool = False  # it is to be sent what it lacks
+
+
 class Downlink:
-    """One run's published parameters."""
+    """One run's published parameters. ``wake`` is called when a worker has become ``due``."""
 
     def __init__(self, layout: Layout, state: FlatState, codec: Codec) -> None:
         self.layout, self.codec, self._state = layout, codec, state
+        self.wake: Callable[[], object] = lambda: None
         self.deltas = codec.name != "raw"
+        # As many bytes of deltas pile up while the model is sent whole only where the link carries less than they are:
+        # whoever can follow at all gets there. Versions that are whole themselves take each other's place.
+        self._most_bytes = sum(layout.state_nbytes(bucket) for bucket in layout.buckets) if self.deltas else 0
         self._published = state
         if self.deltas:
             self._published = FlatState(layout)
@@ -53,7 +73,7 @@ class Downlink:
         self._encoders = {
             b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded(layout, b)
         }
-        self._queued: dict[Session, set[int]] = {}  # versions that wait to be sent, oldest first
+        self._ways: dict[Session, _Way] = {}
         self._made = 0  # versions that ``advance`` has made
         self.sent = 0  #: versions that ``send`` has sent
         self.raw_bytes = self.encoded_bytes = 0  #: of the deltas, before and after
@@ -96,9 +116,9 @@ class Downlink:
         numbers = range(len(self.layout.buckets)) if buckets is None else buckets
         return [self._raw(number) for number in numbers]
 
-    def copy(self) -> tuple[int, list[Piece]]:
+    def copy(self, buckets: Iterable[int]) -> tuple[int, list[Piece]]:
         """``whole``, and after how many versions of ``advance``: equal to ``sent`` where none is on its way."""
-        return self._made, self.whole()
+        return self._made, self.whole(buckets)
 
     def _raw(self, number: int) -> Piece:
         bucket = self.layout.buckets[number]
@@ -113,46 +133,67 @@ class Downlink:
 
     # -- on the loop's thread ------------------------------------------------------------------------------
 
-    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> list[Session]:
-        """Queue a version that ``advance`` made. Returns those who cannot follow and are to be sent the whole."""
+    def join(self, session: Session) -> None:
+        """A worker has come: it lacks everything."""
+        self._ways[session] = _Way()
+        session.unsent.update(range(len(self.layout.buckets)))
+        self.catch_up(session)
+
+    def forget(self, session: Session) -> None:
+        """The session has ended."""
+        self._ways.pop(session, None)
+
+    def catch_up(self, session: Session) -> None:
+        """The worker is to be sent what it lacks when all that is on its way to it has left."""
+        way = self._ways.get(session)
+        if way is not None:  # it may have left
+            way.behind = True
+            if not way.queued:
+                self.wake()
+
+    @property
+    def due(self) -> list[Session]:
+        """Those that are to be sent what they lack, now."""
+        return [session for session, way in self._ways.items() if way.behind and not way.queued]
+
+    def lacks(self, sessions: Iterable[Session]) -> list[int]:
+        """Buckets whose newest value one of them or another, all of them ``due``, has not been sent."""
+        return sorted(set[int]().union(*(session.unsent for session in sessions)))
+
+    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+        """Queue a version that ``advance`` made, for those that follow; the others lack it."""
         self.sent += 1
         frames = self._frames(version, pieces)
-        behind = []
+        nbytes = sum(len(piece.data) for piece in pieces)
+        told = {piece.bucket for piece in pieces}
         for session in sessions:
-            queued = self._queued.setdefault(session, set())
-            if self.deltas and len(queued) >= _MOST_QUEUED:
-                behind.append(session)
-                continue
-            missing = set() if self.deltas else session.unsent - {piece.bucket for piece in pieces}
-            if missing:
-                behind.append(session)
-                continue
-            if not self.deltas:
-                session.outbox.supersede(version)
-                queued.clear()
-            self._post(session, version, frames)
-        return behind
+            way = self._ways[session]
+            waits = bool(way.queued) and (
+                sum(way.queued.values()) + nbytes > self._most_bytes or len(way.queued) >= _MOST_QUEUED
+            )
+            if not way.behind and not waits and session.unsent - told <= way.newest.keys():
+                self._post(session, way, version, frames, nbytes)
+            else:
+                self.skip([session], pieces)
+                self.catch_up(session)
 
-    def send_whole(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
-        """Queue a version whole, for those that have nothing they could go on from."""
-        frames = self._frames(version, pieces)
+    def send_lacking(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+        """Queue what those that are ``due`` lack at ``version``: ``pieces`` has it all, whole."""
+        frames: dict[tuple[int, ...], list[tuple[int, list[Buffer]]]] = {}
         for session in sessions:
-            session.outbox.supersede(version)
-            self._queued[session] = set()
-            self._post(session, version, frames)
+            way, lacking = self._ways[session], tuple(sorted(session.unsent))
+            if lacking not in frames:
+                frames[lacking] = self._frames(version, [piece for piece in pieces if piece.bucket in session.unsent])
+            way.behind = False
+            self._post(session, way, version, frames[lacking], 0)
 
     def skip(self, sessions: Iterable[Session], pieces: Sequence[Piece]) -> None:
         """These workers are not sent a version: they lack its buckets from now on."""
         for session in sessions:
-            session.unsent.update(piece.bucket for piece in pieces)
-
-    def lacks(self, session: Session) -> frozenset[int]:
-        """Buckets whose newest value a worker has not been sent."""
-        return frozenset(session.unsent)
-
-    def forget(self, session: Session) -> None:
-        """The session has ended."""
-        self._queued.pop(session, None)
+            way = self._ways[session]
+            for piece in pieces:
+                session.unsent.add(piece.bucket)
+                way.newest.pop(piece.bucket, None)
 
     def _frames(self, version: int, pieces: Sequence[Piece]) -> list[tuple[int, list[Buffer]]]:
         if not pieces:
@@ -162,19 +203,24 @@ class Downlink:
             frames.append((bucket, encode(Params(version, bucket, len(pieces), 1.0, delta), [(spec, data)])))
         return frames
 
-    def _post(self, session: Session, version: int, frames: Sequence[tuple[int, list[Buffer]]]) -> None:
+    def _post(
+        self, session: Session, way: _Way, version: int, frames: Sequence[tuple[int, list[Buffer]]], nbytes: int
+    ) -> None:
         session.current_version = version
-        queued = self._queued[session]
-        queued.add(version)
+        way.queued[version] = nbytes
         last = len(frames) - 1
         for position, (bucket, chunks) in enumerate(frames):
             if bucket >= 0:
                 session.unsent.add(bucket)
+                way.newest[bucket] = version
 
             def sent(bucket: int = bucket, ends: bool = position == last) -> None:
-                if session.current_version == version:
+                if way.newest.get(bucket) == version:
+                    del way.newest[bucket]
                     session.unsent.discard(bucket)
                 if ends:
-                    queued.discard(version)
+                    del way.queued[version]
+                    if way.behind and not way.queued and session in self._ways:
+                        self.wake()
 
             session.outbox.post(chunks, sent=sent, version=version)

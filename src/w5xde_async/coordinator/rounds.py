@@ -69,10 +69,10 @@ class Rounds(Assigning):
         update, self.rule = config.update, rule
         self.intake = Intake(layout, update.uplink_codec)
         self.downlink: Downlink = Downlink(layout, state, update.downlink_codec)
+        self.downlink.wake = self._wake.set
         self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)
         self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
         self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
-        self._newcomers: list[Session] = []
         self._reports = StepReports()
         self._accepted: list[int] = []  # steps in the open round
         self._contributors: set[str] = set()
@@ -102,8 +102,8 @@ class Rounds(Assigning):
         self._schedule()
         while self._failure is None and not self._ended():
             self._wake.clear()
-            if self._newcomers:
-                await self._welcome_newcomers()
+            if due := self.downlink.due:
+                await self._send_lacking(due)
             elif self._inbox:
                 await self._judge(self._inbox.popleft())
             else:
@@ -156,14 +156,14 @@ class Rounds(Assigning):
         await self.loader.aclose()
         await self.aggregator.aclose()
 
-    async def _welcome_newcomers(self) -> None:
-        """Send the whole model to those that have none; a commit cannot come between."""
-        sessions, self._newcomers = self._newcomers, []
-        pieces = await self.aggregator.submit(self.downlink.whole)
-        here = [session for session in sessions if self.sessions.get(session.worker_id) is session]
-        self.downlink.send_whole(here, self.version, pieces)
+    async def _send_lacking(self, due: Sequence[Session]) -> None:
+        """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
+        pieces = await self.aggregator.submit(partial(self.downlink.whole, self.downlink.lacks(due)))
+        here = [session for session in due if self.sessions.get(session.worker_id) is session]
         for session in here:
-            self.turns.of(session.worker_id).blocked = False
+            if session.current_version < 0:
+                self.turns.of(session.worker_id).blocked = False
+        self.downlink.send_lacking(here, self.version, pieces)
         self._schedule()
 
     async def _judge(self, given: Submission) -> None:
@@ -204,8 +204,8 @@ class Rounds(Assigning):
         else:
             self._refused[code] += 1
             self._leaves_in_vain += leaves
-            if self._on_demand and session is not None and session not in self._newcomers:
-                self._newcomers.append(session)  # what it has is too old: nobody else would tell it
+            if self._on_demand and session is not None:
+                self.downlink.catch_up(session)  # what it has is too old: nobody else would tell it
         if session is not None:
             session.post(Verdict((given.lease,), code, reason))
         if given_up and outcome is not None:
@@ -259,8 +259,7 @@ class Rounds(Assigning):
         if self._on_demand:
             told = [session for session in everyone if session.worker_id in self._contributors]
             self.downlink.skip([session for session in everyone if session not in told], pieces)
-        told = [session for session in told if session not in self._newcomers]
-        self._newcomers += self.downlink.send(told, self.version, pieces)
+        self.downlink.send(told, self.version, pieces)
         for worker in self._contributors:
             self._unblock(worker)
         self._contributors.clear()

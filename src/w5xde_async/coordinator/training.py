@@ -96,8 +96,9 @@ class Training(Hosting):
         update = config.update
         down = update.downlink_codec
         self.downlink = None if down.name == "raw" else Downlink(layout, state, down)
-        self._copying = False
-        self._newcomers: set[Session] = set()  # to be sent the whole, where versions travel as deltas
+        if self.downlink is not None:
+            self.downlink.wake = self._send_lacking
+        self._copying = self._closing = False
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
         self.judging = Judging(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
@@ -160,6 +161,7 @@ class Training(Hosting):
         if self._look_again is not None:
             self._look_again.cancel()
         await self.loader.aclose()
+        self._closing = True
         await self.aggregator.aclose()
 
     def _open_steps(self) -> None:
@@ -230,28 +232,26 @@ class Training(Hosting):
             if pieces is None:
                 self.publisher.send(session, changed)
         if pieces is not None and self.downlink is not None:
-            told = [session for session in self.sessions.values() if session not in self._newcomers]
-            self._newcomers.update(self.downlink.send(told, self.version, pieces))
-            self._welcome_newcomers()
+            self.downlink.send(self.sessions.values(), self.version, pieces)
 
-    def _welcome_newcomers(self) -> None:
-        """Have the whole model copied for those that have nothing to add a delta to, between two commits."""
-        if self.downlink is not None and self._newcomers and not self._copying:
+    def _send_lacking(self) -> None:
+        """Have the parameters copied for those that have none to add a delta to, between two commits."""
+        if self.downlink is None or self._copying or self._closing:
+            return
+        if due := self.downlink.due:
             self._copying = True
-            copying = self.aggregator.submit(self.downlink.copy)
-            copying.add_done_callback(self._copied)
+            copying = self.aggregator.submit(partial(self.downlink.copy, self.downlink.lacks(due)))
+            copying.add_done_callback(partial(self._copied, due))
 
-    def _copied(self, copying: asyncio.Future[tuple[int, list[Piece]]]) -> None:
+    def _copied(self, due: Sequence[Session], copying: asyncio.Future[tuple[int, list[Piece]]]) -> None:
         self._copying = False
         if copying.cancelled() or copying.exception() is not None or self.downlink is None:
             return  # the thread has ended
         number, pieces = copying.result()
-        if number != self.downlink.sent:
-            self._welcome_newcomers()  # a commit came between
-            return
-        here = [session for session in self._newcomers if self.sessions.get(session.worker_id) is session]
-        self._newcomers.clear()
-        self.downlink.send_whole(here, self.version, pieces)
+        if number == self.downlink.sent:  # else a commit came between
+            here = [session for session in due if self.sessions.get(session.worker_id) is session]
+            self.downlink.send_lacking(here, self.version, pieces)
+        self._send_lacking()
 
     def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
         plan, now = step.plan, self.clock()
@@ -401,15 +401,13 @@ class Training(Hosting):
         if self.downlink is None:
             self.publisher.welcome(session)
         else:
-            self._newcomers.add(session)
-            self._welcome_newcomers()
+            self.downlink.join(session)
 
     def _was_sent(self, grant: Held) -> bool:
         return grant.lease not in self.dispatch.unread
 
     def _forget(self, session: Session) -> None:
         self.results.left(session)
-        self._newcomers.discard(session)
         if self.downlink is not None:
             self.downlink.forget(session)
 

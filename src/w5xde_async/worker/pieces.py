@@ -52,7 +52,7 @@ class PieceInbox(Inbox):
         self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded(layout, b)}
         self._exact = exact
         self._placed: Piece | None = None
-        self._kept: list[Piece] = []
+        self._kept: dict[int, list[Piece]] = {}  # bucket -> what is to be done to it, in order
         self._items: list[HeldLease | Submit] = []
 
     def allow(self, codec: Codec) -> None:
