@@ -121,3 +121,9 @@ def test_credentials_never_show_their_secret():
     assert held.secret_of("") == b"other"
     with pytest.raises(UsageError):
         held.rotate("")
+
+
+def test_a_workers_secret_is_that_of_the_document() -> None:
+    assert worker_secret("correct horse", "alice") == "N565vw5_LSjUlqgpHzmltSzqr47Eo6irGZN0UEnILOs"
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    assert worker_secret("correct horse", "alice") in text
