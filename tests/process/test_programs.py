@@ -172,13 +172,16 @@ def test_what_local_workers_left_out_outlives_ctrl_c(start: Callable[..., Progra
     assert not list(kept.iterdir())  # taken up by the next ones, and of no use after the end
 
 
-def test_a_second_ctrl_c_ends_everything_at_once(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_everything_at_once(
+    start: Callable[..., Program], jobs: str, tmp_path: Path, second: signal.Signals
+) -> None:
     program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1", "--grace", "100"))
     program.wait_for("worker_joined")
     program.signal(signal.SIGINT)
     time.sleep(0.5)
     began = time.monotonic()
-    program.signal(signal.SIGINT)
+    program.signal(second)
     assert program.finish() == ExitCode.INTERRUPTED_TWICE
     assert time.monotonic() - began < 3
     assert_all_gone(program.last("run_started")["address"])
