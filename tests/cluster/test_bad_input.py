@@ -634,6 +634,8 @@ async def test_a_stop_while_the_next_step_is_leased_is_clean(caplog: pytest.LogC
         spec = result_spec(coordinator, 0)
         await peer.expect(Verdict)  # the step is over, and so is the run
         with suppress(LinkLost):
+            await peer.send(Result(ahead.lease, 0), (spec, bytes(spec.nbytes)))
+            await peer.send(done(ahead, absent=(1, 2)))
             await peer.send(Bye(ByeCode.LEAVING, ""))
         result = await coordinator.wait()
         await peer.link.aclose()
