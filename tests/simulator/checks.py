@@ -16,6 +16,7 @@ from tests.simulator.loop import HOST, Host, VirtualLoop
 from tests.simulator.model import Expected, Shape, explain_difference
 from tests.simulator.network import Network
 
+from w5xde_async.coordinator.bounds import most_vectors
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.training import Training
 from w5xde_async.plan.ledger import COORDINATOR
@@ -140,8 +141,7 @@ class Checks:
         if training.ledger.num_open != sum(training.ledger.num_held(w) for w in (*training.sessions, COORDINATOR)):
             self.violate("ledger", f"after {what}: a lease is open whose worker is not here")
         leaves = self.shape.sampler.plan(0).num_leaves
-        blocks = min(self.config.max_workers * ahead, leaves)
-        bound = min(leaves, (blocks + 1) * max(1, leaves.bit_length())) + 4
+        bound = most_vectors(leaves, self.config)
         vectors = training.aggregator._reducer.pool.num_out
         if vectors > bound:
             self.violate("memory", f"{vectors} result vectors are out, the bound is {bound}")

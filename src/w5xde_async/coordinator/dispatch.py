@@ -38,6 +38,7 @@ class Dispatch:
         self._unread: list[Grant] = []  # granted, waiting for their data; bounded by workers x leases_ahead
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
         self.num_backups = 0
+        self.holds_back = False  #: nothing more of the current step is leased: too much of it waits for judgement
         self.at_most_half = False  #: no lease holds leaves of both halves of its step, which are measured
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
@@ -104,6 +105,8 @@ class Dispatch:
         for room in range(self._pacing.config.leases_ahead):
             for worker in hungry:
                 for step in steps:
+                    if self.holds_back and step == steps[0]:
+                        continue
                     # Leases of a later step do not count: what an earlier one needs now must find a place.
                     if ledger.num_held(worker, up_to_step=step) > room:
                         continue

@@ -274,9 +274,10 @@ class Results:
         if judgement is None:
             self.blame(culprit, traceback)
             return True
+        failed = f"failed {culprit.attempts} time(s) on workers and not here"
         self._warn(
-            f"step {grant.step}, leaf {culprit.leaf} failed {culprit.attempts} time(s) on workers and not here, so what "
-            f"the coordinator computed counts; the last of them said: {traceback[-300:].strip()}"
+            f"step {grant.step}, leaf {culprit.leaf} {failed}: what the coordinator computed counts; the last of them "
+            f"said: {traceback[-300:].strip()}"
         )
         await self._count_own(step, grant, judgement)
         return True

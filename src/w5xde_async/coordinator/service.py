@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 import w5xde_async
-from w5xde_async.coordinator.bounds import memory_bound_bytes
+from w5xde_async.coordinator.bounds import EXTRA_LINKS, memory_bound_bytes
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.ending import Ending, Patience, patience_s
 from w5xde_async.coordinator.journaling import Journaling
@@ -295,7 +295,7 @@ class Coordinator:
         self._security = security = await loop.run_in_executor(None, Security, config, self._run_path)
         self._listener = await listen(
             config.host, config.port, self._on_link, ssl=security.context, bulk=self._bulk,
-            max_links=config.max_workers + 64,
+            max_links=config.max_workers + EXTRA_LINKS,
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, security.write_join_file, self.port)
         self._phases = phases = Phases(prepared, config, self.bus, name=self.name, reference=self._reference)

@@ -20,6 +20,7 @@ from functools import partial
 
 from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.coordinator.aggregator import Aggregator, StepState
+from w5xde_async.coordinator.bounds import most_held
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.downlink import Downlink, Piece
@@ -315,6 +316,7 @@ class Training(Hosting):
         hungry = [worker for worker in (ready if only is None else [only]) if self._has_credit(worker)]
         for grant in self.judging.leases(ready, self.pacing.deadline_s):
             self.dispatch.send(grant)
+        self.dispatch.holds_back = self.judging.num_held >= most_held(self.config)
         for worker, lease in self.dispatch.leases(ready, steps, now, hungry=hungry):
             self.sessions[worker].post_lease(lease.message, lease.buffers)
         if self._look_again is not None:

@@ -140,6 +140,7 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
         row("steps", f"to step {_count(event.total_steps)}", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
+        row("memory", f"at most {event.memory_bound_bytes / 2**30:,.1f} GiB for workers, beside the model and samples"),
         row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
         *([row("dashboard", paint("accent", clean(event.dashboard_link)))] if event.dashboard_link else []),
         "",
