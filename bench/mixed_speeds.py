@@ -4,8 +4,8 @@
 
 The throttle is a sleep in the job's loss (throttled.py): a leaf of 8 samples takes 0.2 s, 0.05 s and 0.02 s. All rules
 use the same samples in the same order from the same start, SGD with momentum 0.5 and one learning rate; commits of
-``sync`` and ``async`` (three results of 32) are of 96 samples, inner steps of the local rules of 32. One seed: losses
-differ by chance too.
+``sync`` and ``async`` (three results of 32) are of 96 samples, inner steps of the local rules of 32; the
+model is one bucket, so ``streaming`` has one fragment. One seed: losses differ by chance too.
 
 Figures: ``{rule}_over_sum_of_solo``: samples/s of the whole run, from the first commit to the last, over the sum of
 the three rates alone (``sync`` with one worker). ``{rule}_loss_over_sync``: held-out loss at the end over that of
@@ -41,6 +41,7 @@ RULES = {
     "sync": (),
     "async": ("--results-per-step", "3"),
     "local": ("--inner-steps", "8", "--outer-momentum", "0.5"),
+    "streaming": ("--inner-steps", "8", "--outer-momentum", "0.5"),
     "async-local": ("--inner-steps", "8", "--outer-momentum", "0.5", "--results-per-step", "3"),
 }
 

@@ -143,7 +143,7 @@ async def test_what_a_codec_left_out_goes_from_one_worker_to_the_next(tmp_path: 
         await task
 
 
-@pytest.mark.parametrize("rule", ["async", "local", "streaming"])
+@pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local"])
 async def test_workers_without_the_jobs_code(rule: str) -> None:
     """The inner optimizer comes as a name and numbers, the step as a program."""
     update = UpdateConfig(rule=rule, inner_steps=4, fragments=2)

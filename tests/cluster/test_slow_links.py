@@ -170,10 +170,12 @@ async def run_with_a_slow_joiner(
             for worker in (*quick, slow):
                 worker.drain()
             coordinator.request_stop("test")
-            await coordinator.wait()
-            await asyncio.gather(*tasks)
+            async with asyncio.timeout(10):
+                await coordinator.wait()
+                await asyncio.gather(*tasks)
 
 
+@pytest.mark.timeout(40)
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 async def test_who_joins_over_a_slow_link_takes_part(update: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
@@ -182,7 +184,8 @@ async def test_who_joins_over_a_slow_link_takes_part(update: dict[str, Any], mon
         training = coordinator._training
         assert training is not None
         for _ in range(400):
-            await commits.reach(commits.step + 1)
+            async with asyncio.timeout(10):
+                await commits.reach(commits.step + 1)
             member = training.membership.members.get(slow.worker_id)
             if slow.worker_id in watch.counted or (config.rule == "sync" and member is not None and member.leaves):
                 break
