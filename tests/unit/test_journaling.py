@@ -177,6 +177,34 @@ async def test_the_step_path_runs_so_far_ahead_and_no_further(bench: Bench) -> N
     assert bench.journaling.pool.num_out == 0
 
 
+async def test_nobody_waits_for_a_disk_that_hangs_once_it_is_given_up(bench: Bench) -> None:
+    journaling = bench.journaling
+    for version in range(1, MOST_AHEAD + 1):
+        bench.append(version)
+    assert await waits(journaling.room())
+    assert await waits(journaling.flush())
+    assert journaling.abandon()
+    assert not journaling.abandon()
+    assert [event.step for event in bench.of(JournalFailed)] == [0]
+    assert bench.told == list(range(2, MOST_AHEAD + 1)), "the first is in the thread"
+    assert not await waits(journaling.room())
+    assert not await waits(journaling.settled(1))
+    assert journaling.rotate(MOST_AHEAD).result() is None
+    bench.append(MOST_AHEAD + 1)
+    assert bench.told[-1] == MOST_AHEAD + 1
+    assert not await waits(journaling.aclose())
+    for _ in range(2):  # the disk comes back: what the thread had is written, and the file is closed
+        await bench.work()
+    assert await asyncio.to_thread(bench.durable) == [1]
+    assert journaling.pool.num_out == 0
+
+
+async def test_nothing_is_given_up_where_nothing_is_to_be_written(bench: Bench) -> None:
+    assert not bench.journaling.abandon()
+    assert bench.journaling.sound
+    await bench.aclose()
+
+
 async def test_a_rotation_waits_for_what_is_before_it(bench: Bench) -> None:
     bench.append(1)
     bench.append(2)
