@@ -39,8 +39,8 @@ RATE, MOMENTUM = 0.4, 0.5
 SLACK = 0.01
 #: Codecs and the rule they are tried with: the sparsest is made for the Deltas of local steps.
 CODECS = {
-    "bf16": "sync", "int8": "sync", "int4": "sync", "sign": "sync", "topk:0.01": "sync", "powersgd:4": "sync",
-    "sparseloco": "local",
+    "bf16": "sync", "fp16": "sync", "lz4:int8": "sync", "int8": "sync", "int4": "sync", "sign": "sync",
+    "topk:0.01": "sync", "powersgd:4": "sync", "sparseloco": "local",
 }  # fmt: skip
 
 
@@ -359,8 +359,11 @@ def job() -> Job:
         {"rule": "local", "codec": "int8"},
         {"rule": "streaming", "codec": "int4", "fragments": 2, "outer_lr": 0.7},
         {"rule": "async-local", "codec": "int8"},
+        {"rule": "local", "codec": "fp16", "average": "radial"},
+        {"rule": "local", "codec": "lz4:int8", "average": "trimmed"},
+        {"rule": "local", "average": "median"},
     ],
-    ids=lambda update: update["rule"],
+    ids=lambda update: "-".join(str(value) for value in update.values()),
 )
 async def test_in_a_run(update: dict[str, Any]) -> None:
     config = UpdateConfig(**{"inner_steps": 10, "outer_momentum": 0.5, **update})
