@@ -73,4 +73,4 @@ class WorkerConfig:
         need(kind in ("auto", "cpu", "cuda", "mps"), f"device is {self.device!r}; give auto, cpu, cuda, cuda:N or mps")
 
 
-_MEMORY_BYTES = machine_memory_bytes()  # read here, since it reads files and configs are made on event loops
+_MEMORY_BYTES: int = machine_memory_bytes()  # read here, since it reads files and configs are made on event loops
