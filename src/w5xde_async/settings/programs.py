@@ -392,8 +392,8 @@ class WorkerSettings(Program):
         metavar="TIME", accepts="a time from 0 to 100ms", shown="0.5ms",
     )  # fmt: skip
     memory_limit: Annotated[Annotated[int, Field(ge=1 << 20)] | None, BeforeValidator(_auto_or_size)] = setting(
-        None, "most memory for batches that it holds; a run whose leases need more ends it, exit code 2", group="machine",
-        metavar="SIZE", accepts=f"auto, or {BYTES}, at least 1MiB", shown="auto",
+        None, "most memory for batches that it holds; a run whose leases need more ends it, exit code 2",
+        group="machine", metavar="SIZE", accepts=f"auto, or {BYTES}, at least 1MiB", shown="auto",
     )  # fmt: skip
 
     data_dir: Path | None = setting(
