@@ -163,6 +163,7 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
         mine = await a.lease()
         run.training.membership.members["b"].standing = Standing.LATE
         await odd(a, mine)
+        await until(lambda: bool(run.training.judging._held))
         for _ in range(12):
             assert verdicts(a).get(mine.lease) in (None, VerdictCode.REJECTED)
             await run.pass_time(1.0)

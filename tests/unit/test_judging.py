@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from w5xde_async.coordinator.judging import compare
+from w5xde_async.coordinator.deviation import compare
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.norm_gate import BlockGate, NormGateConfig
