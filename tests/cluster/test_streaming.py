@@ -120,6 +120,8 @@ async def scene(told: list[tuple[int, float, int]]) -> AsyncIterator[Scene]:
                 yield made
             finally:
                 release.set()
+                for task in made.running:
+                    task.cancel()
                 await asyncio.gather(*made.running, return_exceptions=True)
 
 
@@ -135,8 +137,8 @@ async def test_the_data_ends_in_an_open_round(told: list[tuple[int, float, int]]
         result = await made.coordinator.wait()
         assert (result.outcome, made.training.samples_applied) == ("finished", STEPS * BATCH)
         made.training.ledger.validate()
+        assert await made.running[0] is Departure.FINISHED
     assert all(steps <= samples / BATCH for _, steps, samples in told)
-    assert await made.running[0] is Departure.FINISHED
 
 
 async def test_a_worker_drains_in_an_open_round(told: list[tuple[int, float, int]]) -> None:
@@ -204,6 +206,9 @@ async def test_steps_that_are_not_finite_end_the_run(rule: str) -> None:
         working = asyncio.create_task(
             Worker(coordinator.address, job=job(factor=float("nan")), config=QUICK_WORKER).run()
         )
-        with pytest.raises(NonFinite, match="5 steps in a row"):
-            await coordinator.wait()
-        await asyncio.gather(working, return_exceptions=True)
+        try:
+            with pytest.raises(NonFinite, match="5 steps in a row"):
+                await coordinator.wait()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
