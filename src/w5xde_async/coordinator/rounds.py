@@ -344,10 +344,6 @@ class Rounds(Assigning):
         self.intake.drop(grant.lease)  # what came of it already
         super()._revoke(grant, reason)
 
-    def _revoke(self, grant: Held, reason: str) -> None:
-        self.intake.drop(grant.lease)  # what came of it already
-        super()._revoke(grant, reason)
-
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
         grant = self.ledger.get(result.lease)
