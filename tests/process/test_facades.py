@@ -331,7 +331,7 @@ model = torch.nn.Sequential(torch.nn.Embedding(64, 512), torch.nn.Linear(512, 64
 large_model = model
 """
 SMALL = {"vocab_size=50000": "vocab_size=64", "num_layers=6": "num_layers=1"}  # for the time it takes
-LOSS = r"^step \d+.* loss ([\d.]+)"
+LOSS = r"^step \d+.* loss ([\d.]+(?:e-\d+)?)"
 
 
 def falls(lines: list[re.Match[str]]) -> bool:

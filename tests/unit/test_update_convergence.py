@@ -16,7 +16,7 @@ from torch import Tensor
 
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
 from w5xde_async.updates.averages import Average, RadialDirectionalAverage, WeightedMean
-from w5xde_async.updates.compensation import CompensationConfig, LeasedVersions
+from w5xde_async.updates.compensation import CompensationConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule, inner_steps
 from w5xde_async.updates.fragments import FragmentSchedule, fragments_of
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule, nesterov_
@@ -65,12 +65,11 @@ def run_asynchronous(
     """The parameters after so many answers, and how many were refused."""
     x = torch.nn.Parameter(torch.zeros(DIM))
     optimizer = torch.optim.SGD([x], lr=rate, momentum=momentum)
-    version, refused, kept = 0, 0, LeasedVersions()
+    version, refused = 0, 0
     leased = [0] * len(speeds)
-    for _ in speeds:
-        kept.lease(0, x.detach())
+    kept = [x.detach().clone() for _ in speeds]  # what each worker computes with
     for turn, (_, worker) in zip(range(answers), busy(speeds), strict=False):
-        theirs = kept.parameters(leased[worker])
+        theirs = kept[worker]
         result = corrupt(turn, gradient(theirs) * 4)
         outcome = rule.offer(result, samples=4, staleness=version - leased[worker], now=x.detach(), leased=theirs)
         refused += not outcome.accepted
@@ -78,9 +77,8 @@ def run_asynchronous(
             x.grad = rule.take()
             optimizer.step()
             version += 1
-        kept.release(leased[worker])
         leased[worker] = version
-        kept.lease(version, x.detach())
+        kept[worker] = x.detach().clone()
     return x.detach(), refused
 
 

@@ -140,8 +140,8 @@ class Training(Hosting):
         """Commit steps until the end, a stop or a failure (which is raised)."""
         self._last_commit = self.clock()
         while self.version < self.total_steps and not self._stopping:
-            self._open_steps()
             await self._ordering.wait(min(self.version + AHEAD, self.total_steps - 1), self.total_steps)
+            self._open_steps()
             self.ledger.begin(self.version, self.clock())
             self._schedule()
             if not await self._collect():
@@ -161,8 +161,8 @@ class Training(Hosting):
         """Wait for the loader and the aggregator's thread."""
         if self._look_again is not None:
             self._look_again.cancel()
-        await self.loader.aclose()
         self._closing = True
+        await self.loader.aclose()
         await self.aggregator.aclose()
 
     def _open_steps(self) -> None:
