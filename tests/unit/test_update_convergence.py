@@ -23,7 +23,7 @@ from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule, nesterov
 from w5xde_async.updates.noise_scale import BatchGrowth, BatchGrowthConfig, GradientNoiseScale
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.updates.quorum import Quorum
-from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, Krum, TrimmedMean
+from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, TrimmedMean
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
 
 pytestmark = pytest.mark.slow  # hundreds of rounds each
@@ -320,7 +320,6 @@ AVERAGES: dict[str, Callable[[], Average]] = {
     "median": lambda: CoordinateMedian(DIM, 10),
     "trimmed_mean": lambda: TrimmedMean(DIM, 10, trim=0.2),
     "centered_clipping": lambda: CenteredClipping(DIM, 10),
-    "krum": lambda: Krum(DIM, 10, bad=2),
 }
 
 

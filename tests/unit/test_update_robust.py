@@ -15,14 +15,13 @@ from w5xde_async.store.state import pack_state, unpack_state
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
 from w5xde_async.updates.averages import Average, WeightedMean
 from w5xde_async.updates.norm_gate import NormGate, NormGateConfig, median_and_mad
-from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, Krum, TrimmedMean
+from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, TrimmedMean
 
 NUMEL = 6
 MAKERS: dict[str, Callable[[int], Average]] = {
     "median": lambda rows: CoordinateMedian(NUMEL, rows),
     "trimmed_mean": lambda rows: TrimmedMean(NUMEL, rows, trim=0.25),
     "centered_clipping": lambda rows: CenteredClipping(NUMEL, rows),
-    "krum": lambda rows: Krum(NUMEL, rows, bad=(rows - 3) // 2),
 }
 
 
@@ -84,18 +83,6 @@ def test_centered_clipping_is_the_formula(radius: float | None) -> None:
         taken.zero_()  # the caller's: the center is not
 
 
-def test_krum_is_the_formula() -> None:
-    for seed in range(100):
-        results, bad = vectors(7, seed=seed), 2
-        scores = []
-        for i, x in enumerate(results):
-            squares = sorted(sum((float(a) - float(b)) ** 2 for a, b in zip(x, y, strict=True))
-                             for j, y in enumerate(results) if j != i)  # fmt: skip
-            scores.append(sum(squares[: 7 - bad - 2]))
-        expected = results[scores.index(min(scores))]
-        assert torch.equal(average(Krum(NUMEL, 7, bad=bad), results), expected)
-
-
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
 def test_long_vectors_are_done_in_pieces_alike(name: str) -> None:
     """Over a chunk's border the value of each coordinate is what it is in a short vector."""
@@ -104,16 +91,6 @@ def test_long_vectors_are_done_in_pieces_alike(name: str) -> None:
     made = CoordinateMedian(numel, 5) if name == "median" else TrimmedMean(numel, 5, trim=0.25)
     whole = average(made, results)
     assert torch.equal(whole[-NUMEL:], average(MAKERS[name](5), [x[-NUMEL:] for x in results]))
-
-
-@pytest.mark.parametrize("place", [0, -1])
-def test_krum_over_chunks_sees_all_of_the_vector(place: int) -> None:
-    numel = (1 << 12) + 2
-    honest = torch.zeros(numel)
-    results = [honest.clone() for _ in range(5)]
-    for index, result in enumerate(results):
-        result[place] = float(index == 0) * 9 + index / 100
-    assert float(average(Krum(numel, 5, bad=1), results)[place]) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
@@ -127,12 +104,9 @@ def test_order_of_arrival_does_not_matter_to_the_bit(name: str) -> None:
     "make",
     [
         lambda: TrimmedMean(1, 3, trim=0.5),
-        lambda: Krum(1, 4, bad=1),
-        lambda: Krum(1, 4, bad=-1),
         lambda: CoordinateMedian(1, 0),
         lambda: CenteredClipping(1, 3, iterations=0),
         lambda: CenteredClipping(1, 3, radius=0.0),
-        lambda: AsynchronousRule(1, AsynchronousConfig(results_per_step=4), average=Krum(1, 9, bad=1)),
         lambda: NormGateConfig(warmup=9, window=8),
         lambda: NormGateConfig(deviations=0.0),
     ],
@@ -217,7 +191,7 @@ def test_without_the_finite_check_none_is_robust(name: str) -> None:
     """Why the check stands before everything: a rule without it would give NaN or be led by it."""
     made: Average = WeightedMean(NUMEL) if name == "mean" else MAKERS[name](10)
     results = [x if i else torch.full((NUMEL,), math.nan) for i, x in enumerate(vectors(10))]
-    assert not bool(torch.isfinite(average(made, results)).all()) or name == "krum"
+    assert not bool(torch.isfinite(average(made, results)).all())
 
 
 # -- norm gate

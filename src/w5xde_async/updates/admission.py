@@ -1,7 +1,7 @@
 """What every rule asks of a result before it counts: fresh enough, finite, of a usual size.
 
 The order is fixed: staleness (costs nothing), then one pass over the vector for its norm, which is also the finite
-check (one NaN among ten defeats mean, median and Krum alike, so nothing may come before it), then the gate. A result
+check (one NaN among ten defeats mean and median alike, so nothing may come before it), then the gate. A result
 that is refused changes no sum: its leaves go back to the ledger, so each sample still counts once (G1).
 No clock, no randomness; staleness is an argument. Vectors are flat float32 on the CPU and are used up: they may be
 overwritten, whatever the answer.

@@ -64,8 +64,6 @@ class AsynchronousRule:
     ) -> None:
         self.config, self.numel = config, numel
         self.average: Average = WeightedMean(numel) if average is None else average
-        if self.average.needed > config.results_per_step:
-            raise ValueError(f"{self.average.name} needs {self.average.needed} results a step")
         self.admission = Admission(
             max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate
         )  # fmt: skip
@@ -114,7 +112,7 @@ class AsynchronousRule:
 
         ``early``: of those that are in, because no more will come.
         """
-        if not self.ready and not (early and self.average.count >= self.average.needed):
+        if not self.ready and not (early and self.average.count):
             raise ValueError(f"{self.average.count} of {self.config.results_per_step} results are in")
         return self.average.take()
 

@@ -28,15 +28,11 @@ class Average(Protocol):
     def count(self) -> int:
         """Results since the last ``take``."""
 
-    @property
-    def needed(self) -> int:
-        """The fewest results that ``take`` works with."""
-
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
         """Count one result: a mean over ``samples``, with a staleness ``weight``. ``vector`` is read, not kept."""
 
     def take(self) -> Tensor:
-        """The average, the caller's until the next ``add``, and begin anew. Needs ``count`` >= ``needed``."""
+        """The average, the caller's until the next ``add``, and begin anew. Needs at least one result."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, numbers and tensors (which share memory with this)."""
@@ -54,7 +50,6 @@ class WeightedMean:
     """
 
     name = "mean"
-    needed = 1
 
     def __init__(self, numel: int) -> None:
         self._sum = torch.zeros(numel)
@@ -99,7 +94,6 @@ class RadialDirectionalAverage:
     """
 
     name = "radial"
-    needed = 1
 
     def __init__(self, numel: int, tensors: Sequence[tuple[int, int]]) -> None:
         self._tensors = tuple(tensors)

@@ -99,8 +99,8 @@ class LocalStepsRule:
 
     @torch.no_grad()
     def close(self) -> float | None:
-        """End the round: step, and give D's norm. None, and nothing changed, where too few Deltas are in."""
-        if self.average.count < self.average.needed:
+        """End the round: step, and give D's norm. None, and nothing changed, where no Delta is in."""
+        if not self.average.count:
             return None
         direction = self.average.take()
         nesterov_(self.parameters, self._momentum, direction, self.config.learning_rate, self.config.momentum)

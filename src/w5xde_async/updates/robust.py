@@ -1,10 +1,10 @@
-"""Averages of a buffer of results that a few of them cannot move far: median, trimmed mean, centred clipping, Krum.
+"""Averages of a buffer of results that a few of them cannot move far: median, trimmed mean, centred clipping.
 
 For ``AsynchronousRule`` (K = ``rows``) or ``LocalStepsRule`` (rounds of up to ``rows`` Deltas), which have checked
 every result for NaN and infinity: without that check none of these is robust. All of them ignore samples and staleness:
 every result has one voice, or the bad ones would choose theirs. So with blocks of unequal size they are not the mean of
-the samples even where all are honest. They help while fewer than half of the results are bad (Krum: 2f + 2 < K);
-honest results that differ much from each other (local steps on unlike data) cost accuracy.
+the samples even where all are honest. They help while fewer than half of the results are bad; honest
+results that differ much from each other (local steps on unlike data) cost accuracy.
 
 Holds: each sample is in one accepted result (G1), though a median's value comes of some of them. Same bits (G3): as
 long as the same results are in the buffer, in whatever order, for median and trimmed mean; not for the others.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from w5xde_async.updates.admission import restore_
 
-__all__ = ["CenteredClipping", "CoordinateMedian", "Krum", "TrimmedMean"]
+__all__ = ["CenteredClipping", "CoordinateMedian", "TrimmedMean"]
 
 # Elements of each row: in cache, and too few for torch to use other threads, whose barriers stall on a busy machine.
 _CHUNK = 1 << 12
@@ -32,11 +32,10 @@ class _Buffered:
     """Keeps results as they come; subclasses make one vector of them."""
 
     name: str
-    needed: int
 
     def __init__(self, numel: int, rows: int) -> None:
-        if rows < self.needed:
-            raise ValueError(f"{self.name} needs a buffer of at least {self.needed} results")
+        if rows < 1:
+            raise ValueError("a buffer has room for at least one result")
         self._rows = torch.zeros(rows, numel)
         self._result = torch.zeros(numel)
         self._count = 0
@@ -78,7 +77,6 @@ class TrimmedMean(_Buffered):
     """
 
     name = "trimmed_mean"
-    needed = 1
 
     def __init__(self, numel: int, rows: int, *, trim: float) -> None:
         if not 0 <= trim < 0.5:
@@ -121,7 +119,6 @@ class CenteredClipping(_Buffered):
     """
 
     name = "centered_clipping"
-    needed = 1
 
     def __init__(self, numel: int, rows: int, *, radius: float | None = None, iterations: int = 3) -> None:
         if iterations < 1 or (radius is not None and not radius > 0):
@@ -148,36 +145,6 @@ class CenteredClipping(_Buffered):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         restore_(self._center, state["center"], "the last average")
-
-
-class Krum(_Buffered):
-    """The one result whose K - f - 2 nearest others are nearest: argmin_i of the sum of their squared distances to x_i.
-
-    Blanchard et al. 2017, "Machine Learning with Adversaries", section 4. ``bad`` is f, the results that it stands;
-    2f + 2 < K. The work of all results but one is left out of the value: the price of its proof. Equal scores: the
-    first to arrive.
-    """
-
-    name = "krum"
-
-    def __init__(self, numel: int, rows: int, *, bad: int) -> None:
-        if bad < 0:
-            raise ValueError("bad is at least 0")
-        self.bad = bad
-        self.needed = 2 * bad + 3
-        super().__init__(numel, rows)
-
-    def _combine(self, rows: Tensor, out: Tensor) -> None:
-        count = len(rows)
-        squares = torch.zeros(count, count, dtype=torch.float64)
-        for piece, _ in _chunks(rows, out):
-            # Differences, not |x|^2 + |y|^2 - 2xy, which loses all digits where results are alike.
-            for index in range(count - 1):
-                distances = torch.linalg.vector_norm(piece[index + 1 :] - piece[index], dim=1).double()
-                squares[index, index + 1 :].addcmul_(distances, distances)
-        squares.add_(squares.T.clone()).fill_diagonal_(float("inf"))
-        nearest = squares.sort(dim=1).values[:, : count - self.bad - 2]
-        out.copy_(rows[int(nearest.sum(dim=1).argmin())])
 
 
 def _chunks(rows: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -79,7 +79,7 @@ class StreamingRule:
         return self._rules[fragment].pending
 
     def close(self, fragment: int) -> float | None:
-        """End the fragment's turn: step, one version more, D's norm. None, and nothing changed, with too few Deltas."""
+        """End the fragment's turn: step, one version more, D's norm. None, and nothing changed, with no Delta."""
         norm = self._rules[fragment].close()
         if norm is not None:
             self.fragments[fragment].scatter_(self.parameters, self._rules[fragment].parameters)
