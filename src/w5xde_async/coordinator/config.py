@@ -184,3 +184,12 @@ class CoordinatorConfig:
     def audit(self) -> AuditConfig:
         """The audits' own settings."""
         return AuditConfig(fraction=self.audit_fraction, tolerance=self.audit_tolerance)
+
+    def unlike_results(self, update: UpdateConfig) -> str | None:
+        """What to say where results by ``update`` are not compared although these settings ask for it."""
+        if update.uplink_codec.exact or update.rule != "sync" or not (self.norm_gate or self.audit_fraction):
+            return None
+        return (
+            f"results in codec {update.codec} hold what was left out before, so no two are alike: they are not "
+            "computed again to be compared (see SECURITY.md)"
+        )

@@ -17,7 +17,7 @@ from w5xde_async.coordinator.following import Following
 from w5xde_async.coordinator.hosting import Commit, Hosting
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.making import make_training
-from w5xde_async.coordinator.preparation import Prepared, change_rule, unlike_results
+from w5xde_async.coordinator.preparation import Prepared, change_rule
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import JobError, UsageError
@@ -128,7 +128,7 @@ class Phases:
             if self._tuning is not None:
                 self._tuning.stay(self.config.update)
         else:
-            if (unlike := unlike_results(self.config, update)) is not None:
+            if (unlike := self.config.unlike_results(update)) is not None:
                 self._bus.publish(Warned(text=unlike))
         await before.aclose()
         self._prepared.loss = before.last_loss

@@ -43,7 +43,7 @@ from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule, check_trainable, make_rule
 from w5xde_async.updates.sync import SyncRule
 
-__all__ = ["Prepared", "change_rule", "prepare", "record_of", "unlike_results"]
+__all__ = ["Prepared", "change_rule", "prepare", "record_of"]
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ def prepare(
         )  # fmt: skip
     if config.update.rule == "async" and (warning := delay_warning(rule.optimizer.param_groups)) is not None:
         prepared.notes.append(warning)
-    if (unlike := unlike_results(config, config.update)) is not None:
+    if (unlike := config.unlike_results(config.update)) is not None:
         prepared.notes.append(unlike)
     if run_path is None:
         if config.resume not in ("auto", "never"):
@@ -152,16 +152,6 @@ def prepare(
         raise
     _order(prepared, config)
     return prepared
-
-
-def unlike_results(config: CoordinatorConfig, update: UpdateConfig) -> str | None:
-    """What to say where results by ``update`` are not compared although ``config`` asks for it."""
-    if update.uplink_codec.exact or update.rule != "sync" or not (config.norm_gate or config.audit_fraction):
-        return None
-    return (
-        f"results in codec {update.codec} hold what was left out before, so no two are alike: they are not "
-        "computed again to be compared (see SECURITY.md)"
-    )
 
 
 def _order(prepared: Prepared, config: CoordinatorConfig) -> None:
