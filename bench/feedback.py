@@ -7,7 +7,8 @@ SGD on the decoded mean, so that nothing but the verdicts differs. A seeded choi
 count. Two fates of their work, as in docs/codecs.md:
 
 - ``again``: the leaf is leased again and another worker computes it (synchronous and asynchronous rules)
-- ``kept``: nobody computes it again, it stays with the worker (local steps)
+- ``kept``: nobody computes it again, it stays in the residual. No run does that: under local steps it stays in the
+  worker's parameters
 
 and three worlds: ``clean`` (everything counts), ``told`` (the worker learns its verdict), ``untold`` (it believes that
 all it sent has counted, as feedback without verdicts must). Figures, for each codec and fate:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from tests.support.cluster import train
+from tests.support.turns import strided, taking_turns
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -30,7 +31,6 @@ from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRul
 from w5xde_async.updates.compensation import CompensationConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule
-from w5xde_async.updates.fragments import FragmentSchedule, fragments_of
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
 
@@ -231,8 +231,8 @@ def delayed(run: Run) -> None:
 def streaming(run: Run) -> None:
     """Two fragments in turns, half a round apart, used one inner step late. Their Deltas travel as whole vectors."""
     edges = [0, *(start for start, shape in run.theta.entries if len(shape) > 1)][1:]
-    fragments = fragments_of([*zip(edges, [*edges[1:], run.theta.values.numel()], strict=True)], 2)
-    schedule = FragmentSchedule(num_fragments=2, period=INNER)
+    fragments = strided([*zip(edges, [*edges[1:], run.theta.values.numel()], strict=True)], 2)
+    turns = taking_turns(2, INNER)
     rule = StreamingRule(run.theta.values, fragments, LocalStepsConfig(learning_rate=0.7, momentum=0.5))
     locals_ = [run.theta.values.clone() for _ in range(WORKERS)]
     replicas = [StreamingReplica(values, fragments, OverlapConfig()) for values in locals_]
@@ -240,7 +240,7 @@ def streaming(run: Run) -> None:
         for worker, values in enumerate(locals_):
             run.replica.values.copy_(values)
             values.sub_(run.replica.backward(number * WORKERS + worker), alpha=2 * rate(number / STEPS))
-        for fragment in schedule.due(number):
+        for fragment in next(turns):
             piece, version = fragments[fragment], rule.versions[fragment]
             for worker, replica in enumerate(replicas):
                 whole = torch.zeros_like(run.theta.values)

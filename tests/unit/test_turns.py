@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from tests.support.turns import taking_turns
+
 from w5xde_async.coordinator.turns import Turns
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.updates.quorum import QuorumConfig
@@ -49,3 +52,12 @@ def test_what_is_refused_stays_with_its_worker_once() -> None:
     assert owed == [(10, True), (15, False), (5, True), (10, False)]
     made.answered("a", 99, 1.0, kept=7)  # of a link that has ended
     assert made.take_samples("a", 0) == 5
+
+
+@pytest.mark.parametrize(("num_fragments", "period"), [(1, 5), (2, 4), (3, 10), (4, 3), (8, 30)])
+def test_every_fragment_has_its_turn_once_a_period(num_fragments: int, period: int) -> None:
+    """Fragment p first after p H / P inner steps (0: after H), then every H; no more at once than there must be."""
+    first = [period, *(max(1, p * period // num_fragments) for p in range(1, num_fragments))]
+    for step, due in zip(range(1, 4 * period), taking_turns(num_fragments, period), strict=False):
+        assert due == [p for p, at in enumerate(first) if step >= at and (step - at) % period == 0]
+        assert len(due) <= -(-num_fragments // period)

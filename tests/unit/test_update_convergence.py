@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.turns import strided, taking_turns
 from torch import Tensor
 
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
 from w5xde_async.updates.averages import Average, RadialDirectionalAverage, WeightedMean
 from w5xde_async.updates.compensation import CompensationConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule, inner_steps
-from w5xde_async.updates.fragments import FragmentSchedule, fragments_of
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule, nesterov_
 from w5xde_async.updates.noise_scale import BatchGrowth, BatchGrowthConfig, GradientNoiseScale
 from w5xde_async.updates.norm_gate import NormGate
@@ -263,15 +263,15 @@ def run_streaming(*, delay: int, mixing: float, deliver: bool = True, steps: int
     """Three workers with minima of their own, whose mean is the minimum; four fragments, a turn every 20 steps."""
     offsets = torch.randn(2, DIM, generator=torch.Generator().manual_seed(4))
     centers = [CENTER + offsets[0], CENTER + offsets[1], CENTER - offsets.sum(0)]
-    fragments = fragments_of([(2 * index, 2 * index + 2) for index in range(8)], 4)
-    schedule = FragmentSchedule(num_fragments=4, period=20)
+    fragments = strided([(2 * index, 2 * index + 2) for index in range(8)], 4)
+    turns = taking_turns(4, 20)
     rule = StreamingRule(torch.zeros(DIM), fragments)
     locals_ = [torch.zeros(DIM) for _ in centers]
     replicas = [StreamingReplica(x, fragments, OverlapConfig(delay=delay, mixing=mixing)) for x in locals_]
     for step in range(1, steps + 1):
         for x, center in zip(locals_, centers, strict=True):
             x -= 0.1 * gradient(x, center)
-        for fragment in schedule.due(step):
+        for fragment in next(turns):
             for replica in replicas:
                 version = rule.versions[fragment]
                 rule.offer(fragment, replica.send(fragment, step), samples=1, version=version)
@@ -280,7 +280,6 @@ def run_streaming(*, delay: int, mixing: float, deliver: bool = True, steps: int
                 values = rule.values(fragment) if deliver else fragments[fragment].gather(torch.zeros(DIM))
                 replica.deliver(fragment, values.clone())
         for replica in replicas:
-            assert replica.overdue(step) == ()
             replica.mix(step)
     return loss(rule.parameters)
 

@@ -1,4 +1,4 @@
-"""Streaming fragments: their cut, their turns, both sides of the exchange."""
+"""Streaming fragments: their cut, and both sides of the exchange; ``test_turns`` has their turns."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.turns import strided, taking_turns
 from torch import Tensor, nn
 
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.state import pack_state, unpack_state
-from w5xde_async.updates.fragments import Fragment, FragmentSchedule, fragments_of, layers_of
+from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.norm_gate import NormGate
+from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.robust import CoordinateMedian
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
 from w5xde_async.wire.messages import VerdictCode
 
 NUMEL = 12
 LAYERS = [(0, 3), (3, 4), (4, 9), (9, 12)]
-FRAGMENTS = fragments_of(LAYERS, 2)
+FRAGMENTS = strided(LAYERS, 2)
 
 
 def vectors(count: int, *, seed: int = 0, numel: int = NUMEL) -> list[Tensor]:
@@ -35,14 +37,8 @@ def stored(state: dict[str, Any]) -> Any:
 # -- fragments
 
 
-def test_fragments_are_strided_layers() -> None:
-    assert [fragment.ranges for fragment in FRAGMENTS] == [((0, 3), (4, 9)), ((3, 4), (9, 12))]
-    assert [fragment.numel for fragment in FRAGMENTS] == [8, 4]
-    with pytest.raises(ValueError, match="5 fragments of 4 layers"):
-        fragments_of(LAYERS, 5)
-
-
 def test_gather_and_scatter_are_inverse_and_leave_the_rest() -> None:
+    assert [fragment.numel for fragment in FRAGMENTS] == [8, 4]
     vector, other = torch.arange(float(NUMEL)), torch.full((NUMEL,), -1.0)
     taken = FRAGMENTS[1].gather(vector)
     assert taken.tolist() == [3.0, 9.0, 10.0, 11.0]
@@ -53,32 +49,20 @@ def test_gather_and_scatter_are_inverse_and_leave_the_rest() -> None:
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.blocks = nn.ModuleList([nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)}) for _ in range(3)])
-        self.head = nn.Linear(4, 5)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+        self.norm = nn.BatchNorm1d(8)
 
 
-def test_layers_of_a_model_are_its_blocks() -> None:
-    layout = Layout.of(Small())
-    layers = layers_of(layout, 0)
-    by_name = {entry.name: entry.offset for entry in layout.entries}
-    first = ["embedding.weight", *(f"blocks.{index}.norm.weight" for index in range(3)), "head.weight"]
-    assert [start for start, _ in layers] == [by_name[name] for name in first]
-    assert [stop for _, stop in layers] == [start for start, _ in layers[1:]] + [layout.groups[0].numel]
-
-
-@pytest.mark.parametrize(("num_fragments", "period"), [(1, 5), (2, 4), (3, 10), (4, 3), (8, 30)])
-def test_every_fragment_has_its_turn_once_a_period(num_fragments: int, period: int) -> None:
-    """Fragment p is due where (t - t_p) mod H = 0, t_p = floor(p H / P); no more at once than there must be."""
-    schedule = FragmentSchedule(num_fragments=num_fragments, period=period)
-    assert schedule.due(0) == ()
-    for step in range(1, 4 * period):
-        expected = [p for p in range(num_fragments) if (step - p * period // num_fragments) % period == 0]
-        assert list(schedule.due(step)) == expected
-        assert len(expected) <= -(-num_fragments // period)
-    for start in range(1, period):
-        turns = [p for step in range(start, start + period) for p in schedule.due(step)]
-        assert sorted(turns) == list(range(num_fragments))
+def test_every_bucket_is_in_one_fragment_and_each_has_early_and_late_ones() -> None:
+    layout = Layout.of(Small(), bucket_bytes=256)
+    trained = [b.index for b in layout.result_buckets if layout.groups[b.group].role == "grad"]
+    others = [b.index for b in layout.result_buckets if b.index not in trained]
+    assert len(trained) > 3
+    assert others
+    first, second, third = bucket_fragments(layout, 3)
+    assert (first, second, third) == ((*trained[::3], *others), tuple(trained[1::3]), tuple(trained[2::3]))
+    assert bucket_fragments(layout, 1) == ((*trained, *others),)
+    assert len(bucket_fragments(layout, 99)) == len(trained)  # no fragment is empty
 
 
 # -- the coordinator's side
@@ -116,9 +100,7 @@ def test_an_empty_turn_is_no_version_and_an_old_delta_is_stale() -> None:
     assert rule.offer(0, bad, samples=1, version=1).verdict is VerdictCode.REJECTED
 
 
-@pytest.mark.parametrize(
-    "fragments", [FRAGMENTS[:1], (*FRAGMENTS, Fragment(2, ((0, 3),))), fragments_of(LAYERS[:3], 2)]
-)
+@pytest.mark.parametrize("fragments", [FRAGMENTS[:1], (*FRAGMENTS, Fragment(2, ((0, 3),))), strided(LAYERS[:3], 2)])
 def test_fragments_must_be_the_whole_vector_once(fragments: tuple[Fragment, ...]) -> None:
     with pytest.raises(ValueError, match="not the whole vector"):
         StreamingRule(torch.zeros(NUMEL), fragments)
@@ -165,7 +147,7 @@ def test_the_exchange_is_the_formula() -> None:
 
 def test_no_delay_and_no_mixing_is_a_plain_round() -> None:
     """One fragment, tau 0, alpha 0: the worker stands at the outer parameters, as after a round of ``local``."""
-    whole = fragments_of(LAYERS, 1)
+    whole = strided(LAYERS, 1)
     parameters = vectors(1)[0]
     plain = LocalStepsRule(parameters.clone(), LocalStepsConfig(learning_rate=0.4))
     rule = StreamingRule(parameters, whole)
@@ -189,10 +171,8 @@ def test_what_is_under_way_is_known() -> None:
     replica.send(0, 5)
     with pytest.raises(ValueError, match="sent at step 5"):
         replica.send(0, 6)
-    assert replica.overdue(5) == ()
-    assert replica.overdue(6) == (0,)
+    assert replica.mix(6) == ()  # it has not come
     replica.deliver(0, torch.ones(8))
-    assert replica.overdue(6) == ()
     assert replica.mix(5) == ()
     assert replica.mix(9) == (0,)  # late is as good as in time
     replica.send(0, 10)
@@ -204,10 +184,10 @@ def test_both_sides_restored_in_the_middle_go_on_with_the_same_bits() -> None:
         local = parameters.clone()
         rule = StreamingRule(parameters, FRAGMENTS)
         replica = StreamingReplica(local, FRAGMENTS, OverlapConfig(delay=2))
-        schedule = FragmentSchedule(num_fragments=2, period=6)
+        turns = taking_turns(2, 6)
         for step, inner in enumerate(vectors(30, seed=7), start=1):
             local -= 0.1 * inner
-            for fragment in schedule.due(step):
+            for fragment in next(turns):
                 version = rule.versions[fragment]
                 rule.offer(fragment, replica.send(fragment, step), samples=2, version=version)
                 if restore and step == 12:  # a Delta in the sums, not yet closed; nothing delivered
@@ -232,7 +212,7 @@ def test_both_sides_restored_in_the_middle_go_on_with_the_same_bits() -> None:
 def test_a_state_that_does_not_fit_is_refused() -> None:
     rule = StreamingRule(torch.zeros(NUMEL), FRAGMENTS)
     with pytest.raises(ValueError, match="4 fragments, not 2"):
-        rule.load_state_dict(StreamingRule(torch.zeros(NUMEL), fragments_of(LAYERS, 4)).state_dict())
+        rule.load_state_dict(StreamingRule(torch.zeros(NUMEL), strided(LAYERS, 4)).state_dict())
     with pytest.raises(ValueError, match="rule 'local'"):
         rule.load_state_dict(LocalStepsRule(torch.zeros(NUMEL), LocalStepsConfig()).state_dict())
 
@@ -241,7 +221,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for make in (
         lambda: OverlapConfig(delay=-1),
         lambda: OverlapConfig(mixing=1.0),
-        lambda: FragmentSchedule(num_fragments=0, period=1),
     ):
         with pytest.raises(ValueError, match="at least"):
             make()

@@ -7,10 +7,13 @@ twice. Then
 
     APPLIED        e += the error             the coordinator has D(c)
     LEASED_AGAIN   e += what it took          g is forgotten: somebody else computes it
-    KEPT           e += the error + D(c)      refused, and nobody computes it again (local steps)
+    KEPT           e += the error + D(c)      refused, and nobody computes it again
 
 so that, with decay 1 and in any order of verdicts, decoded and applied + residuals = computed and not leased again,
 to float error, once no verdict is awaited. A worker that dies loses its residuals: ``drop`` says how many and how much.
+
+No run settles with KEPT: a Delta that is refused under local steps stays in the worker's parameters, not here, and its
+residual is as after LEASED_AGAIN. ``bench/feedback.py`` measures with it what it is for a gradient to be kept here.
 
 Every submission has a key, (worker, lease, attempt) or the like: encoding again under the same key gives the same
 bytes, and only the first verdict counts. A gradient that is not finite never enters a residual.

@@ -1,6 +1,6 @@
 """Streaming local steps: one fragment at a time, sent while computing goes on.
 
-Douillard et al. 2025, arXiv:2501.18512, algorithm 2. For fragment p due after inner step t (``fragments``):
+Douillard et al. 2025, arXiv:2501.18512, algorithm 2. For fragment p due after inner step t:
 
     worker       Delta_p = base_p - theta_p,local                       base: the fragment as last received
     coordinator  D_p, m_p, theta_p as in a round of ``local``           eta 0.4, beta 0.9
@@ -128,8 +128,8 @@ class OverlapConfig:
 class StreamingReplica:
     """The worker's side over its flat ``local`` parameters, changed in place by ``mix``. One thread at a time.
 
-    After each inner step: ``send`` the fragments that are due, ``deliver`` what came, ``mix``. Where ``overdue`` names
-    a fragment, waiting for it keeps every worker at the same delay, going on lets this one's grow.
+    After each inner step: ``send`` the fragments that are due, ``deliver`` what came, ``mix``. What has not come by its
+    time is not waited for: this worker's delay grows.
     Memory for n parameters: 4 n bytes (base), and what was delivered and not yet mixed.
     """
 
@@ -176,11 +176,6 @@ class StreamingReplica:
         if fragment not in self._sent:
             raise ValueError(f"fragment {fragment} was not sent")
         self._delivered[fragment] = values
-
-    def overdue(self, step: int) -> tuple[int, ...]:
-        """Fragments that ``mix`` should take after ``step`` and that have not come."""
-        late = (index for index, sent in self._sent.items() if sent + self.config.delay <= step)
-        return tuple(index for index in late if index not in self._delivered)
 
     @torch.no_grad()
     def mix(self, step: int) -> tuple[int, ...]:
