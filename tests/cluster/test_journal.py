@@ -295,7 +295,10 @@ async def test_a_run_that_began_at_another_runs_checkpoint_goes_on_after_a_crash
     left = tmp_path / "left"
     told = await crash(make, new, at=7, left=left, durability=durability, resume=str(chosen), checkpoint_every=500)
     found = await asyncio.to_thread(prepared, make, left, durability=durability)
-    assert found.first_step == (told if durability == "journal" else 4)
+    if durability == "journal":  # the step after what was told of may be on the disk already
+        assert found.first_step >= told
+    else:
+        assert found.first_step == 4
     assert found.state.digest() == expected("mlp_sgd", found.first_step)
     assert "written by run" not in "".join(found.notes), "it has become this run's own"
 
@@ -312,7 +315,10 @@ async def test_an_abandoned_checkpoint_that_is_resumed_counts_again(tmp_path: Pa
     left = tmp_path / "left"
     told = await crash(make, run, at=12, left=left, durability=durability, checkpoint_every=500)
     found = await asyncio.to_thread(prepared, make, left, durability=durability)
-    assert found.first_step == (told if durability == "journal" else 8)
+    if durability == "journal":  # the step after what was told of may be on the disk already
+        assert found.first_step >= told
+    else:
+        assert found.first_step == 8
     assert found.state.digest() == expected("mlp_sgd", found.first_step)
 
 
