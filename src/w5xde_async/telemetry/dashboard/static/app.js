@@ -132,7 +132,9 @@ const drawWorkers = () => {
     return;
   }
   const small = (text) => element("small", {}, text);
-  const ratio = (worker) => (number(worker.encoded_bytes) ? worker.raw_bytes / worker.encoded_bytes : null);
+  // Without a codec both counts are equal and no time is spent: nothing to tell.
+  const coded = (worker) => number(worker.encoded_bytes) && (worker.encode_s > 0 || worker.raw_bytes !== worker.encoded_bytes);
+  const ratio = (worker) => (coded(worker) ? worker.raw_bytes / worker.encoded_bytes : null);
   by("workers").replaceChildren(table("Workers", [
     ["Worker", (worker) => [String(worker.name || worker.worker_id)]],
     ["State", (worker) => [element("span", { class: `badge ${{ ready: "good", late: "warn", lost: "bad" }[worker.state] || ""}` }, worker.state || "joining")]],
