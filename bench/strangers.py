@@ -82,7 +82,7 @@ def main() -> None:
             seconds, received = uvloop.run(attack(target, total // rounds, kinds))
             most = max(most, received)
             attacked = window(rig)
-            quiet = window(rig, wait_s=max(seconds, 2.0))
+            quiet = window(rig, wait_s=min(max(seconds, 2.0), 10.0))
             ratios.append(attacked["rate"] / max(quiet["rate"], 1e-9))
             print(f"{attacked['rate']:8.1f} steps/s under attack, {quiet['rate']:8.1f} without", flush=True)
         after = window(rig, wait_s=HANDSHAKE_S + 1.0)
