@@ -32,6 +32,8 @@ def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
     for row in rows:
         inner_steps = row["settings"].get("inner_steps")
         rule = row["rule"] + (f", H {inner_steps}" if inner_steps else "")
+        if "overlap" in row["settings"]:
+            rule += f", overlap {row['settings']['overlap']}"
         down = row["settings"].get("downlink")
         codec = f"{row['codec']} / {down}" if down else row["codec"]
         loss, over = "", ""
