@@ -52,6 +52,7 @@ _HEAD = (
     "waits for",
 )
 _NUMBERS = range(3, 10)
+_WIDE = 160  # columns where no terminal says how many there are: nothing is cut off
 
 
 class _Denied(W5xdeError):
@@ -328,7 +329,8 @@ class _Screen:
             self._console = None
             sys.stderr.write("plain text: rich is not installed (pip install 'w5xde-async[dashboard]')\n")
         else:
-            self._console = Console(no_color=bool(os.environ.get("NO_COLOR")) or None, highlight=False)
+            width = None if sys.stdout.isatty() else _WIDE
+            self._console = Console(no_color=bool(os.environ.get("NO_COLOR")) or None, highlight=False, width=width)
 
     @property
     def live(self) -> bool:

@@ -1,9 +1,9 @@
 """Every command in the documents is one that works: it is run, or read by the very parser that would read it.
 
 Blocks ```` ```sh run ```` are run by bash, in order, one folder for each document (README.md's: tests/newcomer.py).
-In all other ```` ```sh ```` blocks, and in commands within text (`` `pytest ...` ``), programs of this package are
-parsed with their arguments, scripts and tests must exist and know their flags, make must know its targets. Flags that
-are named in text must exist somewhere.
+In all other ```` ```sh ```` blocks, which tests/process/test_documents.py and test_facades.py play as processes, and in
+commands within text (`` `pytest ...` ``), programs of this package are parsed with their arguments, scripts and tests
+must exist and know their flags, make must know its targets. Flags that are named in text must exist somewhere.
 """
 
 from __future__ import annotations

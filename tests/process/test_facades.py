@@ -351,10 +351,14 @@ def test_guavas_snippets_for_many_machines(script: Callable[..., Script]) -> Non
     filled = GUAVA | SMALL | {"192.168.1.100": "127.0.0.1", "29500": port, "num_workers=4": "num_workers=2"}
     orchestrator = script(DATALOADER + MULTI_MACHINE, filled)
     snippet = script(WORKER, filled)
+    page = (ROOT / "docs" / "migrating-from-guava.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert block.startswith("export MASTER_IP=192.168.1.100 MASTER_PORT=29500\npython -m w5xde_async.facade.guava ")
+    for there, here in (("192.168.1.100", "127.0.0.1"), ("29500", port), ("\npython", f"\nexec {sys.executable}")):
+        block = block.replace(there, here)
     command = subprocess.Popen(
-        [sys.executable, "-m", "w5xde_async.facade.guava", "--gpu-id", "0", "--master-ip", "127.0.0.1",
-         "--master-port", port], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        ["/bin/sh", "-c", block], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
         assert falls(orchestrator.wait_for(LOSS, 2))
