@@ -64,6 +64,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import Unreachable
 from w5xde_async.job import Job, build_model
+from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.telemetry.events import Bus, Evaluated, Event, RunFinished, StepCommitted, WorkerReported
 from w5xde_async.updates.config import UpdateConfig
@@ -93,17 +94,22 @@ NETWORKS: dict[str, list[Line]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run. ``settings``: of ``UpdateConfig``. ``measured``: steps where the whole budget would take very long."""
+    """One run. ``settings``: of ``UpdateConfig``. ``measured``: steps where the whole budget would take very long.
+
+    ``ahead``: leases that a worker has at once, where it is not the default: they come behind fragments.
+    """
 
     network: str
     rule: str
     codec: str = "raw"
     settings: dict[str, Any] = field(default_factory=dict)
     measured: int = 0
+    ahead: int = 0
 
     @property
     def key(self) -> str:
-        return f"{self.network} {self.rule} {self.codec} {json.dumps(self.settings, sort_keys=True)}"
+        ahead = f" {self.ahead} ahead" if self.ahead else ""
+        return f"{self.network} {self.rule} {self.codec} {json.dumps(self.settings, sort_keys=True)}{ahead}"
 
     @property
     def update(self) -> dict[str, Any]:
@@ -144,6 +150,7 @@ def cells() -> list[Cell]:
         streaming("20/100", "int4", overlap=8),
         streaming("20/100", "int4", inner_steps=40, overlap=8),
         streaming("20/100", "int4", inner_steps=40, overlap=12),
+        dataclasses.replace(streaming("20/100", "int4", inner_steps=40, overlap=8), ahead=6),
         streaming("unequal", "int4", overlap=8),
         Cell(network="unequal", rule="async-local", codec="int4",
              settings={"inner_steps": 20, "outer_momentum": 0.5, "results_per_step": 2}),
@@ -178,7 +185,9 @@ def move(reply: Reply, *, namespace: str) -> None:
     reply(moved=True)
 
 
-def coordinate(reply: Reply, *, host: str, job: dict[str, Any], update: dict[str, Any], evaluate: bool) -> None:
+def coordinate(
+    reply: Reply, *, host: str, job: dict[str, Any], update: dict[str, Any], evaluate: bool, ahead: int
+) -> None:  # fmt: skip
     """One run. Answers when it listens, and at its end."""
     commits: list[tuple[float, float, int]] = []
     ended: dict[str, Any] = {}
@@ -200,6 +209,7 @@ def coordinate(reply: Reply, *, host: str, job: dict[str, Any], update: dict[str
         settings = CoordinatorConfig(
             host=host, port=PORT, token=TOKEN, insecure=True, resume="never", min_workers=2, silence_s=60.0,
             evaluate=evaluate, update=UpdateConfig(**update),
+            pacing=PacingConfig(leases_ahead=ahead) if ahead else PacingConfig(),
         )  # fmt: skip
         async with Coordinator(text_job(**job), config=settings, bus=bus) as coordinator:
             reply(listens=time.monotonic())
@@ -375,7 +385,8 @@ def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, mete
     job, measured = shape(cell, steps), cell.measured or steps
     host = network.hosts[0].address if network else "127.0.0.1"
     began = time.monotonic()
-    rig["coordinator"].tell("coordinate", host=host, job=job, update=cell.update, evaluate=measured == steps)
+    rig["coordinator"].tell("coordinate", host=host, job=job, update=cell.update, evaluate=measured == steps,
+                            ahead=cell.ahead)  # fmt: skip
     rig["coordinator"].answer(60.0)
     for name in WORKERS:
         rig[name].tell("work", host=host, name=name, job=job)
