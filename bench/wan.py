@@ -97,6 +97,7 @@ class Cell:
     """One run. ``settings``: of ``UpdateConfig``. ``measured``: steps where the whole budget would take very long.
 
     ``ahead``: leases that a worker has at once, where it is not the default: they come behind fragments.
+    ``windows``: of a worker's own step under rules of local steps; with fewer there are as many more steps.
     """
 
     network: str
@@ -105,11 +106,13 @@ class Cell:
     settings: dict[str, Any] = field(default_factory=dict)
     measured: int = 0
     ahead: int = 0
+    windows: int = 4
 
     @property
     def key(self) -> str:
-        ahead = f" {self.ahead} ahead" if self.ahead else ""
-        return f"{self.network} {self.rule} {self.codec} {json.dumps(self.settings, sort_keys=True)}{ahead}"
+        more = f" {self.ahead} ahead" if self.ahead else ""
+        more += f" {self.windows} windows" if self.windows != 4 else ""
+        return f"{self.network} {self.rule} {self.codec} {json.dumps(self.settings, sort_keys=True)}{more}"
 
     @property
     def update(self) -> dict[str, Any]:
@@ -378,7 +381,8 @@ def shape(cell: Cell, steps: int) -> dict[str, Any]:
     measured = cell.measured or steps
     if cell.rule == "sync":
         return {"steps": steps, "commits": measured}
-    return {"steps": 2 * steps, "leaves": 1, "commits": 2 * measured}
+    times = 2 * 4 // cell.windows
+    return {"steps": times * steps, "leaves": 1, "microbatch": cell.windows, "commits": times * measured}
 
 
 def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, meter: Meter) -> dict[str, Any]:

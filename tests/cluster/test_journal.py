@@ -306,7 +306,8 @@ async def test_a_run_that_began_at_another_runs_checkpoint_goes_on_after_a_crash
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
 async def test_an_abandoned_checkpoint_that_is_resumed_counts_again(tmp_path: Path, durability: str) -> None:
     make, run = jobs.mlp_sgd, tmp_path / "run"
-    await train(make, run_dir=run, max_steps=9, checkpoint_every=4)
+    for steps in (4, 8):  # each ends with its checkpoint, however slow the disk
+        await train(make, run_dir=run, max_steps=steps)
     checkpoints = run / "checkpoints"
     await asyncio.to_thread(prepared, make, run, resume=str(checkpoints / "step-000000004"), durability="checkpoint")
     chosen = checkpoints / "abandoned-step-000000008"
@@ -388,8 +389,11 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
             await coordinator.wait()
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
-    after = len([event for event in events if isinstance(event, StepCommitted)]) - told
-    assert after <= (journaling.MOST_AHEAD if durability == "journal" else 28)
+    if durability == "journal":
+        assert len([event for event in events if isinstance(event, StepCommitted)]) - told <= journaling.MOST_AHEAD
+    else:  # at the next checkpoint, however many steps the disk takes to come to it; one may have been in the writing
+        steps = [event for event in events if isinstance(event, StepCommitted | CheckpointSaved)]
+        assert len([event for event in steps[told:] if isinstance(event, CheckpointSaved)]) <= 1
     assert not any(isinstance(event, JournalFailed | CheckpointFailed) for event in events)
     for name in ("model.safetensors", "loss.png", "metrics.jsonl"):
         assert (run / name).read_text() == "the successor's"

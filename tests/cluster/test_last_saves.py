@@ -89,7 +89,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hanging]:
     monkeypatch.setattr(ending, "LEAST_S", 0.05)
-    monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.2)
+    monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.6)
     disk = Hanging(monkeypatch, request.param)
     yield disk
     disk.end()

@@ -296,7 +296,7 @@ def test_checkpoints_by_the_clock_and_going_on_from_them(calls: Any, tmp_path: P
     assert running.result(15).step == 150
     saved = {event.step for event in events if isinstance(event, CheckpointSaved)}
     assert 150 in saved
-    assert len(saved) > 2
+    assert len(saved) > 1
     more = server_of(directory, max_steps=153)
     running, events = serve(calls, more)
     node_for(more).train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -93,10 +94,24 @@ def test_the_slowest_worker_decides() -> None:
     assert gentleness(slow) > gentleness(choose(situation(*[worker(50, 40)] * 8)))
 
 
-def test_leases_are_sent_ahead_by_the_round_trip() -> None:
+def test_leases_are_sent_ahead_by_the_round_trip_and_by_the_fragment_before_them() -> None:
     assert choose(situation(worker(1e5, 0))).leases_ahead == 2
     assert choose(situation(worker(1e5, 500, batch_s=0.1))).leases_ahead == 7
     assert choose(situation(worker(1e5, 500, batch_s=1e-4))).leases_ahead == 64
+    streamed = choose(NETWORKS["20/100"])
+    down = CODECS[streamed.codec].value_bytes if streamed.downlink == streamed.codec else CODECS["int8"].value_bytes
+    fragment_s = GPT_VALUES * down / streamed.fragments / (10e6 / 8)
+    assert fragment_s > 0.33
+    assert streamed.leases_ahead == 1 + math.ceil((0.1 + fragment_s + 4096 / (10e6 / 8)) / 0.33) > 2
+
+
+def test_more_leases_go_ahead_where_links_become_slower_and_never_fewer() -> None:
+    tuner = Tuner(replace(choose(NETWORKS["20/100"]), leases_ahead=2))
+    assert tuner.look(NETWORKS["20/100"]) is None
+    assert tuner.choice.leases_ahead == choose(NETWORKS["20/100"]).leases_ahead > 2
+    before = tuner.choice
+    tuner.look(NETWORKS["100/40"])
+    assert tuner.choice.leases_ahead == before.leases_ahead
 
 
 def test_reasons_are_sentences_with_figures() -> None:

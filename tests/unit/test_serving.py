@@ -215,6 +215,44 @@ async def test_applied_leases_are_counted() -> None:
         assert (coordinator.serving.leases_applied, coordinator.serving.leases_stale) == (2, 1)
 
 
+@pytest.mark.parametrize("coded", [False, True])
+async def test_after_standing_still_it_reads_what_came_before_it_goes_on(
+    coded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, now = asyncio.get_running_loop(), 0.0
+    async with served(coded=coded) as coordinator:
+        monkeypatch.setattr(coordinator.serving, "_clock", lambda: now)
+        compute = type(coordinator.engine).compute
+
+        def stopped(engine: Engine, *arguments: Any) -> Any:
+            nonlocal now
+            outcome = compute(engine, *arguments)
+            now += 0.1 if not coordinator.all(Done) else 60.0
+            if now > 1.0:  # said while the process stood still: the loop finds it as it wakes
+                asyncio.run_coroutine_threadsafe(coordinator.say(Revoke(3, "")), loop)
+            return outcome
+
+        monkeypatch.setattr(Engine, "compute", stopped)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        await asyncio.to_thread(coordinator.compute.let_go)
+        await coordinator.settle()
+        await coordinator.lease(2)
+        await coordinator.lease(3)
+        await coordinator.settle()
+        await asyncio.to_thread(coordinator.compute.let_go)
+        await coordinator.settle()
+        done = {message.lease: message.losses for message in coordinator.all(Done)}
+        assert sorted(done) == [1, 2, 3]
+        assert done[2]
+        assert not done[3]  # never begun
+        await coordinator.say(Verdict((2, 3), VerdictCode.STALE, "it took too long"))
+        await coordinator.settle()
+        assert coordinator.serving.leases_stale == 1
+        coordinator.compute.let_go()
+
+
 async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() -> None:
     async with served() as coordinator:
         queue = coordinator.serving._queue

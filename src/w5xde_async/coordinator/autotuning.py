@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from w5xde_async.coordinator.bounds import memory_bound_bytes
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.training import Training
@@ -64,6 +65,7 @@ class Autotuning:
         self._commits, self._last = 0, 0.0
         self._rates: dict[str, tuple[_Rate, _Rate]] = {}  # worker -> up and down
         self._tuner: Tuner | None = None
+        self._said: tuple[str, bool, int] | None = None  # what the bound on memory goes by
         self.choice: Choice | None = None  #: what the first steps have shown; None while they go on
 
     def resume(self, update: UpdateConfig, step: int) -> None:
@@ -84,12 +86,24 @@ class Autotuning:
             leases_ahead=2, utilization=0.0, reason="as before",
         )  # fmt: skip
         self.choice, self._tuner = choice, Tuner(choice, possible=self._possible)
+        self._said = choice.update, choice.codec != "raw", choice.leases_ahead
 
     def lead(self, training: Training | Rounds) -> None:
-        """Have as many leases sent ahead as the choice asks for, and no fewer than the settings do."""
-        if self.choice is not None:
-            ahead = max(self.choice.leases_ahead, training.config.pacing.leases_ahead)
-            training.pacing.config = replace(training.pacing.config, leases_ahead=ahead)
+        """Have as many leases sent ahead as the choice asks for, and no fewer than the settings do; and say what may be
+        held then, where it is not what was said before."""
+        if self.choice is None:
+            return
+        pacing, layout = training.pacing, training.layout
+        ahead = max(self.choice.leases_ahead, pacing.config.leases_ahead)
+        pacing.config = replace(pacing.config, leases_ahead=ahead)
+        if (said := (self.choice.update, self.choice.codec != "raw", ahead)) != self._said:
+            self._said = said
+            config = replace(training.config, pacing=pacing.config)
+            bound = memory_bound_bytes(layout.vector_bytes, layout.state_bytes, self._batch_leaves, config)
+            self._tell(
+                f"auto: workers have {ahead} leases at once; for them the coordinator holds at most "
+                f"{bound / 2**30:,.1f} GiB from now on"
+            )
 
     def after_commit(self, training: Training | Rounds) -> bool:
         """Look at the links. True where the run is to go on by another rule or form of results: ``choice``."""
@@ -123,9 +137,10 @@ class Autotuning:
         if self._tuner is None or situation is None:
             return False
         found = self._tuner.look(situation)
+        self.choice = self._tuner.choice
         if found is None:
+            self.lead(training)
             return False
-        self.choice = found
         self._tell(f"auto: {found.reason}")
         if self.changes(training):
             return True

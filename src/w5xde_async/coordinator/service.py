@@ -323,7 +323,7 @@ class Coordinator:
             self.bus.publish(Warned(text=note))
 
     def _started(self, prepared: Prepared) -> RunStarted:
-        job, config = self.job, self.config
+        job, config = self.job, replace(self.config, update=prepared.update)  # which auto may have chosen before
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"

@@ -170,11 +170,14 @@ class Tuner:
         self._short = self._long = 0
 
     def look(self, situation: Situation) -> Choice | None:
-        """New figures, at a round's end or once in a while under sync; the new choice where it is time to change."""
+        """New figures, at a round's end or once in a while under sync; the new choice where it is time to change.
+
+        Of leases ahead there may be more at any time: ``choice``."""
         config, present = self.config, self.choice
         same_rule = [c for c in _candidates(situation, config, self._possible) if c.update == present.update]
         rungs = [_rung(candidate) for candidate in same_rule]
         now = _predict(situation, *_rung(present))
+        self.choice = present = replace(present, leases_ahead=max(present.leases_ahead, now.leases_ahead))
         place = rungs.index(_rung(present)) if _rung(present) in rungs else len(rungs)
         gentler = next((c for c in same_rule[:place] if c.utilization >= _enough(c, config) + config.margin), None)
         self._short = self._short + 1 if now.utilization < _enough(present, config) - config.margin else 0
@@ -233,12 +236,19 @@ def _predict(situation: Situation, update: str, codec: str, inner_steps: int) ->
             round_s = max(computing_s + fragments * shown_s, up_s / _FULL, down_s / _FULL)
             utilization = min(utilization, computing_s / round_s)
     ahead = max(
-        1 + math.ceil((w.round_trip_s + situation.batch_bytes / w.down_bytes_s) / w.batch_s) for w in situation.workers
+        1 + math.ceil((w.round_trip_s + _queue_s(situation, w, codec, fragments)) / w.batch_s)
+        for w in situation.workers
     )
     return Choice(
         update=update, codec=codec, downlink=_DOWNLINK.get(codec, codec), inner_steps=inner_steps, fragments=fragments,
         delay=delay, leases_ahead=min(max(ahead, 2), 64), utilization=utilization, reason="",
     )  # fmt: skip
+
+
+def _queue_s(situation: Situation, worker: Figures, codec: str, fragments: int) -> float:
+    """What a lease may take on its way down: a batch, behind a fragment where fragments come meanwhile."""
+    fragment_s = _ways_s(situation, worker, codec)[1] / fragments if fragments > 1 else 0.0
+    return fragment_s + situation.batch_bytes / worker.down_bytes_s
 
 
 def _fragments(situation: Situation, codec: str, inner_steps: int) -> tuple[int, int]:

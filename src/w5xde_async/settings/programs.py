@@ -13,6 +13,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import TlsFiles
+from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.settings.flags import Program, setting
 from w5xde_async.settings.kinds import (
     BYTES,
@@ -152,6 +153,10 @@ class CoordinatorSettings(TrainingSettings):
         _COORDINATOR.grace_s, "a stop waits so long for the step under way", group="workers", metavar="TIME",
         accepts="a time like 0, 10s or 5m", shown=f"{_COORDINATOR.grace_s:g}s",
     )  # fmt: skip
+    leases_ahead: AtLeast1 = setting(
+        _COORDINATOR.pacing.leases_ahead, "leases that a worker has at once, the one it computes included; more where "
+        "they come late over a slow line", group="workers", accepts=FROM_1,
+    )  # fmt: skip
 
     name: Name | None = setting(
         None, "name of the run", group="files", metavar="NAME", accepts=NAME, shown="the job's file or module"
@@ -283,6 +288,7 @@ class CoordinatorSettings(TrainingSettings):
             heartbeat_s=self.heartbeat,
             silence_s=self.silence,
             grace_s=self.grace,
+            pacing=PacingConfig(leases_ahead=self.leases_ahead),
             max_leaf_failures=self.max_leaf_failures,
             evaluate=self.evaluate,
             code_free=self.code_free,

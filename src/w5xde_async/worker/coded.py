@@ -125,8 +125,7 @@ class CodedServing(Serving):
         else:
             self._soon(self._send_coded_done, lease.lease, outcome, began - self._idle_since, self._replica.version,
                        self.uplink.encode_s, self.uplink.raw_bytes)  # fmt: skip
-        self._idle_since = self._clock()
-        self._activity = "waiting for work"
+        self._ended(began, len(lease.samples))
 
     def _coded(self, lease: int, bucket: int, vector: ResultVector) -> _Ready:
         coded = self.uplink.encode(lease, bucket, vector.buckets[bucket])

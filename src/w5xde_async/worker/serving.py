@@ -55,6 +55,8 @@ __all__ = ["Departure", "RunFailed", "Serving"]
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
+_STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took before, and longer than that
+_LISTEN_S = 0.05  # for what came while the process stood still
 _TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
 
 
@@ -93,12 +95,14 @@ class Serving:
         self.outbox = Outbox(link)
         self.leases_done = self.leases_stale = self.leases_applied = 0
         self._compute, self._limit, self._inline_s = compute, memory_limit_bytes, inline_s
-        self._leaf_s = 0.0  # seconds a leaf, by the last block
+        self._leaf_s = 0.0  # seconds a leaf, by the last block: what it says of inline blocks
+        self._paced_s = 0.0  # the same, for the compute thread's own use
         self._state = State.JOINING
         self._activity = "building the model"
         self._queue: deque[HeldLease | Version | Message] = deque()
         self._thread: asyncio.Future[None] | None = None
         self._revoked: set[int] = set()
+        self._unbegun: set[int] = set()  # given back before they were begun; until their verdict is here
         self._computing = 0  # the lease that the compute thread is at
         self._stopping = False
         self._drain = ""
@@ -222,8 +226,9 @@ class Serving:
                     if message.code == VerdictCode.APPLIED:
                         self.leases_applied += len(message.leases)
                     else:
-                        self.leases_stale += len(message.leases)
+                        self.leases_stale += len(set(message.leases) - self._unbegun)
                         logger.info("leases not applied leases=%s reason=%s", message.leases[:8], message.reason[:200])
+                    self._unbegun.difference_update(message.leases)
                     self._other(message)
                 elif type(message) is Revoke:
                     self._revoke(message.lease)
@@ -368,9 +373,21 @@ class Serving:
         else:
             wait_s = began - self._idle_since
             self._soon(self._send_done, lease.lease, outcome, wait_s, together)
+        self._leaf_s = self._ended(began, len(lease.samples))
+
+    def _ended(self, began: float, leaves: int) -> float:
+        """A block is over: seconds a leaf. On the compute thread, after one that took so long that the process may have
+        been stopped, the loop reads first: what is queued was perhaps given to others meanwhile."""
         self._idle_since = self._clock()
-        self._leaf_s = (self._idle_since - began) / len(lease.samples)
         self._activity = "waiting for work"
+        before_s, taken_s = self._paced_s, self._idle_since - began
+        self._paced_s = taken_s / leaves
+        if self._paced_s > _STALL * before_s > 0.0 and taken_s > _STALL_S:
+            if threading.get_ident() != self._loop_thread:
+                read = threading.Event()
+                self._loop.call_soon_threadsafe(self._loop.call_later, _LISTEN_S, read.set)
+                read.wait(_STALL_S)
+        return self._paced_s
 
     # -- out -----------------------------------------------------------------------------------------------
 
@@ -403,6 +420,7 @@ class Serving:
         """Answer a REVOKE of a lease that was not begun."""
         self._inbox.end(lease)
         self._revoked.discard(lease)
+        self._unbegun.add(lease)
         self.outbox.post(encode(Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
 
     def _send_failed(self, lease: int, error: LeafError) -> None:
