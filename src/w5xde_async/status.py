@@ -52,6 +52,9 @@ _HEAD = (
     "waits for",
 )
 _NUMBERS = range(3, 10)
+_DISPENSABLE = ("device", "memory", "received", "sent", "round trip", "share", "waits for")  # the first go first
+_APART = 3  # spaces between columns
+_LEAST_WAITS = 10  # columns of what a worker waits for, which may take several lines
 _WIDE = 160  # columns where no terminal says how many there are: nothing is cut off
 
 
@@ -319,6 +322,18 @@ def _rows(workers: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         yield [wording.clean(cell.replace("\n", " "), limit=100) for cell in cells]
 
 
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The columns of ``rows`` (the first one is ``_HEAD``) that fit beside each other, whole."""
+    widths = {name: max(map(len, column)) for name, column in zip(_HEAD, zip(*rows, strict=True), strict=True)}
+    words = [word for row in rows for word in row[-1].split()]
+    widths[_HEAD[-1]] = max(min(widths[_HEAD[-1]], _LEAST_WAITS), max(map(len, words)))
+    for name in _DISPENSABLE:
+        if sum(widths.values()) + _APART * len(widths) <= width:
+            break
+        del widths[name]
+    return [number for number, name in enumerate(_HEAD) if name in widths]
+
+
 class _Screen:
     """Text to standard output: by rich where it is installed, plain otherwise."""
 
@@ -358,15 +373,21 @@ class _Screen:
         from rich.text import Text
 
         title, *rest = _summary(found)
+        assert self._console is not None
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, name in enumerate(_HEAD):
-            table.add_column(name, justify="right" if number in _NUMBERS else "left", no_wrap=number < len(_HEAD) - 1)
-        for row in _rows(found["workers"]):
+        rows = list(_rows(found["workers"]))
+        shown = _fitting([_HEAD, *rows], self._console.width)
+        for number in shown:
+            justify: Any = "right" if number in _NUMBERS else "left"
+            table.add_column(_HEAD[number], justify=justify, no_wrap=number < len(_HEAD) - 1)
+        for row in rows:
             gone = row[1] in ("left", "lost")
-            table.add_row(*(Text(cell) for cell in row), style="dim" if gone else None)
-        if not found["workers"]:
-            rest.append("no worker has joined")
-        return Group(Text(title, style="bold"), *(Text(line) for line in rest), table if found["workers"] else Text(""))
+            table.add_row(*(Text(row[number]) for number in shown), style="dim" if gone else None)
+        if not rows:
+            return Group(Text(title, style="bold"), *(Text(line) for line in [*rest, "no worker has joined"]), Text(""))
+        left_out = ", ".join(name for number, name in enumerate(_HEAD) if number not in shown)
+        more = [Text(f"a wider terminal also shows {left_out}", style="dim")] if left_out else []
+        return Group(Text(title, style="bold"), *(Text(line) for line in rest), table, *more)
 
 
 def _watch(dashboard: _Dashboard, interval_s: float) -> None:

@@ -573,6 +573,27 @@ async def test_a_worker_whose_links_are_in_vain_waits_longer_each_time(monkeypat
     assert pauses == [1, 2, 3]
 
 
+async def test_a_link_that_ended_with_its_coordinator_was_not_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, lost, pauses = Serving.run, iter(range(1, 6)), []
+
+    async def unlucky(self: Serving, prepare: Any) -> Departure | None:
+        number = next(lost, 0)
+        if not number:
+            return await serve(self, prepare)
+        if number == 3:  # the next one is of a later term than the worker has seen
+            worker._terms = dict.fromkeys(worker._terms, 0)
+        raise LinkLost("", "planted")
+
+    monkeypatch.setattr(Serving, "run", unlucky)
+    monkeypatch.setattr("w5xde_async.worker.service._pause_s", lambda in_vain: pauses.append(in_vain) or 0.0)
+    async with started() as coordinator:
+        worker = Worker(coordinator.address, job=tiny(), config=QUICK_WORKER)
+        task = asyncio.create_task(worker.run())
+        await coordinator.wait()
+        assert await task is Departure.FINISHED
+    assert pauses == [1, 2, 3, 1, 2]
+
+
 async def test_a_worker_whose_memory_limit_holds_no_lease_leaves_and_harms_nobody() -> None:
     events = Events()
     async with started(events=events) as coordinator:

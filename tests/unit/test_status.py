@@ -53,6 +53,25 @@ async def test_the_run_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatc
         assert json.loads(capsys.readouterr().out)["run"]["run_name"] == "digits"
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+async def test_a_narrow_terminal_shows_fewer_columns_and_every_one_whole(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(status, "_WIDE", width)
+    async with served() as (dashboard, _):
+        assert await run("--server", f"127.0.0.1:{dashboard.port}") == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.lstrip().startswith("worker"))
+    assert "…" not in "".join(lines)
+    assert all(len(line) <= width for line in lines)
+    for name in ("state", "busy", "leaves/s"):
+        assert name in head
+    missing = [name for name in status._HEAD if name not in head]
+    assert (width < 160) == bool(missing)
+    if missing:
+        assert " ".join(lines[-2:]).replace("  ", " ").strip().endswith(", ".join(missing)) or width < 60
+
+
 async def test_without_rich_it_is_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     import sys
 

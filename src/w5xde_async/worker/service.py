@@ -184,6 +184,8 @@ class Worker:
             self._joining = None
         link, welcome, layout = joined.link, joined.welcome, joined.layout
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
+        if self._terms.get(welcome.run_id) != welcome.term:
+            self._in_vain = 0  # another coordinator: the link to the last one ended with it, through no fault of ours
         self._terms[welcome.run_id] = welcome.term
         plain = welcome.update == "sync" and welcome.codec == welcome.downlink == "raw"
         self._serving = serving = (Serving if plain else CodedServing)(
