@@ -7,7 +7,7 @@
     python bench/wan.py --quick               # three cells of a few steps; nothing is kept
 
 The work: the GPT of ``text_job.py`` with 10.9M parameters, ``--steps`` optimizer steps of two leaves (one for each
-worker) of 4 x 128 bytes of text, or as many leaves under local steps; the loss is that of held-out text at the end.
+worker) of 4 x 128 bytes of text, or as much text in steps of workers' own; the loss is of held-out text at the end.
 A network's name is Mbit/s of every host's line, each way, over ms of round trip; ``unequal``: one worker 20/100, the
 other and the coordinator 100/40; ``none``: loopback. Every cell is a **row** in ``--rows FILE`` (JSON lines; a newer
 one replaces an older one), so that a table can be measured in pieces. Processes have one torch thread each; on two
@@ -97,7 +97,8 @@ class Cell:
     """One run. ``settings``: of ``UpdateConfig``. ``measured``: steps where the whole budget would take very long.
 
     ``ahead``: leases that a worker has at once, where it is not the default: they come behind fragments.
-    ``windows``: of a worker's own step under rules of local steps; with fewer there are as many more steps.
+    ``windows``: of a worker's own step under rules of local steps; with fewer there are as many more steps, whose
+    learning rate is ``rate``.
     """
 
     network: str
@@ -107,11 +108,12 @@ class Cell:
     measured: int = 0
     ahead: int = 0
     windows: int = 4
+    rate: float = 1e-3
 
     @property
     def key(self) -> str:
         more = f" {self.ahead} ahead" if self.ahead else ""
-        more += f" {self.windows} windows" if self.windows != 4 else ""
+        more += f" {self.windows} windows at {self.rate:g}" if self.windows != 4 else ""
         return f"{self.network} {self.rule} {self.codec} {json.dumps(self.settings, sort_keys=True)}{more}"
 
     @property
@@ -119,17 +121,17 @@ class Cell:
         return {"rule": self.rule, "codec": self.codec, **self.settings}
 
 
-def local(network: str, codec: str, inner_steps: int = 20, **settings: Any) -> Cell:
-    """Rounds of local steps. Short rounds make successive Deltas alike: a smaller momentum (``updates.local``)."""
-    more = {"inner_steps": inner_steps, "outer_momentum": 0.5, "quorum": 1.0, **settings}
-    return Cell(network=network, rule="local", codec=codec, settings=more)
+def local(network: str, codec: str, inner_steps: int = 40, **settings: Any) -> Cell:
+    """Rounds of local steps, each of half as many windows as a worker has of a step of sync, at the rate that goes with
+    them. Short rounds make successive Deltas alike: a smaller momentum (``updates.local``)."""
+    more = {"inner_steps": inner_steps, "outer_momentum": 0.5, "outer_lr": 0.9, "quorum": 1.0, **settings}
+    return Cell(network=network, rule="local", codec=codec, settings=more, windows=2, rate=6e-4)
 
 
-def streaming(network: str, codec: str, inner_steps: int = 20, **settings: Any) -> Cell:
+def streaming(network: str, codec: str, inner_steps: int = 40, **settings: Any) -> Cell:
     """The same in fragments that take turns."""
-    more = {"inner_steps": inner_steps, "outer_momentum": 0.5, "outer_lr": 0.7, "quorum": 1.0, "fragments": 4,
-            "overlap": 2, **settings}  # fmt: skip
-    return Cell(network=network, rule="streaming", codec=codec, settings=more)
+    more = {"fragments": 4, "overlap": 4, **settings}
+    return dataclasses.replace(local(network, codec, inner_steps, **more), rule="streaming")
 
 
 def cells() -> list[Cell]:
@@ -137,6 +139,7 @@ def cells() -> list[Cell]:
     found = [Cell(network="none", rule="ddp"), Cell(network="none", rule="sync")]
     for network, few in (("1000/10", 12), ("100/40", 5), ("20/100", 2), ("unequal", 2)):
         found.append(Cell(network=network, rule="ddp", measured=few))
+    whole = streaming("100/40", "int4", overlap=2, outer_lr=0.7)  # as many steps as sync: half of its batch each
     found += [
         Cell(network="1000/10", rule="sync", measured=12),
         Cell(network="1000/10", rule="sync", codec="int8", measured=20),
@@ -144,19 +147,19 @@ def cells() -> list[Cell]:
         Cell(network="100/40", rule="sync", measured=4),
         Cell(network="100/40", rule="sync", codec="bf16", measured=6),
         Cell(network="100/40", rule="sync", codec="int8", measured=8),
+        dataclasses.replace(whole, windows=4, rate=1e-3),
         local("100/40", "int4"),
         streaming("100/40", "int8"),
         streaming("100/40", "int4"),
-        streaming("100/40", "int4", inner_steps=40),
+        streaming("100/40", "int4", inner_steps=80),
         streaming("100/40", "sparseloco", downlink="int4"),
-        local("20/100", "int4"),
-        streaming("20/100", "int4", overlap=8),
-        streaming("20/100", "int4", inner_steps=40, overlap=8),
-        streaming("20/100", "int4", inner_steps=40, overlap=12),
-        dataclasses.replace(streaming("20/100", "int4", inner_steps=40, overlap=8), ahead=6),
-        streaming("unequal", "int4", overlap=8),
-        Cell(network="unequal", rule="async-local", codec="int4",
-             settings={"inner_steps": 20, "outer_momentum": 0.5, "results_per_step": 2}),
+        local("20/100", "int4", inner_steps=80),
+        streaming("20/100", "int4", inner_steps=80, overlap=16),
+        dataclasses.replace(streaming("20/100", "int4", inner_steps=80, overlap=16), ahead=12),
+        dataclasses.replace(streaming("20/100", "int4", inner_steps=60, overlap=16), ahead=12),
+        dataclasses.replace(streaming("unequal", "int4", overlap=16), ahead=12),
+        dataclasses.replace(local("unequal", "int4"), rule="async-local",
+                            settings={"inner_steps": 40, "outer_momentum": 0.5, "results_per_step": 2}),
     ]  # fmt: skip
     return found
 
@@ -382,7 +385,9 @@ def shape(cell: Cell, steps: int) -> dict[str, Any]:
     if cell.rule == "sync":
         return {"steps": steps, "commits": measured}
     times = 2 * 4 // cell.windows
-    return {"steps": times * steps, "leaves": 1, "microbatch": cell.windows, "commits": times * measured}
+    return {
+        "steps": times * steps, "leaves": 1, "microbatch": cell.windows, "rate": cell.rate, "commits": times * measured,
+    }  # fmt: skip
 
 
 def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, meter: Meter) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
         rule = row["rule"] + (f", H {inner_steps}" if inner_steps else "")
         if "overlap" in row["settings"]:
             rule += f", overlap {row['settings']['overlap']}"
+        if row.get("windows", 4) != 4:
+            rule += f", steps of {row['windows']}"
         if row.get("ahead"):
             rule += f", {row['ahead']} leases ahead"
         down = row["settings"].get("downlink")

@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fuzz.program_targets import SEEDS, mutated, program
 from tests.fuzz.targets import GOLDEN, both
+from tests.fuzz.text_targets import SEEDS as TEXTS
+from tests.fuzz.text_targets import mutated as mutated_text
+from tests.fuzz.text_targets import text
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 
@@ -26,6 +29,21 @@ def test_golden_frames_cut_anywhere(cut: int):
         frame = golden.read_bytes()
         both(b"\0" + frame[:cut])
         both(b"\1" + frame[:cut] + frame)
+
+
+def test_the_kept_texts_are_taken_or_refused():
+    kept = sorted((FUZZ / "texts").iterdir())
+    assert len(kept) >= 50
+    for path in kept:
+        text(path.read_bytes())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(TEXTS), st.lists(st.integers(0, 1 << 32), min_size=1, max_size=4))
+def test_texts_mutated_as_trees_are_taken_or_refused(data: bytes, seeds: list[int]):
+    for seed in seeds:
+        data = mutated_text(data, seed, lambda given: given[: seed % (len(given) + 1)])  # noqa: B023 - called at once
+        text(data)
 
 
 def test_the_kept_programs_are_taken_or_refused():
