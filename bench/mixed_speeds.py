@@ -4,8 +4,8 @@
 
 The throttle is a sleep in the job's loss (throttled.py): a leaf of 8 samples takes 0.2 s, 0.05 s and 0.02 s. All rules
 use the same samples in the same order from the same start, SGD with momentum 0.5 and one learning rate; commits of
-``sync`` and ``async`` (three results of 32) are of 96 samples, inner steps of the local rules of 32; the
-model is one bucket, so ``streaming`` has one fragment. One seed: losses differ by chance too.
+``sync`` and ``async`` (three results of 32) are of 96 samples, inner steps of the local rules of 32;
+``streaming`` has four fragments of the 85,000 parameters. One seed: losses differ by chance too.
 
 Figures: ``{rule}_over_sum_of_solo``: samples/s of the whole run, from the first commit to the last, over the sum of
 the three rates alone (``sync`` with one worker). ``{rule}_loss_over_sync``: held-out loss at the end over that of
@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 from churn import rate_of
 from models import classes
 from report import Report, parser
-from throttled import INPUTS, LEAF_SAMPLES, loss, model
+from throttled import INPUTS, LEAF_SAMPLES, loss
 from w5xde_async.job import Job
 
 JOB = f"{Path(__file__).resolve()}:job"
@@ -41,9 +41,25 @@ RULES = {
     "sync": (),
     "async": ("--results-per-step", "3"),
     "local": ("--inner-steps", "8", "--outer-momentum", "0.5"),
-    "streaming": ("--inner-steps", "8", "--outer-momentum", "0.5"),
+    "streaming": (
+        "--inner-steps",
+        "8",
+        "--outer-momentum",
+        "0.5",
+        "--outer-lr",
+        "0.7",
+        "--fragments",
+        "4",
+        "--overlap",
+        "1",
+    ),
     "async-local": ("--inner-steps", "8", "--outer-momentum", "0.5", "--results-per-step", "3"),
 }
+
+
+def model() -> nn.Module:
+    """Of six buckets of 64 KiB."""
+    return nn.Sequential(nn.Linear(INPUTS, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def job() -> Job:
@@ -73,7 +89,8 @@ def play(folder: Path, leaf_s: tuple[float, ...], rule: str, samples: int) -> Re
     batch = 96 if rule == "sync" else 32
     shared = {"BENCH_BATCH": str(batch), "BENCH_STEPS": str(samples // batch)}
     environment = [shared | {"BENCH_LEAF_S": str(each)} for each in leaf_s]
-    flags = ("--min-workers", str(len(leaf_s)), "--checkpoint-every", "100000", "--update", rule, *RULES[rule])
+    flags = ("--min-workers", str(len(leaf_s)), "--checkpoint-every", "100000", "--bucket-size", "64KiB",
+             "--update", rule, *RULES[rule])  # fmt: skip
     with Stage(
         JOB, folder / "run", workers=len(leaf_s), environment=environment, coordinator_environment=environment[0],
         flags=flags,
