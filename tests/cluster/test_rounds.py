@@ -233,7 +233,7 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
             worker.drain()
         await asyncio.gather(*tasks)
     assert any(event.text.startswith("auto: ") for event in events if isinstance(event, Warned))
-    assert any("GiB from now on" in event.text for event in events if isinstance(event, Warned))
+    assert any("GiB from now on" in event.text for event in events if isinstance(event, Warned)) == (rule == "local")
     (finished,) = [event for event in events if isinstance(event, RunFinished)]
     assert last is not None
     assert (last.former.leaves > 0) == (rule == "local")  # the first steps count, whatever rule came after them

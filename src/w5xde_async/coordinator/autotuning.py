@@ -86,7 +86,7 @@ class Autotuning:
             leases_ahead=2, utilization=0.0, reason="as before",
         )  # fmt: skip
         self.choice, self._tuner = choice, Tuner(choice, possible=self._possible)
-        self._said = choice.update, choice.codec != "raw", choice.leases_ahead
+        self._said = choice.update, choice.codec != "raw", choice.leases_ahead  # at this start
 
     def lead(self, training: Training | Rounds) -> None:
         """Have as many leases sent ahead as the choice asks for, and no fewer than the settings do; and say what may be
@@ -96,7 +96,9 @@ class Autotuning:
         pacing, layout = training.pacing, training.layout
         ahead = max(self.choice.leases_ahead, pacing.config.leases_ahead)
         pacing.config = replace(pacing.config, leases_ahead=ahead)
-        if (said := (self.choice.update, self.choice.codec != "raw", ahead)) != self._said:
+        at_first = "sync", False, training.config.pacing.leases_ahead
+        said = self.choice.update, self.choice.codec != "raw", ahead
+        if said != (self._said or at_first):
             self._said = said
             config = replace(training.config, pacing=pacing.config)
             bound = memory_bound_bytes(layout.vector_bytes, layout.state_bytes, self._batch_leaves, config)

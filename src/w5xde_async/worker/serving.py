@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 _PARTING_S = 1.0  # for the last message to be sent
 _STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took before, and longer than that
 _LISTEN_S = 0.05  # for what came while the process stood still
+_MOST_UNBEGUN = 4096
 _TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
 
 
@@ -420,7 +421,8 @@ class Serving:
         """Answer a REVOKE of a lease that was not begun."""
         self._inbox.end(lease)
         self._revoked.discard(lease)
-        self._unbegun.add(lease)
+        if len(self._unbegun) < _MOST_UNBEGUN:
+            self._unbegun.add(lease)
         self.outbox.post(encode(Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
 
     def _send_failed(self, lease: int, error: LeafError) -> None:
