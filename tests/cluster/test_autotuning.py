@@ -145,7 +145,9 @@ async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.M
     assert result.outcome == "finished"
     assert coordinator._training is not None
     assert coordinator._training.config.update.rule != "sync"
-    assert coordinator._training.pacing.config.leases_ahead == 6  # a round trip of 4.8 batches, and the one at work
+    # A round trip of 4.8 batches, a fragment's way down of 2.6 (a quarter of 52 kB), and the one at work.
+    assert coordinator._training.config.update.fragments == 4
+    assert coordinator._training.pacing.config.leases_ahead == 9
 
 
 async def test_more_leases_ahead_are_more_leases() -> None:
@@ -153,14 +155,17 @@ async def test_more_leases_ahead_are_more_leases() -> None:
         one = await run.worker("one")
         await one.lease()
         assert len(one.all(Lease)) == 1
-        tuning: Any = Autotuning(4, lambda text: None)
-        tuning.choice = SimpleNamespace(leases_ahead=3)
+        said = list[str]()
+        tuning: Any = Autotuning(4, said.append)
+        tuning.choice = SimpleNamespace(leases_ahead=3, update="sync", codec="raw")
         tuning.lead(run.training)
         run.training._schedule()
         await one.lease(2)
         await settle()
         assert len(one.all(Lease)) == 3
-        tuning.choice = SimpleNamespace(leases_ahead=0)
+        (told,) = said
+        assert "3 leases at once" in told
+        tuning.choice = SimpleNamespace(leases_ahead=0, update="sync", codec="raw")
         tuning.lead(run.training)
         assert run.training.pacing.config.leases_ahead == 1  # never fewer than the settings say
 

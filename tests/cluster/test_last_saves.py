@@ -111,7 +111,7 @@ async def test_a_disk_that_hangs_does_not_hold_a_stop_for_ever(
         await commits.reach(3)
         hanging.begun = True
         if (journaling := coordinator._journaling) is not None:
-            while journaling._pending < MOST_AHEAD:  # noqa: ASYNC110 - then the step path waits for the disk
+            while not hanging.met.is_set() or journaling._pending < MOST_AHEAD:  # noqa: ASYNC110 - the step path waits
                 await asyncio.sleep(0)
         coordinator.request_stop("SIGTERM")
         with pytest.raises(DiskHangs, match=what):

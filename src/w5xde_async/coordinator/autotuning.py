@@ -94,7 +94,7 @@ class Autotuning:
         if self.choice is None:
             return
         pacing, layout = training.pacing, training.layout
-        ahead = max(self.choice.leases_ahead, pacing.config.leases_ahead)
+        ahead = max(self.choice.leases_ahead, training.config.pacing.leases_ahead)
         pacing.config = replace(pacing.config, leases_ahead=ahead)
         at_first = "sync", False, training.config.pacing.leases_ahead
         said = self.choice.update, self.choice.codec != "raw", ahead
