@@ -30,14 +30,7 @@ def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
     columns = "network|rule|codec|wall s|tokens/s|utilization|s a leaf|MB up|MB down|loss|over sync|steps measured"
     lines = ["| " + columns.replace("|", " | ") + " |", "|---" * 12 + "|"]
     for row in rows:
-        inner_steps = row["settings"].get("inner_steps")
-        rule = row["rule"] + (f", H {inner_steps}" if inner_steps else "")
-        if "overlap" in row["settings"]:
-            rule += f", overlap {row['settings']['overlap']}"
-        if row.get("windows", 4) != 4:
-            rule += f", steps of {row['windows']}"
-        if row.get("ahead"):
-            rule += f", {row['ahead']} leases ahead"
+        rule = _rule(row)
         down = row["settings"].get("downlink")
         codec = f"{row['codec']} / {down}" if down else row["codec"]
         loss, over = "", ""
@@ -52,6 +45,19 @@ def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
             f"{_pair(row['received_mb'], ',.0f')} | {loss} | {over} | {row['steps_measured']} of {row['steps']} |"
         )
     return lines
+
+
+def _rule(row: dict[str, Any]) -> str:
+    settings, parts = row["settings"], [row["rule"]]
+    if "inner_steps" in settings:
+        parts.append(f"H {settings['inner_steps']}")
+    if "overlap" in settings:
+        parts.append(f"overlap {settings['overlap']}")
+    if row["windows"] != 4:
+        parts.append(f"steps of {row['windows']}")
+    if row["ahead"]:
+        parts.append(f"{row['ahead']} leases ahead")
+    return ", ".join(parts)
 
 
 def _pair(values: Sequence[float], form: str) -> str:
@@ -96,11 +102,10 @@ def draw(rows: Sequence[dict[str, Any]], network: str, folder: Path) -> None:
     from matplotlib import pyplot
 
     still = next((row for row in rows if row["network"] == "none" and row["rule"] == "ddp"), None)
-    figure, both = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    figure, both = pyplot.subplots(1, 2, figsize=(10, 4.8), sharey=True)
     for row in rows:
         if row["network"] != network:
             continue
-        label = row["rule"] + (f" H {row['settings']['inner_steps']}" if "inner_steps" in row["settings"] else "")
         curve = row["curve"]
         if row["steps_measured"] < row["steps"]:  # its losses are those of the same work without a network
             if row["rule"] != "ddp" or still is None:
@@ -113,7 +118,7 @@ def draw(rows: Sequence[dict[str, Any]], network: str, folder: Path) -> None:
         losses = [sum(point[2] for point in curve[at : at + few]) / few for at in range(len(curve) - few + 1)]
         for axis, at in zip(both, (0, 1), strict=True):
             places = [point[at] for point in curve[few - 1 :]]
-            axis.plot(places, losses, label=f"{label} {row['codec']}" if row["rule"] != "ddp" else "PyTorch DDP")
+            axis.plot(places, losses, label=f"{_rule(row)}: {row['codec']}" if row["rule"] != "ddp" else "PyTorch DDP")
             axis.set_xscale("log")
             axis.grid(alpha=0.3)
     if not both[0].lines:
@@ -122,9 +127,10 @@ def draw(rows: Sequence[dict[str, Any]], network: str, folder: Path) -> None:
     both[0].set_xlabel("seconds")
     both[1].set_xlabel("MB of both workers, start included")
     both[0].set_ylabel("loss of the training text")
-    both[0].set_title(f"two workers at {network} (Mbit/s / ms)")
-    both[1].legend(fontsize=8)
-    figure.tight_layout()
+    figure.suptitle(f"two workers at {network} (Mbit/s / ms)" if "/" in network else "two workers on unlike lines")
+    labels = both[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="lower center", ncol=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.035 * ((len(labels[0]) + 1) // 2), 1, 1))
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"wan-{network.replace('/', '-')}.svg", metadata={"Date": None})
     pyplot.close(figure)
