@@ -97,8 +97,7 @@ class Cell:
     """One run. ``settings``: of ``UpdateConfig``. ``measured``: steps where the whole budget would take very long.
 
     ``ahead``: leases that a worker has at once, where it is not the default: they come behind fragments.
-    ``windows``: of a worker's own step under rules of local steps; with fewer there are as many more steps, whose
-    learning rate is ``rate``.
+    ``windows`` and ``rate``: of a worker's own step under rules of local steps; of fewer windows, as many more steps.
     """
 
     network: str
@@ -158,8 +157,8 @@ def cells() -> list[Cell]:
         dataclasses.replace(streaming("20/100", "int4", inner_steps=80, overlap=16), ahead=12),
         dataclasses.replace(streaming("20/100", "int4", inner_steps=60, overlap=16), ahead=12),
         dataclasses.replace(streaming("unequal", "int4", overlap=16), ahead=12),
-        dataclasses.replace(local("unequal", "int4"), rule="async-local",
-                            settings={"inner_steps": 40, "outer_momentum": 0.5, "results_per_step": 2}),
+        Cell(network="unequal", rule="async-local", codec="int4", windows=2, rate=6e-4,
+             settings={"inner_steps": 40, "outer_momentum": 0.5, "results_per_step": 2}),
     ]  # fmt: skip
     return found
 
@@ -385,9 +384,8 @@ def shape(cell: Cell, steps: int) -> dict[str, Any]:
     if cell.rule == "sync":
         return {"steps": steps, "commits": measured}
     times = 2 * 4 // cell.windows
-    return {
-        "steps": times * steps, "leaves": 1, "microbatch": cell.windows, "rate": cell.rate, "commits": times * measured,
-    }  # fmt: skip
+    return {"steps": times * steps, "leaves": 1, "microbatch": cell.windows, "rate": cell.rate,
+            "commits": times * measured}  # fmt: skip
 
 
 def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, meter: Meter) -> dict[str, Any]:
@@ -484,9 +482,8 @@ def main() -> None:
     add_figures(report, ordered)
     report.show()
     report.write(args.json)
-    if args.images is not None:
-        for network in ("1000/10", "100/40", "20/100", "unequal"):
-            draw(ordered, network, args.images)
+    for network in ("1000/10", "100/40", "20/100", "unequal") if args.images is not None else ():
+        draw(ordered, network, args.images)
     if args.document is not None:
         put_table(args.document, lines)
 
