@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 import torch
 from tests.support import jobs, reference
-from tests.support.cluster import train
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from tests.support.scripted import scripted
 
 from w5xde_async.coordinator.ordering import Ordering
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.job import Job
 from w5xde_async.plan import sampler as sampling
 from w5xde_async.plan.batching import BatchPlan
+from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.sampler import Sampler, epoch_order
+from w5xde_async.telemetry.events import Event, StepCommitted
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import Lease
+from w5xde_async.worker.service import Departure, Worker
 
 
 @pytest.fixture
@@ -121,3 +128,83 @@ async def test_a_run_never_computes_one_on_the_loops_thread(computed: list[tuple
     assert not any(on_loop for _, on_loop in computed)
     if rule == "sync":
         assert result.digest == reference.digest(jobs.mlp_sgd())
+
+
+class SlowOrders:
+    """Orders of epochs that are computed only when a test lets them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._released = 0
+        self._changed = threading.Condition()
+        self.gave_up = False
+        monkeypatch.setattr(sampling, "epoch_order", self._compute)
+        monkeypatch.setattr(sampling, "QUICK_SAMPLES", 0)
+
+    def release(self, epoch: int) -> None:
+        """Orders up to that of ``epoch`` may be computed."""
+        with self._changed:
+            self._released = max(self._released, epoch)
+            self._changed.notify_all()
+
+    def _compute(self, num_samples: int, seed: int, epoch: int) -> Any:
+        with self._changed:
+            self.gave_up |= not self._changed.wait_for(lambda: epoch <= self._released, timeout=8.0)
+        return epoch_order(num_samples, seed, epoch)
+
+
+def one_step_an_epoch() -> Job:
+    data = torch.arange(16.0).reshape(16, 1)
+    return Job(
+        model=lambda: torch.nn.Linear(1, 1), dataset=torch.utils.data.TensorDataset(data, data),
+        loss=torch.nn.functional.mse_loss, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        batch_size=16, microbatch_size=4, max_steps=6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+async def test_results_that_come_while_an_order_is_computed_count(monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
+    """An epoch's order comes ``behind`` steps after the step before the epoch is leased; the run waits for none."""
+    orders = SlowOrders(monkeypatch)
+    orders.release(1)
+    commits = Commits()
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            orders.release(event.step + 1 - behind)
+
+    commits.bus.subscribe(see)
+    config = settings(max_time_s=10.0)
+    async with Coordinator(one_step_an_epoch(), config=config, bus=commits.bus) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=one_step_an_epoch(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        departure = await working
+    assert (result.outcome, result.step, departure) == ("finished", 6, Departure.FINISHED)
+    assert not orders.gave_up
+    assert result.digest == reference.digest(one_step_an_epoch())
+
+
+async def test_nobody_stays_late_for_a_lease_that_was_done_while_an_order_was_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two steps an epoch, and the order of the second epoch does not come: the second step is computed meanwhile, and
+    each of its leases ends with its DONE."""
+    orders = SlowOrders(monkeypatch)
+    async with scripted() as run:
+        first, second = await run.worker("first"), await run.worker("second")
+        for worker in (first, second):  # each a lease of step 0
+            await worker.compute(await worker.lease(0))
+        while run.training.version < 1:
+            for worker in (first, second):
+                for lease in worker.all(Lease):
+                    if lease.step == 0 and run.training.ledger.get(lease.lease):
+                        await worker.compute(lease)
+            await asyncio.sleep(0.001)
+        lease = next(lease for lease in first.all(Lease) if lease.step == 1)
+        await first.version(1)
+        await first.compute(lease)
+        assert run.training.ledger.get(lease.lease) is None
+        await run.pass_time(1e4)
+        assert lease.lease not in first.revoked()
+        assert run.training.membership.members["first"].standing is Standing.READY
+        orders.release(3)
+        assert not orders.gave_up

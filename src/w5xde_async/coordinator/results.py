@@ -89,11 +89,7 @@ class Results:
         grant = self._ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or not member:
             return Place(None, self._ledger.past(session.worker_id, result.lease) is not None)
-        step = self._aggregator.step
-        if step is None:
-            return Place(None, True)  # the run has ended
-        if grant.step != step.plan.step:
-            raise RemoteError(f"it sent a result for version {grant.step} before that version was published")
+        self._current(grant)
         audit = self._ledger.is_audit(result.lease)
         slot = (-grant.lease if audit else grant.block.start, result.bucket)
         if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
@@ -156,11 +152,9 @@ class Results:
             else:
                 self._refuse(session, done, VerdictCode.STALE, "the lease had ended")
             return None
-        step, block = self._aggregator.step, grant.block
-        if step is None:
-            self._refuse(session, done, VerdictCode.STALE, "the run has ended")
-            return None
-        self._check(grant, done, step.plan.step)
+        self._current(grant)
+        self._check(grant, done)
+        block = grant.block
         absent = set(done.absent)
         missing = set(self._ledger.missing(done.lease))
         place = -grant.lease if self._ledger.is_audit(done.lease) else block.start
@@ -229,9 +223,20 @@ class Results:
         self.leaves_in_vain += len(done.losses)
         session.post(Verdict((done.lease,), code, reason))
 
-    def _check(self, grant: Grant, done: Done, step: int) -> None:
+    def _current(self, grant: Grant) -> StepState:
+        """The step of an open lease, which a worker can compute only when its version was published.
+
+        Results have a place from before a version is published until its step is closed, and no lease outlives its
+        step: so one that is open and has no place is of a version that the worker was not told of. Raises RemoteError.
+        """
+        step = self._aggregator.step
+        if step is None or grant.step != step.plan.step:
+            raise RemoteError(f"it answered for version {grant.step} before that version was published")
+        return step
+
+    def _check(self, grant: Grant, done: Done) -> None:
         leaves = grant.block.num_leaves
-        if grant.step != step or len(done.losses) != leaves:
+        if len(done.losses) != leaves:
             raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
         if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
             raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
@@ -246,16 +251,14 @@ class Results:
         grant = self._ledger.get(failed.lease)
         if grant is None or grant.worker != session.worker_id:
             return
-        step = self._aggregator.step
-        if step is not None and grant.step != step.plan.step:
-            raise RemoteError(f"it failed on version {grant.step} before that version was published")
+        self._current(grant)
         leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
         culprit = self._ledger.fail(failed.lease, leaf)
         if culprit is None:
             self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
             return
         traceback = failed.traceback[-8000:]
-        if self._judging.referee is None or step is None:
+        if self._judging.referee is None:
             self.blame(culprit, traceback)
         elif (taken := self._ledger.take_over(culprit.step, culprit.leaf, now=self._clock())) is not None:
             self._doubts.append(_Doubt(culprit, traceback, taken))

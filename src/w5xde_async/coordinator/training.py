@@ -88,6 +88,7 @@ class Training(Hosting):
         self.growing, self.rule = growing, rule
         self.sampler: Steps = sampler if growing is None else growing.plan
         self._ordering = Ordering(self.sampler)
+        self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
         self.version = first_step
         self.pacing = Pacing(config.pacing)
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
@@ -140,9 +141,11 @@ class Training(Hosting):
         """Commit steps until the end, a stop or a failure (which is raised)."""
         self._last_commit = self.clock()
         while self.version < self.total_steps and not self._stopping:
-            await self._ordering.wait(min(self.version + AHEAD, self.total_steps - 1), self.total_steps)
+            if self.version not in self.ledger.open_steps:
+                # Nothing of this step is leased yet, so nothing can come of it while its order is being computed.
+                await self._ordering.wait(self.version, self.total_steps)
             self._open_steps()
-            self.ledger.begin(self.version, self.clock())
+            self._receive()
             self._schedule()
             if not await self._collect():
                 break
@@ -166,17 +169,31 @@ class Training(Hosting):
         await self.aggregator.aclose()
 
     def _open_steps(self) -> None:
-        """The current step and the next are open, so that a worker's next lease is there before the version is."""
+        """Open the current step and the next, so that a worker's next lease is there before the version is.
+
+        A step whose order is still being computed is opened when that is there (``_order_came``).
+        """
         now = self.clock()
         for step in range(self.version, min(self.version + 1 + AHEAD, self.total_steps)):
+            if not self._ordering.ready(step, self.total_steps):
+                return
             if step not in self.ledger.open_steps:
                 plan = self.sampler.plan(step)
                 self.ledger.open(step, plan.num_leaves, now)
                 self.loader.open(plan)
-        if self.aggregator.step is None:
+
+    def _order_came(self) -> None:
+        if not self._closing and self._failure is None and not self._stopping:
+            self._open_steps()
+            self._schedule()
+
+    def _receive(self) -> None:
+        """Have a place for results of the current step, if it is open: before any worker is told of its version."""
+        if self.aggregator.step is None and self.version in self.ledger.open_steps:
             plan, growing = self.sampler.plan(self.version), self.growing
             rate_factor = 1.0 if growing is None else growing.plan.rate_factor(self.version)
             self.aggregator.begin(plan, rate_factor=rate_factor, measure=growing is not None)
+            self.ledger.begin(self.version, self.clock())
 
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
@@ -215,10 +232,11 @@ class Training(Hosting):
             pieces = await self.aggregator.submit(partial(self.downlink.advance, applied.changed))
         failpoint("publish.before")
         self.version += 1
-        self._publish(applied.changed, step.applied, pieces)
-        failpoint("publish.after")
         self.ledger.close(step.plan.step)
         self.loader.close_step(step.plan.step)
+        self._receive()
+        self._publish(applied.changed, step.applied, pieces)
+        failpoint("publish.after")
         self._note(step, applied, phases_s | {"publish": self.clock() - began})
 
     def _publish(
