@@ -24,6 +24,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LocalError, W5xdeError
 from w5xde_async.job import Job, load_job
 from w5xde_async.net.endpoint import format_address
+from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.worker.config import WorkerConfig
@@ -51,15 +52,17 @@ class LocalCluster:
         dashboard: str = "",
         config: CoordinatorConfig | None = None,
         bus: Bus | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         """``job`` is a Job or a reference such as ``train.py:job``. ``dashboard`` is ``host:port`` to watch the run at;
-        port 0 picks a free one. ``config`` replaces the defaults as a whole, ``dashboard`` among them.
+        port 0 picks a free one. ``config`` replaces the defaults as a whole, ``dashboard`` among them. ``runtime`` is
+        for the coordinator and for workers that are tasks of this loop.
 
         Entering raises what ``start`` raises.
         """
         self._given, self._n_workers, self._threads = job, n_workers, threads
         self._replica = None if isinstance(job, str) else _with_own_model(job)  # before it is trained in place
-        self._run_dir, self._bus = run_dir, bus or Bus()
+        self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(), runtime
         self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
         self._coordinator: Coordinator | None = None
         self._workers: LocalWorkers | _TaskWorkers | None = None
@@ -83,8 +86,9 @@ class LocalCluster:
             reference = job
             job = await asyncio.get_running_loop().run_in_executor(None, load_job, reference)
         self._coordinator = Coordinator(
-            job, run_dir=self._run_dir, config=self._config, bus=self._bus, job_reference=reference
-        )
+            job, run_dir=self._run_dir, config=self._config, bus=self._bus, job_reference=reference,
+            runtime=self._runtime,
+        )  # fmt: skip
         self._unsubscribe = self._bus.subscribe(self._on_event)
         try:
             await self._coordinator.start()
@@ -185,7 +189,9 @@ class LocalCluster:
         config = self._config
         if self._replica is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
-            return _TaskWorkers(self._replica, self.coordinator.local_join or self.address, settings, self._on_all_lost)
+            return _TaskWorkers(
+                self._replica, self.coordinator.local_join or self.address, settings, self._on_all_lost, self._runtime
+            )
         assert isinstance(self._given, str)
         return LocalWorkers(
             0,
@@ -213,8 +219,10 @@ class LocalCluster:
 class _TaskWorkers:
     """Workers as tasks of this loop."""
 
-    def __init__(self, job: Job, address: str, config: WorkerConfig, on_all_lost: Callable[[str], None]) -> None:
-        self._job, self._address, self._config = job, address, config
+    def __init__(
+        self, job: Job, address: str, config: WorkerConfig, on_all_lost: Callable[[str], None], runtime: Runtime | None
+    ) -> None:
+        self._job, self._address, self._config, self._runtime = job, address, config, runtime
         self._on_all_lost = on_all_lost
         self._running: list[tuple[Worker, asyncio.Task[None]]] = []
         self._number = 0
@@ -223,7 +231,7 @@ class _TaskWorkers:
         while len(self._running) < count:
             config = dataclasses.replace(self._config, name=f"local-{self._number}")
             self._number += 1
-            worker = Worker(self._address, job=_with_own_model(self._job), config=config)
+            worker = Worker(self._address, job=_with_own_model(self._job), config=config, runtime=self._runtime)
             task = asyncio.create_task(self._run(worker), name=f"worker {config.name}")
             self._running.append((worker, task))
         leaving, self._running = self._running[count:], self._running[:count]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from w5xde_async.coordinator.preparation import Prepared, prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.job import Job
+from w5xde_async.runtime import Runtime
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import (
@@ -399,13 +400,18 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
         assert (run / name).read_text() == "the successor's"
 
 
+class _Unlocked(Filesystem):
+    """A shared disk whose locks do not reach the other machine."""
+
+    def lock(self, file: IO[str]) -> None: ...
+
+    def unlock(self, file: IO[str]) -> None: ...
+
+
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
-async def test_of_two_coordinators_of_a_run_the_later_alone_commits(
-    tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a shared disk whose locks do not reach the other machine; each has a worker, and goes on as it can."""
-    monkeypatch.setattr("w5xde_async.store.rundir._take_lock", lambda path: path.mkdir(parents=True, exist_ok=True))
-    monkeypatch.setattr("w5xde_async.store.rundir._drop_lock", lambda lock: None)
+async def test_of_two_coordinators_of_a_run_the_later_alone_commits(tmp_path: Path, durability: str) -> None:
+    """Each has a worker, and goes on as it can."""
+    runtime = Runtime(filesystem=_Unlocked())
     run, reached = tmp_path / "run", asyncio.Event()
     begun = False
     told: list[int] = []  # steps that the earlier told of after the later had begun
@@ -420,10 +426,10 @@ async def test_of_two_coordinators_of_a_run_the_later_alone_commits(
     bus = Bus()
     bus.subscribe(see)
     config = settings(durability=durability, checkpoint_every=3)
-    async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus) as earlier:
+    async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus, runtime=runtime) as earlier:
         one = asyncio.create_task(Worker(earlier.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
         await reached.wait()
-        async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config) as later:
+        async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, runtime=runtime) as later:
             begun = True
             with pytest.raises(Superseded):
                 await earlier.wait()

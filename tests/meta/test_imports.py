@@ -19,6 +19,7 @@ LEVELS = {
     "coordinator": 7,
     "worker": 7,
     "parallel": 6,
+    "runtime": 6,
     "net": 5,
     "telemetry": 5,
     "updates": 5,

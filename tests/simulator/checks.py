@@ -94,6 +94,7 @@ class Checks:
     shape: Shape
     expected: Expected
     config: CoordinatorConfig
+    hosts: list[Host]
 
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose
@@ -179,6 +180,7 @@ class Checks:
             self.note("disk", f"{host.name} {type(event).__name__} step {event.step}")
         elif isinstance(event, WorkerJoined):
             self.vanished.discard(event.worker_id)
+            self._on_join(host, event.name)
         elif isinstance(event, WorkerLeft):
             self.note("left", f"{event.name} {event.reason}")
             if not event.clean:
@@ -191,6 +193,13 @@ class Checks:
             self.note("warned", f"{host.name} {event.text[:160]}")
         elif isinstance(event, RunFinished):
             self.note("ended", f"{host.name} {event.outcome} step {event.step}")
+
+    def _on_join(self, host: Host, name: str) -> None:
+        for worker in self.hosts:
+            if worker.name == name:
+                if worker.terms_served and host.term < max(worker.terms_served):
+                    self.violate("term", f"{name} joins term {host.term} after {max(worker.terms_served)}")
+                worker.terms_served.add(host.term)
 
     def _on_start(self, host: Host, event: RunStarted) -> None:
         self.note("start", f"{host.name} term {event.term} from step {event.resumed_step}")

@@ -12,11 +12,20 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 from w5xde_async.store.filesystem import Filesystem
 
 __all__ = ["Disk", "HostFilesystem"]
+
+
+class Process(Protocol):
+    """Its locks end when it is dead. Who has been superseded is taken to be where locks do not reach."""
+
+    superseded: bool
+
+    @property
+    def dead(self) -> bool: ...
 
 
 class Disk:
@@ -27,7 +36,7 @@ class Disk:
         self.files: list[_File] = []
         self.names: list[tuple[Path, Callable[[], None], Callable[[], None]]] = []  # (directory, undo, settle)
         self.error = 0  # errno of every write while > 0
-        self.locks: dict[Path, Any] = {}
+        self.locks: dict[str, Process] = {}  # file -> who holds it
         self.num_errors = 0
         self._graves = 0
         root.mkdir(parents=True, exist_ok=True)
@@ -109,16 +118,33 @@ class _File:
 class HostFilesystem(Filesystem):
     """One process' view of the disk."""
 
-    def __init__(self, disk: Disk, alive: Callable[[], bool]) -> None:
-        self.disk, self.alive = disk, alive
+    def __init__(self, disk: Disk, process: Process) -> None:
+        self.disk, self.process = disk, process
         self.dies_in: int | None = None  # calls until ``die``
         self.die: Callable[[], None] = lambda: None
         self._files: list[_File] = []
+        self._locked: list[IO[str]] = []
+
+    def alive(self) -> bool:
+        return not self.process.dead
+
+    def lock(self, file: IO[str]) -> None:
+        holder = self.disk.locks.get(file.name)
+        if holder is not None and not holder.dead and not holder.superseded:
+            raise BlockingIOError(errno.EAGAIN, "another process holds it")
+        self.disk.locks[file.name] = self.process
+        self._locked.append(file)
+
+    def unlock(self, file: IO[str]) -> None:
+        if self.disk.locks.get(file.name) is self.process:
+            del self.disk.locks[file.name]
 
     def discard(self) -> None:
         """Let go of what a dead process held open."""
         for file in self._files:
             file.discard()
+        for locked in self._locked:
+            locked.close()
 
     def _call(self, *, grows: bool = True) -> None:
         if not self.alive():

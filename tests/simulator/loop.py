@@ -81,6 +81,10 @@ class Host:
         self.superseded = False  # another coordinator has taken over
         self.replaced: asyncio.Future[None] = loop.create_future()
 
+    @property
+    def dead(self) -> bool:
+        return self.state == Host.DEAD
+
     def clock(self) -> float:
         return self.loop.now + self.offset_s
 

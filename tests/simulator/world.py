@@ -23,11 +23,11 @@ from tests.simulator.disk import Disk, HostFilesystem
 from tests.simulator.loop import Deadlock, Host, Killed, TimeUp, VirtualLoop
 from tests.simulator.model import SHAPES, Shape, expected_run, job_of
 from tests.simulator.network import ADDRESS, Network
-from tests.simulator.patches import in_virtual_world
+from tests.simulator.patches import in_virtual_world, runtime_of
 
 from w5xde_async.coordinator import making as coordinator_making
-from w5xde_async.coordinator import service as coordinator_service
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LeafFailed, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
@@ -35,8 +35,8 @@ from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import (
     Bus,
 )
-from w5xde_async.worker import service as worker_service
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Worker
 from w5xde_async.worker.serving import Departure, RunFailed
 
 __all__ = ["BOUND_S", "Outcome", "Violation", "World", "simulate"]
@@ -93,6 +93,7 @@ class World(Checks):
         super().__init__(verbose=verbose)
         self.seed, self.mode, self.focus = seed, mode, focus
         self.random = random.Random(f"{seed}/{mode}")
+        self.entropy = random.Random(f"{seed}/entropy")
         self.loop = VirtualLoop()
         self.loop.violate = self.violate
         self.loop.unexpected = lambda text: self.violate("unexpected", text)
@@ -143,7 +144,7 @@ class World(Checks):
             self.hit("clock a day off")
         host = Host(self.loop, name, machine, seed=str(self.seed), offset_s=offset + 2 * _DAY_S)
         host.world = self  # type: ignore[attr-defined]
-        host.filesystem = HostFilesystem(self.disk, lambda: host.state != Host.DEAD)
+        host.filesystem = HostFilesystem(self.disk, host)
         self.hosts.append(host)
         return host
 
@@ -188,9 +189,10 @@ class World(Checks):
         if self.random.random() < 0.15:  # a person has changed it
             object.__setattr__(config, "durability", self.random.choice(["checkpoint", "journal"]))
         bus.subscribe(lambda event: self.on_event(host, event))
-        service = coordinator_service.Coordinator(
-            job_of(self.shape), run_dir=self.disk.root / "run", name="simulated", config=config, bus=bus
-        )
+        service = Coordinator(
+            job_of(self.shape), run_dir=self.disk.root / "run", name="simulated", config=config, bus=bus, record=False,
+            runtime=runtime_of(host, self.network, self.entropy.randbytes),
+        )  # fmt: skip
         host.service = service
         try:
             await service.start()
@@ -219,9 +221,10 @@ class World(Checks):
             await asyncio.sleep(self.random.uniform(0.1, 4.0))
 
     async def _work(self, host: Host) -> Departure:
-        worker = worker_service.Worker(
+        worker = Worker(
             f"{ADDRESS[0]}:{ADDRESS[1]}", job=job_of(self.shape),
             config=WorkerConfig(name=host.name, device="cpu", token="simulated", connect_timeout_s=3000.0),
+            runtime=runtime_of(host, self.network, self.entropy.randbytes),
         )  # fmt: skip
         host.service = worker
         return await worker.run()
@@ -300,7 +303,7 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
     real = coordinator_making.Training
     coordinator_making.Training = WatchedTraining  # type: ignore[misc]
     try:
-        with in_virtual_world(world.loop, world.network, str(seed), world.random):
+        with in_virtual_world(str(seed), world.random):
             try:
                 world.loop.run_until_complete(world.run(schedule))
             except TimeUp:

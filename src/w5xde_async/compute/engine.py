@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,7 +100,9 @@ class Engine:
         microbatch_samples: int | None = None,
         accumulate: int | None = None,
         bucket_bytes: int = 4 << 20,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.clock = clock
         self.device = torch.device(device)
         # glibc gives blocks back to the system one by one until it has seen a large one freed, and every result is
         # then mapped and zeroed anew. A job's dataset does that by the way; nothing else of a program would.
@@ -202,7 +204,7 @@ class Engine:
 
     def compute(self, task: Task, emit: Emit) -> Outcome:
         """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
-        began = time.perf_counter()
+        began = self.clock()
         block = self._block = Block(task, emit)
         while True:
             try:
@@ -228,7 +230,7 @@ class Engine:
             untouched=tuple(index for index in self.layout.trainable if index not in block.touched),
             absent=tuple(bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted),
             splits=self._pieces.bit_length() - 1,
-            compute_s=time.perf_counter() - began,
+            compute_s=self.clock() - began,
             vectors=(*block.spent, block.host_vector),
         )
 

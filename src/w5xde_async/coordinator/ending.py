@@ -9,7 +9,6 @@ that hangs stays: the programs end their process all the same, embedded in anoth
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -77,10 +76,11 @@ class Ending:
 
     def __init__(
         self, prepared: Prepared, phases: Phases, bus: Bus, patience: Patience, recorder: Recorder | None,
-        *, began: float, samples_before: int,
+        *, began: float, samples_before: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._prepared, self._phases, self._bus, self._patience = prepared, phases, bus, patience
         self._recorder, self._began, self._samples_before = recorder, began, samples_before
+        self._clock = clock
 
     async def finish(
         self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
@@ -107,7 +107,7 @@ class Ending:
         await gone(training)
         digest = await training.aggregator.submit(prepared.state.digest)
         model_path, metrics_path, plot_path = await self._write_results(failure or following.save_error)
-        seconds = time.monotonic() - self._began
+        seconds = self._clock() - self._began
         sent, received = training.accounts.traffic(training.sessions.values())
         counts = training.totals()
         downlink, shares = training.downlink_bytes(), training.accounts.shares()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ __all__ = ["Following"]
 class Following:
     """Checkpoints and evaluations of one run. ``save_error`` is what the last attempt to save met, if anything."""
 
-    def __init__(self, prepared: Prepared, training: Training | Rounds, config: CoordinatorConfig, bus: Bus) -> None:
+    def __init__(
+        self, prepared: Prepared, training: Training | Rounds, config: CoordinatorConfig, bus: Bus,
+        make_pool: Callable[[int, str], Executor],
+    ) -> None:  # fmt: skip
         self._prepared, self._training, self._config, self._bus = prepared, training, config, bus
         self.metrics: dict[str, float] = {}
         self.save_error: W5xdeError | None = None
@@ -49,7 +52,7 @@ class Following:
         self._saving: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._evaluation_draws: bool | None = None  # whether evaluate uses random numbers; None: not tried yet
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="w5xde-evaluate")
+        self._thread = make_pool(1, "w5xde-evaluate")
 
     def request(self) -> None:
         """A checkpoint after the next commit; that it failed is said even if it was said a moment ago."""

@@ -16,7 +16,7 @@ import multiprocessing
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import draws_random, random_state, seed_all
+from w5xde_async.runtime import thread_pool
 from w5xde_async.wire.frame import Buffer, BufferSpec
 
 __all__ = ["BlockData", "Loader"]
@@ -80,9 +81,9 @@ class Loader:
         processes: int = 0,
         prefetch_leaves: int = 64,
         reference: str | None = None,
-        executor: Executor | None = None,
+        make_pool: Callable[[int, str], Executor] = thread_pool,
     ) -> None:
-        """``executor`` (default: threads or processes of its own) belongs to this object from now on."""
+        """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes."""
         self._sampler, self._job = sampler, job
         self._prefetch_leaves = prefetch_leaves
         self._gather = type(job.dataset) is TensorDataset and job.collate is None
@@ -97,13 +98,11 @@ class Loader:
         self._steady = 0  # samples read so far without a random number
         self._probing = threading.Lock()
         self._executor: Executor
-        if executor is not None:
-            self._executor, self._remote = executor, False
-        elif processes and not self._gather:
+        if processes and not self._gather:
             self._executor = _process_pool(job, reference, processes)
             self._remote = True
         else:
-            self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix="w5xde-load")
+            self._executor = make_pool(max(1, threads), "w5xde-load")
             self._remote = False
         self._most_reading = max(1, processes or threads) * 2
         self._closed = False

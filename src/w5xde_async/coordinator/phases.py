@@ -21,6 +21,7 @@ from w5xde_async.coordinator.preparation import Prepared, change_rule
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import JobError, UsageError
+from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
@@ -39,16 +40,19 @@ async def gone(training: Hosting) -> None:
 class Phases:
     """``training`` and ``following`` are those of the phase that goes on."""
 
-    def __init__(self, prepared: Prepared, config: CoordinatorConfig, bus: Bus, *, name: str, reference: str) -> None:
+    def __init__(
+        self, prepared: Prepared, config: CoordinatorConfig, bus: Bus, *, name: str, reference: str, runtime: Runtime
+    ) -> None:
         """``reference``: how other processes load the job; "" where they cannot."""
         self._prepared, self._bus, self._name, self._reference = prepared, bus, name, reference
+        self._runtime = runtime
         self.config = config
         self.on_quarantine: Callable[[str, str], None] = lambda name, reason: None
         self.on_change: Callable[[Hosting], None] = lambda hosting: None
         self._stopping = False
         self._tuning: Autotuning | None = None
         self.training = self._begin()
-        self.following = Following(prepared, self.training, self.config, bus)
+        self.following = Following(prepared, self.training, self.config, bus, runtime.executor)
         if config.auto:
             leaves = prepared.sampler.plan(0).num_leaves
             self._tuning = Autotuning(leaves, lambda text: bus.publish(Warned(text=text)), prepared.possible)
@@ -97,9 +101,9 @@ class Phases:
         self.config = config = replace(self.config, update=prepared.update)
         loader = Loader(
             prepared.job, prepared.steps, threads=config.loader_threads, processes=config.loader_processes,
-            prefetch_leaves=config.prefetch_leaves, reference=self._reference or None,
+            prefetch_leaves=config.prefetch_leaves, reference=self._reference or None, make_pool=self._runtime.executor,
         )  # fmt: skip
-        training = make_training(prepared, loader, self._name, config, self._bus)
+        training = make_training(prepared, loader, self._name, config, self._bus, self._runtime)
         if self._tuning is not None:
             self._tuning.lead(training)
         training.on_quarantine = lambda worker, reason: self.on_quarantine(worker, reason)
@@ -135,7 +139,9 @@ class Phases:
         self.training = self._begin()
         before.accounts.downlink_bytes = before.downlink_bytes()
         self.training.accounts, self.training.former = before.accounts, before.totals()
-        self.following = Following(self._prepared, self.training, self.config, self._bus)
+        self.following = Following(
+            self._prepared, self.training, self.config, self._bus, self._runtime.executor
+        )  # fmt: skip
         self.following.before_save, self.following.metrics = following.before_save, following.metrics
         await following.aclose()
         if self._stopping:

@@ -32,6 +32,7 @@ from w5xde_async.plan.sampler import Sampler, Steps
 from w5xde_async.plan.tuning import PAIRS
 from w5xde_async.store.checkpoint import CheckpointStore, Record, Skipped
 from w5xde_async.store.failpoints import failpoint
+from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.journal import Journal, Position, Replay
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state, unpack_state
@@ -89,6 +90,7 @@ def prepare(
     run_path: Path | None,
     new_run_id: Callable[[], str],
     alone: bool = False,
+    filesystem: Filesystem | None = None,
 ) -> Prepared:
     """Build the run. No other process can load a job that is ``alone``: its step is made a program here.
 
@@ -144,7 +146,9 @@ def prepare(
         prepared.run_id = new_run_id()
         _order(prepared, config)
         return prepared
-    run_dir = RunDir.open(run_path, resume=config.resume != "never")
+    run_dir = RunDir.open(
+        run_path, resume=config.resume != "never", filesystem=filesystem, new_run_id=new_run_id
+    )  # fmt: skip
     try:
         _take_up(prepared, run_dir, config)
     except BaseException:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shlex
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,9 +33,10 @@ from w5xde_async.coordinator.showing import Showing
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import DiskHangs, LocalError, StoreError, W5xdeError
 from w5xde_async.job import Job
-from w5xde_async.net.endpoint import Listener, format_address, listen
+from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
+from w5xde_async.runtime import Listening, Runtime
 from w5xde_async.telemetry.events import Bus, RunStarted, Subscriber, Warned
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
@@ -67,13 +66,18 @@ class Coordinator:
         job_reference: str = "",
         settings: Mapping[str, object] | None = None,
         callbacks: Sequence[Subscriber] = (),
+        record: bool = True,
+        runtime: Runtime | None = None,
     ) -> None:
         """``run_dir`` None keeps nothing on disk. ``settings`` is what ``config.toml`` will hold (no secrets).
 
         ``callbacks`` are given every event (``telemetry.events``); one that raises is left out, the run goes on.
+        ``record`` False: no ``metrics.jsonl`` and no plot in the run directory. ``runtime``: where clock, threads,
+        links, files and random bytes come from, if not from this machine.
         """
         self.job, self.config = job, config or CoordinatorConfig()
         self.bus = bus or Bus()
+        self._record, self._runtime = record, runtime or Runtime()
         self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
         self._run_path = None if run_dir is None else Path(run_dir)
         self._reference, self._settings = job_reference, settings
@@ -83,9 +87,9 @@ class Coordinator:
         self._prepared: Prepared | None = None
         self._phases: Phases | None = None
         self._samples_before = 0
-        self._listener: Listener | None = None
+        self._listener: Listening | None = None
         self._recorder: Recorder | None = None
-        self._bulk: ThreadPoolExecutor | None = None
+        self._bulk: Executor | None = None
         self._journaling: Journaling | None = None
         self._main: asyncio.Task[RunResult] | None = None
         self._security: Security | None = None
@@ -104,8 +108,9 @@ class Coordinator:
             raise LocalError("a coordinator starts once")
         loop = asyncio.get_running_loop()
         preparing = loop.run_in_executor(
-            None, prepare, self.job, self.config, self._run_path, lambda: os.urandom(8).hex(), not self._reference
-        )
+            None, prepare, self.job, self.config, self._run_path, lambda: self._runtime.random_bytes(8).hex(),
+            not self._reference, self._runtime.filesystem,
+        )  # fmt: skip
         try:
             self._prepared = prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
@@ -142,7 +147,7 @@ class Coordinator:
     def request_stop(self, reason: str = "asked to stop") -> None:
         """End in good order, with a checkpoint: after the step under way or ``grace_s``. Returns at once."""
         self._stop_reason = self._stop_reason or reason
-        self._stop_at = min(self._stop_at, time.monotonic() + self.config.grace_s)
+        self._stop_at = min(self._stop_at, self._runtime.clock() + self.config.grace_s)
         if self._phases is not None:
             self._phases.stop()
 
@@ -275,7 +280,7 @@ class Coordinator:
         return html_table(f"Coordinator {self.name}", rows)
 
     @property
-    def _listening(self) -> Listener:
+    def _listening(self) -> Listening:
         if self._listener is None:
             raise LocalError("the coordinator does not listen (yet)")
         return self._listener
@@ -290,33 +295,39 @@ class Coordinator:
         config = self.config
         self._patience.left_s = patience_s(config.grace_s, prepared.layout.vector_bytes)
         if config.bulk_threads:
-            self._bulk = ThreadPoolExecutor(config.bulk_threads, thread_name_prefix="w5xde-bulk")
+            self._bulk = self._runtime.executor(config.bulk_threads, "w5xde-bulk")
         loop = asyncio.get_running_loop()
         self._security = security = await loop.run_in_executor(None, Security, config, self._run_path)
-        self._listener = await listen(
+        self._listener = await self._runtime.listen(
             config.host, config.port, self._on_link, ssl=security.context, bulk=self._bulk,
             max_links=config.max_workers + EXTRA_LINKS,
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, security.write_join_file, self.port)
-        self._phases = phases = Phases(prepared, config, self.bus, name=self.name, reference=self._reference)
+        self._phases = phases = Phases(
+            prepared, config, self.bus, name=self.name, reference=self._reference, runtime=self._runtime
+        )  # fmt: skip
         phases.on_quarantine = self._keep_out
         self._samples_before = prepared.samples
         phases.on_change = self._showing.began
         training = phases.training
         if prepared.journal is not None and isinstance(training, Training):
-            self._journaling = Journaling(prepared.journal, prepared.layout, self.bus, step=prepared.first_step)
+            self._journaling = Journaling(
+                prepared.journal, prepared.layout, self.bus, step=prepared.first_step, clock=self._runtime.clock,
+                wall=self._runtime.wall, executor=self._runtime.executor(1, "w5xde-journal"),
+            )  # fmt: skip
             self._journaling.on_error = training.fail
             training.journaling, training.aggregator.keep = self._journaling, self._journaling.pool
         if prepared.run_dir is not None:
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
+        if prepared.run_dir is not None and self._record:
             self._recorder = Recorder(
                 prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed,
-                fence=prepared.run_dir.filesystem.fence,
+                wall=self._runtime.wall, fence=prepared.run_dir.filesystem.fence,
             )  # fmt: skip
             phases.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
         await self._showing.open(security, self._settings, prepared.first_step)
-        self._began = time.monotonic()
+        self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._showing.began(training)
         for note in prepared.notes:
@@ -385,7 +396,7 @@ class Coordinator:
                     failure = error
                 ending = Ending(
                     prepared, phases, self.bus, self._patience, self._recorder, began=self._began,
-                    samples_before=self._samples_before,
+                    samples_before=self._samples_before, clock=self._runtime.clock,
                 )  # fmt: skip
                 try:
                     result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)
@@ -405,7 +416,7 @@ class Coordinator:
         ends = None if config.max_time_s is None else self._began + config.max_time_s
         while True:
             await asyncio.sleep(min(config.heartbeat_s, 1.0))
-            now = time.monotonic()
+            now = self._runtime.clock()
             phases.training.tick(now)
             self._showing.tick(now)
             if ends is not None and now >= ends:
@@ -420,7 +431,7 @@ class Coordinator:
         self._incarnations += 1
         session = Session(
             link, training, token=security.credentials, handshake_s=self.config.handshake_s,
-            incarnation=self._incarnations,
+            incarnation=self._incarnations, clock=self._runtime.clock,
         )  # fmt: skip
         try:
             await session.run()

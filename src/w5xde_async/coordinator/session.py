@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -90,8 +90,9 @@ class Session:
     """One connection from its first byte to its last."""
 
     def __init__(
-        self, link: Link, host: Host, *, token: str | Credentials, handshake_s: float, incarnation: int
-    ) -> None:
+        self, link: Link, host: Host, *, token: str | Credentials, handshake_s: float, incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """``token``: the run's secret ("" for none), or all that decides who may join."""
         self.link, self.incarnation = link, incarnation
         self.worker_id, self.name = "", ""
@@ -115,7 +116,8 @@ class Session:
         self.ready: Ready | None = None  # what it said of itself when its model was built
         self._host, self._handshake_s = host, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
-        self.outbox = Outbox(link)
+        self.outbox = Outbox(link, clock=clock)
+        self._clock = clock
         self._closing = self._mismatch = False
         self._scratch = bytearray()
         self._garbage = 0
@@ -228,7 +230,7 @@ class Session:
             if type(message) is Result:
                 if not specs:
                     raise MalformedFrame("RESULT came without its buffer")
-                self.receiving_s += time.monotonic() - self._header_at
+                self.receiving_s += self._clock() - self._header_at
                 self.result_bytes += specs[0].nbytes
                 if placed is not None:
                     self._garbage = 0
@@ -264,7 +266,7 @@ class Session:
         self.state = advance(COORDINATOR, self.state, message)
         if type(message) is not Result or len(specs) != 1:
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
-        self._header_at = time.monotonic()
+        self._header_at = self._clock()
         view, explained = self._host.place(self, message, specs[0])
         if view is not None:
             self.receiving = message.lease

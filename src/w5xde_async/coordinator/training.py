@@ -70,6 +70,7 @@ class Training(Hosting):
         growing: Growing | None = None,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """``clock`` gives seconds; ``executor`` runs updates and additions, one at a time (default: a thread).
 
@@ -104,7 +105,7 @@ class Training(Hosting):
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
         self.judging = Judging(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
-            auditor=Auditor(config.audit, os.urandom(32)), precision=welcome.precision, clock=clock, bus=bus,
+            auditor=Auditor(config.audit, random_bytes(32)), precision=welcome.precision, clock=clock, bus=bus,
             wake=self._wake.set, exact=update.uplink_codec.exact,
         )  # fmt: skip
         self.results = Results(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from w5xde_async.errors import StoreError
 
@@ -90,6 +91,14 @@ class Filesystem:
     def fence(self) -> None:
         """Raise where nothing that was written counts any more."""
 
+    def lock(self, file: IO[str]) -> None:
+        """Take the one lock of an open file, which ends with this process. Raises OSError where another has it."""
+        _lock_exclusively(file)
+
+    def unlock(self, file: IO[str]) -> None:
+        """Let others take the lock."""
+        _unlock(file)
+
     def remove(self, path: Path) -> None:
         """Remove a file, or a directory with all that is in it."""
         if path.is_dir() and not path.is_symlink():
@@ -146,3 +155,26 @@ def replace_file(filesystem: Filesystem, path: Path, fill: Callable[[BinaryIO], 
         with suppress(OSError):
             filesystem.remove(temporary)
         raise
+
+
+if sys.platform == "win32":  # pragma: no cover
+    import msvcrt
+
+    # A byte far behind the pid: Windows would not let others read a locked one.
+    _LOCKED_BYTE = 1 << 20
+
+    def _lock_exclusively(lock: IO[str]) -> None:
+        lock.seek(_LOCKED_BYTE)
+        msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+
+    def _unlock(lock: IO[str]) -> None:
+        lock.seek(_LOCKED_BYTE)
+        msvcrt.locking(lock.fileno(), msvcrt.LK_UNLCK, 1)
+else:
+    import fcntl
+
+    def _lock_exclusively(lock: IO[str]) -> None:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _unlock(lock: IO[str]) -> None:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a forked child may hold the file open too

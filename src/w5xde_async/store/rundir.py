@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -50,18 +49,29 @@ class RunDir:
     ``resumes`` is True when it held a run that goes on; ``set_aside`` is where an old run's files were moved, if any.
     """
 
-    def __init__(self, path: Path, lock: IO[str], filesystem: Filesystem, *, set_aside: Path | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: IO[str],
+        filesystem: Filesystem,
+        *,
+        set_aside: Path | None,
+        new_run_id: Callable[[], str],
+    ) -> None:
         self._path = path
         self._lock: IO[str] | None = lock
         self._filesystem = filesystem
         self.set_aside = set_aside
         self.resumes = (path / _IDENTITY).exists()
-        self._run_id, self._term = self._read_identity() if self.resumes else (os.urandom(8).hex(), 0)
+        self._run_id, self._term = self._read_identity() if self.resumes else (new_run_id(), 0)
         if not self.resumes:
             self._write_identity()
 
     @classmethod
-    def open(cls, path: Path, *, resume: bool, filesystem: Filesystem | None = None) -> RunDir:
+    def open(
+        cls, path: Path, *, resume: bool, filesystem: Filesystem | None = None,
+        new_run_id: Callable[[], str] = lambda: os.urandom(8).hex(),
+    ) -> RunDir:  # fmt: skip
         """Create (parents too) or reopen the directory and take its lock.
 
         ``resume=False`` on a directory that holds a run first moves that run's files to ``NAME.old-1``, ``-2``, ...
@@ -72,18 +82,19 @@ class RunDir:
             RunDirUnusable: it cannot be created, written, locked or read.
         """
         filesystem = filesystem or Filesystem()
-        lock = _take_lock(path)
+        lock = _take_lock(path, filesystem)
         try:
             for leftover in path.glob(f"{TEMPORARY}*"):
                 with suppress(OSError):
                     filesystem.remove(leftover)
             try:
                 set_aside = None if resume else _set_aside(path, filesystem)
-                return cls(path, lock, filesystem, set_aside=set_aside)
+                return cls(path, lock, filesystem, set_aside=set_aside, new_run_id=new_run_id)
             except OSError as error:
                 raise RunDirUnusable(str(path), f"cannot prepare the run directory: {explain(error)}") from error
         except BaseException:
-            _drop_lock(lock)
+            filesystem.unlock(lock)
+            lock.close()
             raise
 
     @property
@@ -158,7 +169,8 @@ class RunDir:
     def close(self) -> None:
         """Let others have the directory. Calling it twice is fine."""
         if self._lock is not None:
-            _drop_lock(self._lock)
+            self._filesystem.unlock(self._lock)
+            self._lock.close()
             self._lock = None
 
     def __enter__(self) -> RunDir:
@@ -233,7 +245,7 @@ def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
     return target
 
 
-def _take_lock(path: Path) -> IO[str]:
+def _take_lock(path: Path, filesystem: Filesystem) -> IO[str]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / _LOCK).open("a+", encoding="utf-8")
@@ -243,7 +255,7 @@ def _take_lock(path: Path) -> IO[str]:
         reason = "a file of this name is in the way; choose another --run-dir" if in_the_way else explain(error)
         raise RunDirUnusable(str(path), f"cannot use it as run directory: {reason}") from error
     try:
-        _lock_exclusively(lock)
+        filesystem.lock(lock)
         lock.seek(0)
         lock.truncate()
         lock.write(f"{os.getpid()}\n")
@@ -258,28 +270,3 @@ def _take_lock(path: Path) -> IO[str]:
         lock.close()
         raise RunDirUnusable(str(path), f"cannot lock it: {explain(error)}") from error
     return lock
-
-
-if sys.platform == "win32":  # pragma: no cover
-    import msvcrt
-
-    # A byte far behind the pid: Windows would not let others read a locked one.
-    _LOCKED_BYTE = 1 << 20
-
-    def _lock_exclusively(lock: IO[str]) -> None:
-        lock.seek(_LOCKED_BYTE)
-        msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _drop_lock(lock: IO[str]) -> None:
-        lock.seek(_LOCKED_BYTE)
-        msvcrt.locking(lock.fileno(), msvcrt.LK_UNLCK, 1)
-        lock.close()
-else:
-    import fcntl
-
-    def _lock_exclusively(lock: IO[str]) -> None:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _drop_lock(lock: IO[str]) -> None:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a forked child may hold the file open too
-        lock.close()

@@ -6,7 +6,6 @@ optimizer step of every lease and says how far it has gone when it is asked (rul
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -145,12 +144,12 @@ class SteppingReplica:
         self._engine.unbind()
         samples = sum(task.samples)
         if vectors:
-            began = time.perf_counter()
+            began = self._engine.clock()
             applied = self._rule.apply(vectors[-1], present, samples, outcome.untouched)
             self._engine.refresh(applied.changed)
             # A step that was skipped has no result: that tells the coordinator.
             absent = tuple(range(len(present))) if applied.skipped else ()
-            compute_s = outcome.compute_s + time.perf_counter() - began
+            compute_s = outcome.compute_s + self._engine.clock() - began
             outcome = replace(outcome, absent=absent, compute_s=compute_s)
         else:
             outcome = replace(outcome, absent=())

@@ -15,8 +15,6 @@ import os
 import platform
 import random
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,11 +40,12 @@ from w5xde_async.errors import (
     W5xdeError,
 )
 from w5xde_async.job import Job
-from w5xde_async.net.endpoint import connect, format_address, parse_address
+from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
+from w5xde_async.runtime import Runtime
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.coded import CodedServing
 from w5xde_async.worker.config import WorkerConfig
@@ -76,13 +75,16 @@ class Worker:
     >>> await Worker("host:5555", job=job).run()
     """
 
-    def __init__(self, server: str, *, job: Job | None = None, config: WorkerConfig | None = None) -> None:
+    def __init__(
+        self, server: str, *, job: Job | None = None, config: WorkerConfig | None = None, runtime: Runtime | None = None
+    ) -> None:
         """``server`` is ``host:port`` or a join string, whose secret and certificate then count.
 
-        Without ``job`` it computes with the coordinator's program. Raises UsageError for a bad address, TLS files that
+        Without ``job`` it computes with the coordinator's program. ``runtime``: where clock, threads, links and random
+        bytes come from, if not from this machine. Raises UsageError for a bad address, TLS files that
         cannot be used, or a device that is not there.
         """
-        config = config or WorkerConfig()
+        config, self._runtime = config or WorkerConfig(), runtime or Runtime()
         if server.startswith("w5xde://"):
             told = Invitation.parse(server, place="server")
             self.host, self.port = told.host, told.port
@@ -96,7 +98,7 @@ class Worker:
         secure = not config.insecure and (asked or not is_loopback(self.host))
         self._tls = client_context(config.tls) if secure else None
         self._hung_up = 0  # TLS stood and the coordinator closed without a word, so many times in a row
-        self.worker_id = os.urandom(8).hex()
+        self.worker_id = self._runtime.random_bytes(8).hex()
         self.name = self.config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.leases_done = self.leases_stale = 0
         self.parted = asyncio.Event()  #: it has left, though the block under way is not finished
@@ -112,7 +114,7 @@ class Worker:
         self._uplink: Uplink | None = None
         self._kept_in: Path | None = None
         self._uplink_key: tuple[object, ...] = ()
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="w5xde-compute", initializer=self._set_threads)
+        self._compute = self._runtime.executor(1, "w5xde-compute")
         self._serving: Serving | None = None
         self._drain = ""
         self._joining: asyncio.Task[Joined] | None = None
@@ -134,6 +136,7 @@ class Worker:
         if self.config.lifetime_s is not None:
             lifetime = loop.call_later(self.config.lifetime_s, self.drain, "its lifetime is over")
         try:
+            await loop.run_in_executor(self._compute, self._set_threads)
             while True:
                 departure = await self._one_connection()
                 if departure is not None:
@@ -190,7 +193,7 @@ class Worker:
         plain = welcome.update == "sync" and welcome.codec == welcome.downlink == "raw"
         self._serving = serving = (Serving if plain else CodedServing)(
             link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
-            inline_s=self.config.inline_block_s, parted=self.parted,
+            inline_s=self.config.inline_block_s, parted=self.parted, clock=self._runtime.clock,
         )  # fmt: skip
         if isinstance(serving, CodedServing):
             serving.inner = joined.inner
@@ -221,21 +224,25 @@ class Worker:
         """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over."""
         if self._in_vain:
             await asyncio.sleep(_pause_s(self._in_vain))
-        began, limit = time.monotonic(), self.config.connect_timeout_s
+        clock, limit = self._runtime.clock, self.config.connect_timeout_s
+        began = clock()
+
+        def goes_on(error: Exception) -> bool:
+            return isinstance(error, LinkLost | _NotNow | RemoteError) and clock() - began < limit
+
         try:
             async for attempt in stamina.retry_context(
-                on=(LinkLost, _NotNow, RemoteError), attempts=None, timeout=limit, wait_initial=0.1, wait_max=2.0,
-                wait_jitter=0.5,
+                on=goes_on, attempts=None, timeout=None, wait_initial=0.1, wait_max=2.0, wait_jitter=0.5,
             ):  # fmt: skip
                 with attempt:
-                    return await self._try_to_join(max(limit - (time.monotonic() - began), 0.5))
+                    return await self._try_to_join(max(limit - (clock() - began), 0.5))
         except (LinkLost, _NotNow, RemoteError) as error:
             reason = error.reason if isinstance(error, LinkLost) else str(error)
             raise Unreachable(format_address(self.host, self.port), reason, limit) from error
         raise LocalError("retrying ended without a result")
 
     async def _try_to_join(self, left_s: float) -> Joined:
-        link = await connect(self.host, self.port, timeout_s=min(left_s, 10.0), ssl=self._tls)
+        link = await self._runtime.connect(self.host, self.port, timeout_s=min(left_s, 10.0), ssl=self._tls)
         try:
             self._check_certificate(link)
             async with asyncio.timeout(min(left_s, 20.0)):
@@ -293,7 +300,7 @@ class Worker:
             self._uplink.change(codec(welcome.codec))
             return self._uplink
         self._uplink_key = key
-        uplink = Uplink(layout, codec(welcome.codec), feedback=welcome.feedback)
+        uplink = Uplink(layout, codec(welcome.codec), feedback=welcome.feedback, clock=self._runtime.clock)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, partial(take_up, uplink, self.config.data_dir, **self._whose()))
         return uplink
@@ -365,6 +372,7 @@ class Worker:
                 microbatch_samples=welcome.microbatch_size,
                 accumulate=welcome.accumulate,
                 bucket_bytes=welcome.bucket_bytes,
+                clock=self._runtime.clock,
             )
             if self.config.compile:
                 engine.compile_step()

@@ -93,7 +93,7 @@ class Serving:
         self._clock = clock
         self._parted = parted or asyncio.Event()
         self.link, self.welcome = link, welcome
-        self.outbox = Outbox(link)
+        self.outbox = Outbox(link, clock=clock)
         self.leases_done = self.leases_stale = self.leases_applied = 0
         self._compute, self._limit, self._inline_s = compute, memory_limit_bytes, inline_s
         self._leaf_s = 0.0  # seconds a leaf, by the last block: what it says of inline blocks
