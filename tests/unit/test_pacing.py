@@ -89,7 +89,39 @@ def test_deadlines_are_clamped() -> None:
     assert pacing.deadline_s("a", 1) == 16.0
     assert paced(a=0.01).deadline_s("a", 1) == 5.0
     assert pacing.deadline_s("a", 10_000) == 3600.0
-    assert pacing.deadline_s("unknown", 1) == 600.0
+    assert Pacing(PacingConfig()).deadline_s("unknown", 1) == 600.0
+
+
+def test_who_has_finished_no_lease_is_taken_for_as_slow_as_the_slowest() -> None:
+    pacing = paced(a=1.0, b=4.0)
+    assert pacing.deadline_s("new", 1) == 4.0 * 2 * 8
+    assert pacing.deadline_s("new", 100) == 600.0
+    assert paced(a=1e-3).deadline_s("new", 1) == 5.0
+    pacing.forget("b")
+    assert pacing.deadline_s("new", 1) == 1.0 * 2 * 8
+
+
+def test_a_first_deadline_gets_shorter_when_others_are_known() -> None:
+    pacing = Pacing(PacingConfig())
+    given = pacing.deadline_s("new", 1)
+    assert pacing.allowed_s("new", 1, given) == given == 600.0
+    pacing.observe("a", 1, 1.0)
+    assert pacing.allowed_s("new", 1, given) == 16.0
+    assert pacing.allowed_s("new", 1, 7.0) == 7.0
+    assert pacing.allowed_s("a", 1, given) == given  # of this one something was known when it was given
+
+
+def test_who_overruns_first_leases_gets_longer_each_time() -> None:
+    """A worker a hundred times slower than the others gets there, though it comes anew after every lease."""
+    pacing = paced(a=1.0)
+    for expected in (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 600.0, 600.0):
+        assert pacing.deadline_s("slow", 1) == expected
+        pacing.overran("slow")
+        pacing.forget("slow")
+    assert pacing.deadline_s("other", 1) == 16.0
+    pacing.observe("slow", 1, 100.0)
+    pacing.forget("slow")
+    assert pacing.deadline_s("slow", 1) == 16.0
 
 
 def test_deadlines_follow_the_95th_percentile_of_the_last_leases() -> None:

@@ -11,7 +11,7 @@ from w5xde_async.plan.stream import DoneSteps, StreamLedger
 
 WORKERS = ("a", "b", "c")
 ACTS = st.lists(
-    st.tuples(st.sampled_from(["grant", "carry", "ask", "submit", "settle", "refuse", "give", "lose", "fail"]),
+    st.tuples(st.sampled_from("grant carry ask submit settle refuse give lose fail back-up".split()),
               st.sampled_from(WORKERS)),
     max_size=120,
 )  # fmt: skip
@@ -21,6 +21,7 @@ ACTS = st.lists(
 def test_every_step_is_in_one_place(acts: list[tuple[str, str]]) -> None:
     ledger = StreamLedger(total_steps=12, max_failures=1000, max_deaths=1000)
     waiting: list[int] = []
+    backed: set[int] = set()
     now = 0.0
     for act, worker in acts:
         now += 1.0
@@ -28,13 +29,19 @@ def test_every_step_is_in_one_place(acts: list[tuple[str, str]]) -> None:
         asks = [grant for grant in ledger.held(worker) if grant.step < 0]
         if act == "grant":
             ledger.grant(worker, now=now, deadline_s=5.0, others=WORKERS)
-        elif act == "carry" and steps:
+        elif act == "back-up":
+            late = [grant for grant, _ in ledger.unbacked() if ledger.may_back_up(worker, grant)]
+            if late:
+                second = ledger.back_up(late[0].lease, worker, now=now, deadline_s=5.0)
+                backed.update({late[0].lease, second.lease})
+        elif act == "carry" and steps and steps[0].lease not in backed:
             ledger.carry(steps[0].lease, now)
         elif act == "ask":
             ledger.ask(worker, now=now)
         elif act == "submit" and (asks or steps):
             lease = (asks or steps)[0].lease
-            ledger.submitted(lease, now)
+            _, other = ledger.submitted(lease, now)
+            assert other is None or (ledger.get(other.lease) is None and ledger.is_duplicate(other.lease))
             waiting.append(lease)
         elif act in ("settle", "refuse") and waiting:
             ledger.settle(waiting.pop(0), accepted=act == "settle")

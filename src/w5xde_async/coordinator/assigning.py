@@ -51,7 +51,6 @@ class Assigning(Hosting):
         self.sampler, self.schedule, self.version = sampler, schedule, version
         self._ordering = Ordering(sampler)
         self._ordering.on_ready, self._ordering.on_error = self._schedule, self.fail
-        self.pacing = Pacing(config.pacing)
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
         self._buckets = bucket_fragments(layout, update.fragments if self._streams else 1)
@@ -64,7 +63,9 @@ class Assigning(Hosting):
         self._waiting: dict[str, deque[tuple[StreamGrant, int]]] = {}
         self._unjudged: Counter[str] = Counter()  # results of each worker that wait to be judged
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
-        self.ledger.waits = self._waits
+        self.ledger.waits, self.ledger.allowed_s = self._waits, self._allowed_s
+        self._submitting = Pacing(config.pacing)  # what submissions under rules of local steps take
+        self.num_backups = 0
         self._begun = False
 
     def _plan(self, step: int) -> StepPlan:
@@ -88,6 +89,8 @@ class Assigning(Hosting):
             for worker in ready:
                 if only is None or worker == only:
                     self._grant(worker, ready, room, now)
+        if only is None and not self._local and not self._stopping and self.ledger.exhausted:
+            self._back_up(ready, now)
         for worker in tuple(self._waiting):
             self._send_waiting(worker)
         if self._local:
@@ -129,11 +132,34 @@ class Assigning(Hosting):
                 if not (self._streams and self.turns.had_its_turn(worker, fragment)):
                     self._ask(worker, fragment, ready, now)
 
+    def _back_up(self, ready: Sequence[str], now: float) -> None:
+        """Where nothing is left to lease, a worker without work computes what another is late with.
+
+        Not under rules of local steps: a step there is part of what its worker carries. Looked at with every commit and
+        every tick, so within a second.
+        """
+        late = []
+        for grant, place in self.ledger.unbacked():
+            late_s = self.pacing.late_s(grant.worker, 1, ready)
+            if late_s is not None and self.ledger.began_at(grant) + late_s * (place + 1) <= now:
+                late.append(grant)
+        for worker in ready if late else ():
+            if self.ledger.num_held(worker) or self._unjudged[worker] or not self._has_credit(worker):
+                continue
+            first = next((grant for grant in late if self.ledger.may_back_up(worker, grant)), None)
+            if first is None or self.turns.of(worker).blocked:
+                continue
+            late.remove(first)
+            deadline_s = self.pacing.deadline_s(worker, 1)
+            second = self.ledger.back_up(first.lease, worker, now=now, deadline_s=deadline_s)
+            self._waiting.setdefault(worker, deque()).append((second, self.turns.of(worker).min_version))
+            self.num_backups += 1
+
     def _ask(self, worker: str, fragment: int, ready: Sequence[str], now: float) -> None:
         """Have ``worker`` submit a fragment after what was leased to it so far."""
         if fragment in self.turns.fragments_asked(worker):
             return  # it has not answered the last time yet
-        grant = self.ledger.ask(worker, now=now)
+        grant = self.ledger.ask(worker, now=now, deadline_s=self._submitting.deadline_s(worker, 1))
         self.turns.asked(worker, grant.lease, fragment, ready)
         pace = self.turns.of(worker)
         if not self._streams:  # it goes on from the version that its Delta becomes part of
@@ -177,10 +203,16 @@ class Assigning(Hosting):
     def _waits(self, grant: StreamGrant) -> bool:
         """Whether a worker has not been sent yet what a lease needs: its time begins when it has."""
         session = self.sessions.get(grant.worker)
-        if session is None or grant.step < 0:
+        if session is None:
             return False
+        if grant.step < 0:
+            return session.receiving == grant.lease  # while its bytes come it is at it, however long the line takes
         version = self._oldest.get(grant.lease, 0)
         return version > self.version or bool(session.unsent) or session.outbox.lease_bytes > 0
+
+    def _allowed_s(self, grant: StreamGrant) -> float:
+        pacing = self.pacing if grant.step >= 0 else self._submitting
+        return pacing.allowed_s(grant.worker, 1, grant.deadline_s)
 
     def _forget_leases(self) -> None:
         """Leases that have ended need no version."""

@@ -26,6 +26,7 @@ from w5xde_async.coordinator.session import Session, quarantined
 from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.pacing import Pacing
 from w5xde_async.telemetry.events import Bus, Waiting, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -108,6 +109,7 @@ class Hosting(ABC):
         self.sessions: dict[str, Session] = {}
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
         self.membership = Membership(config.silence_s)
+        self.pacing = Pacing(config.pacing)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
         #: A worker is put out: the name it has proved or else its id, and why.
         self.on_quarantine: Callable[[str, str], None] = lambda name, reason: None
@@ -122,7 +124,7 @@ class Hosting(ABC):
         self._wake = asyncio.Event()
         self._liveness = Liveness(
             config=config, sessions=self.sessions, joining=self._joining, membership=self.membership,
-            ledger=ledger, revoke=self._revoke, warn=self._warn,
+            ledger=ledger, revoke=self._revoke, warn=self._warn, overran=self.pacing.overran,
         )  # fmt: skip
         self._failure: BaseException | None = None
         self._stopping = False

@@ -56,10 +56,12 @@ class Liveness:
         ledger: Leases,
         revoke: Callable[[Held, str], None],
         warn: Callable[[str], None],
+        overran: Callable[[str], None] = lambda worker: None,
     ) -> None:
+        """``overran`` is told of workers from whom a lease is taken because its deadline has passed."""
         self._config, self._sessions, self._joining = config, sessions, joining
         self._membership, self._ledger = membership, ledger
-        self._revoke, self._warn = revoke, warn
+        self._revoke, self._warn, self._overran = revoke, warn, overran
 
     def tick(self, now: float, activity: str) -> None:
         """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""
@@ -102,6 +104,7 @@ class Liveness:
     def _overdue(self, grant: Held) -> None:
         if not any(member.worker_id != grant.worker for member in self._membership.ready()):
             return  # nobody else could do it sooner
+        self._overran(grant.worker)
         holder = self._sessions.get(grant.worker)
         if holder is not None and holder.receiving == grant.lease:
             # Its bytes are on their way into the block's memory: only the end of the link frees that.

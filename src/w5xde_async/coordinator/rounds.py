@@ -90,7 +90,7 @@ class Rounds(Assigning):
         refused = self._refused
         return Counts(
             self._leaves, self._leaves_in_vain, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
-            refused[VerdictCode.REJECTED], 0,
+            refused[VerdictCode.REJECTED], self.num_backups,
         )  # fmt: skip
 
     # -- the run -------------------------------------------------------------------------------------------
@@ -336,6 +336,7 @@ class Rounds(Assigning):
         self._waiting.pop(worker, None)
         self.turns.leave(worker)
         self.pacing.forget(worker)
+        self._submitting.forget(worker)
         if culprit is not None and self._failure is None:
             self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
         return returned
@@ -361,6 +362,8 @@ class Rounds(Assigning):
 
     def arrived(self, session: Session, result: Result) -> None:
         self.intake.arrived(session)
+        if self.ledger.get(result.lease) is None:  # it ended meanwhile
+            self.intake.drop(result.lease)
 
     def done(self, session: Session, done: Done) -> None:
         worker, now = session.worker_id, self.clock()
@@ -405,7 +408,13 @@ class Rounds(Assigning):
             raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing)}")
         fragment = self.turns.of(grant.worker).asked.get(done.lease, 0)
         parts = self.intake.take(done.lease)
-        steps = self.ledger.submitted(done.lease, now)
+        if grant.step < 0:
+            taken_s = now - self.ledger.began_at(grant)
+            self._submitting.observe(grant.worker, 1, taken_s)
+        steps, other = self.ledger.submitted(done.lease, now)
+        if other is not None:
+            self._revoke(other, "another worker was faster")
+            self._liveness.await_answer(other.worker)
         samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples
         if not samples:  # it carried nothing
             self.intake.release(parts)
@@ -425,9 +434,12 @@ class Rounds(Assigning):
         past = self.ledger.past(session.worker_id, done.lease)
         if not done.losses:
             return  # a lease that was revoked before it was begun
-        self._refused[VerdictCode.STALE] += 1
+        duplicate = self.ledger.is_duplicate(done.lease)
+        code = VerdictCode.DUPLICATE if duplicate else VerdictCode.STALE
+        self._refused[code] += 1
         self._leaves_in_vain += len(done.losses)
-        session.post(Verdict((done.lease,), VerdictCode.STALE, "the lease had ended"))
+        reason = "its step had been computed" if duplicate else "the lease had ended"
+        session.post(Verdict((done.lease,), code, reason))
         if past is not None and past.step >= 0:
             self.pacing.observe_late(session.worker_id, 1, max(done.compute_s, 0.0), self.clock() - past.granted_at)
             if self._local:

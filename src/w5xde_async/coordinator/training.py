@@ -40,7 +40,6 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
-from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting
@@ -91,7 +90,9 @@ class Training(Hosting):
         self._ordering = Ordering(self.sampler)
         self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
         self.version = first_step
-        self.pacing = Pacing(config.pacing)
+        self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
+            grant.worker, grant.block.num_leaves, grant.deadline_s
+        )
         self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
         self.dispatch.at_most_half = growing is not None
         self.publisher = Publisher(layout, state)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from w5xde_async.plan.attempts import Places
@@ -99,6 +99,8 @@ class Ledger:
         self.max_failures = max_failures
         self.max_deaths = max_deaths
         self.places = Places()
+        #: How long a lease may take, where that has changed since it was given.
+        self.allowed_s: Callable[[Grant], float] = lambda grant: grant.deadline_s
         self._steps: dict[int, OpenStep] = {}
         self._grants: dict[int, Grant] = {}
         self._next_lease = first_lease
@@ -394,7 +396,7 @@ class Ledger:
         return [
             grant
             for grant in self._grants.values()
-            if grant.step == current.step and self.began_at(grant) + grant.deadline_s <= now
+            if grant.step == current.step and self.began_at(grant) + self.allowed_s(grant) <= now
         ]
 
     def validate(self) -> None:

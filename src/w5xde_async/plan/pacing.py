@@ -6,8 +6,10 @@ keep a lease from costing more than its work: ``target_lease_s`` while every wor
 and ``min_lease_s`` as long as it is no more than a fair share of the whole step.
 
 Deadlines are learned: a multiple of the 95th percentile of what the worker's last leases took, from when it could begin
-to when their results had come. A lease that is late by less than that is given to a second worker as well, when one has
-nothing else to do (backup tasks: Dean & Ghemawat 2004, section 3.6).
+to when their results had come. A worker of which nothing is known is taken for as slow as the slowest of the others, as
+soon as one of those is known, and for twice as slow after each lease in a row that it has overrun. A lease that is late
+by less than that is given to a second worker as well, when one has nothing else to do (backup tasks: Dean & Ghemawat
+2004, section 3.6).
 Pure: speeds come in as measurements, time is an argument.
 """
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 __all__ = ["Pacing", "PacingConfig"]
 
 _ALIKE = 1.5  # speeds that differ by less count as equal
+_MOST_OVERRUN = 4096  # workers whose overrun leases are remembered, those that have left among them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +32,9 @@ class PacingConfig:
 
     ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``leases_ahead``: leases a worker
     holds, the one it computes included. ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the 95th
-    percentile of the last ``window`` leases; ``first_deadline_s`` serves workers of which nothing is known yet (a first
-    step may compile kernels). ``backup_factor``: a lease that takes longer than this many times that percentile, and at
-    least ``min_backup_s``, may be backed up.
+    percentile of the last ``window`` leases; ``first_deadline_s`` serves while nothing is known of any worker (a first
+    step may compile kernels), and is the longest for one of which nothing is known. ``backup_factor``: a lease that
+    takes longer than this many times that percentile, and at least ``min_backup_s``, may be backed up.
     """
 
     target_lease_s: float = 0.03
@@ -82,6 +85,8 @@ class Pacing:
     config: PacingConfig
     _leaf_s: dict[str, float] = field(default_factory=dict)
     _taken: dict[str, _Window] = field(default_factory=dict)
+    _slowest_s: float | None = None  # the largest 95th percentile of all workers; None: to be looked for again
+    _overrun: dict[str, int] = field(default_factory=dict)  # worker -> leases in a row whose deadline passed
 
     def observe(self, worker: str, leaves: int, seconds: float, *, taken_s: float | None = None) -> None:
         """``worker`` computed ``leaves`` leaves in ``seconds`` (finite).
@@ -92,6 +97,8 @@ class Pacing:
         if window is None:
             window = self._taken[worker] = _Window(self.config.window)
         window.add(max(seconds, taken_s or 0.0) / leaves)
+        self._slowest_s = None
+        self._overrun.pop(worker, None)
         leaf_s = max(seconds, 1e-9) / leaves
         known = self._leaf_s.get(worker)
         a = self.config.smoothing
@@ -107,8 +114,19 @@ class Pacing:
         self.observe(worker, leaves, min(seconds, most_s), taken_s=min(taken_s, most_s))
 
     def forget(self, worker: str) -> None:
+        """The worker is gone; what it has overrun is kept, since it may come back."""
         self._leaf_s.pop(worker, None)
         self._taken.pop(worker, None)
+        self._slowest_s = None
+
+    def overran(self, worker: str) -> None:
+        """A lease of this worker was taken from it because its deadline had passed.
+
+        The next may take twice as long: a worker that is slow and not hung gets there, however often it comes anew.
+        """
+        self._overrun[worker] = self._overrun.pop(worker, 0) + 1
+        if len(self._overrun) > _MOST_OVERRUN:
+            del self._overrun[next(iter(self._overrun))]
 
     def leaf_s(self, worker: str) -> float | None:
         """Smoothed seconds per leaf, None before the first measurement."""
@@ -164,10 +182,21 @@ class Pacing:
     def deadline_s(self, worker: str, leaves: int) -> float:
         """How long a lease of ``leaves`` leaves may take, the leases before it included."""
         config, window = self.config, self._taken.get(worker)
-        if window is None:
+        if window is not None:
+            taken_s = window.p95 * leaves * config.leases_ahead
+            return min(max(taken_s * config.deadline_factor, config.min_deadline_s), config.max_deadline_s)
+        if not self._taken:
             return config.first_deadline_s
-        taken_s = window.p95 * leaves * config.leases_ahead
-        return min(max(taken_s * config.deadline_factor, config.min_deadline_s), config.max_deadline_s)
+        if self._slowest_s is None:
+            self._slowest_s = max(window.p95 for window in self._taken.values())
+        taken_s = self._slowest_s * leaves * config.leases_ahead
+        allowed_s = max(taken_s * config.deadline_factor, config.min_deadline_s)
+        return min(allowed_s * 2.0 ** min(self._overrun.get(worker, 0), 32), config.first_deadline_s)
+
+    def allowed_s(self, worker: str, leaves: int, given_s: float) -> float:
+        """How long a lease that was given ``given_s`` may take by what is known now: less, where its worker has never
+        finished one and others have meanwhile."""
+        return given_s if worker in self._taken else min(given_s, self.deadline_s(worker, leaves))
 
     def late_s(self, worker: str, leaves: int, workers: Collection[str]) -> float | None:
         """After how long a lease of ``leaves`` leaves is worth a backup; None where no worker's speed is known."""

@@ -7,6 +7,7 @@ steps after it until the worker is asked for the sum of them.
 Invariants, checked by ``validate`` in tests:
   - every step from 0 to ``total_steps`` is in one place: done, fresh, free again, leased, carried by one worker, or in
     a result that is being judged;
+  - a step is leased to one worker, or to two where the second backs the first up: whose result comes first has it;
   - a step becomes done once; what a worker that is gone had leased or carried is free again.
 
 Time is an argument. What this room does not do: hold tensors, know rules.
@@ -15,6 +16,7 @@ Time is an argument. What this room does not do: hold tensors, know rules.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -103,9 +105,12 @@ class StreamLedger:
         self._refusals: dict[int, list[str]] = {}  # whose results of a step were no good
         self._deaths: dict[int, set[str]] = {}
         self._past: dict[int, tuple[StreamGrant, bool]] = {}
+        self._twins: dict[int, int] = {}  # lease -> the other one on its step
         self._ended: deque[int] = deque()
         #: Whether a lease cannot be begun yet (its version is not there): its time has not begun either.
         self.waits: Callable[[StreamGrant], bool] = lambda grant: False
+        #: How long a lease may take, where that has changed since it was given.
+        self.allowed_s: Callable[[StreamGrant], float] = lambda grant: grant.deadline_s
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -161,6 +166,10 @@ class StreamLedger:
         grant, _ = self._past.get(lease, (None, False))
         return grant if grant is not None and grant.worker == worker else None
 
+    def is_duplicate(self, lease: int) -> bool:
+        """True when that lease ended because its step's result had come, from it or from the other worker on it."""
+        return self._past.get(lease, (None, False))[1]
+
     def grant(self, worker: str, *, now: float, deadline_s: float, others: Iterable[str] = ()) -> StreamGrant | None:
         """Lease ``worker`` the next step; one that it failed on is left to ``others`` while there are any."""
         others = set(others) - {worker}
@@ -184,21 +193,49 @@ class StreamLedger:
             step, self._cursor = self._cursor, self._cursor + 1
         return self._enter(step, worker, now, deadline_s)
 
-    def ask(self, worker: str, *, now: float) -> StreamGrant:
+    def ask(self, worker: str, *, now: float, deadline_s: float = math.inf) -> StreamGrant:
         """A lease for a submission of all that ``worker`` carries by the time that it has computed what it holds."""
-        return self._enter(-1, worker, now, float("inf"))
+        return self._enter(-1, worker, now, deadline_s)
+
+    def unbacked(self) -> list[tuple[StreamGrant, int]]:
+        """Leases that may be backed up, and how many their worker has before each of them."""
+        return [
+            (grant, place)
+            for leases in self._held.values()
+            if not self.waits(self._grants[leases[0]])
+            for place, grant in enumerate(self._grants[lease] for lease in leases)
+            if grant.step >= 0 and grant.lease not in self._twins
+        ]
+
+    def may_back_up(self, worker: str, grant: StreamGrant) -> bool:
+        """Whether that lease is another's, and its step none that ``worker`` has tried in vain."""
+        tried = (*self._failures.get(grant.step, ()), *self._refusals.get(grant.step, ()))
+        return grant.worker != worker and worker not in tried
+
+    def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> StreamGrant:
+        """Lease the step of ``lease`` to a second worker too; whose result comes first has it."""
+        grant = self._grants[lease]
+        if grant.step < 0 or lease in self._twins or grant.worker == worker:
+            raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
+        second = self._enter(grant.step, worker, now, deadline_s)
+        self._twins[lease], self._twins[second.lease] = second.lease, lease
+        return second
 
     def carry(self, lease: int, now: float) -> None:
         """The step is computed; its worker carries it."""
         grant = self._end(lease, now, finished=True)
         self._carried.setdefault(grant.worker, []).append(grant.step)
 
-    def submitted(self, lease: int, now: float) -> tuple[int, ...]:
-        """The lease's result is here, to be judged: its step, or all that its worker carried. ``settle`` follows."""
+    def submitted(self, lease: int, now: float) -> tuple[tuple[int, ...], StreamGrant | None]:
+        """The lease's result is here, to be judged: its step, or all that its worker carried. ``settle`` follows.
+
+        Returns the other lease on the step as well, which is void from now on, where there was one.
+        """
+        twin = self._twins.get(lease)
         grant = self._end(lease, now, finished=True)
         steps = (grant.step,) if grant.step >= 0 else tuple(self._carried.pop(grant.worker, ()))
         self._judged[lease] = steps
-        return steps
+        return steps, None if twin is None else self._drop(twin, finished=True)
 
     def settle(self, lease: int, *, accepted: bool) -> None:
         """A result was judged: its steps are done, or free again."""
@@ -231,9 +268,10 @@ class StreamLedger:
         return max(grant.granted_at, self._since.get(grant.worker, grant.granted_at))
 
     def give_back(self, lease: int) -> StreamGrant:
-        """The lease ends unfinished: its step is free again."""
+        """The lease ends unfinished: its step is free again, or its backup's."""
+        backed_up = lease in self._twins
         grant = self._drop(lease, finished=False)
-        if grant.step >= 0:
+        if grant.step >= 0 and not backed_up:
             heapq.heappush(self._free, grant.step)
         return grant
 
@@ -278,7 +316,7 @@ class StreamLedger:
             grant = self._grants[leases[0]]
             if self.waits(grant):
                 self._since[worker] = now
-            elif self.began_at(grant) + grant.deadline_s <= now:
+            elif self.began_at(grant) + self.allowed_s(grant) <= now:
                 found.append(grant)
         return found
 
@@ -286,7 +324,11 @@ class StreamLedger:
         """Raise AssertionError where an invariant does not hold."""
         places = [*self._free, *(step for steps in self._carried.values() for step in steps)]
         places += [step for steps in self._judged.values() for step in steps]
-        places += [grant.step for grant in self._grants.values() if grant.step >= 0]
+        # Of two leases on a step the later one is its backup.
+        places += [grant.step for lease, grant in self._grants.items()
+                   if grant.step >= 0 and self._twins.get(lease, lease + 1) > lease]  # fmt: skip
+        assert all(self._twins[twin] == lease for lease, twin in self._twins.items())
+        assert self._twins.keys() <= self._grants.keys()
         places += [step for step in range(self._cursor) if step in self.done]
         assert sorted(places) == list(range(self._cursor)), f"steps below {self._cursor} lie in {sorted(places)}"
         assert sorted(self._grants) == sorted(lease for held in self._held.values() for lease in held)
@@ -306,6 +348,9 @@ class StreamLedger:
 
     def _drop(self, lease: int, *, finished: bool) -> StreamGrant:
         grant = self._grants.pop(lease)
+        twin = self._twins.pop(lease, None)
+        if twin is not None:
+            del self._twins[twin]
         held = self._held[grant.worker]
         held.remove(lease)
         if not held:
