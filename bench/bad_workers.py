@@ -2,9 +2,10 @@
 
     python bench/bad_workers.py [--quick] [--json FILE]
 
-Digits, an MLP, five workers in one process, every attack of tests/support/attacks.py from the first step on. Shown:
-accuracy on held-out digits, its part of the honest run's, the step in which the liar was put out, honest workers
-put out, blocks that were computed twice. ``off``: no check at all; ``default``: as it comes.
+Digits, an MLP, five workers in one process, every attack of tests/support/attacks.py, from the first step on and
+("late") from half of the steps on, after as many honest ones. Shown: accuracy on held-out digits, its part of the
+honest run's, the step in which the liar was put out, honest workers put out, blocks that were computed twice. ``off``:
+no check at all; ``default``: as it comes.
 
 Then what it costs honest workers: a coordinator and two worker processes, exact float32 over loopback, with no check,
 with the norms alone, and as it comes, in turn (A B C A B C) in processes that stay; all must end in equal parameters.
@@ -58,17 +59,20 @@ def main() -> None:
 
 def attacks(report: Report, names: list[str], steps: int, repeats: int) -> None:
     honest = 0.0
-    print(f"{'attack':<20}{'defence':<10}{'accuracy':>9}{'of honest':>11}{'found at':>16}{'false':>7}{'audits':>8}")
-    for name in dict.fromkeys(["none", *names]):
+    print(f"{'attack':<26}{'defence':<10}{'accuracy':>9}{'of honest':>11}{'found at':>16}{'false':>7}{'audits':>8}")
+    kinds = [("none", 0)] + [(name, begins) for name in names if name != "none" for begins in (0, steps // 2)]
+    for name, begins in kinds:
         for defence, config in DEFENCES.items():
-            runs = [asyncio.run(run(ATTACKS.get(name), steps=steps, **config)) for _ in range(repeats)]
-            key = f"{name.replace(' ', '_')}_{defence}"
+            attack = ATTACKS.get(name)
+            runs = [asyncio.run(run(attack, steps=steps, begins=begins, **config)) for _ in range(repeats)]
+            called = f"{name}, late" if begins else name
+            key = f"{called.replace(', ', '_').replace(' ', '_')}_{defence}"
             accuracy = report.add(f"{key}_accuracy", [found.accuracy for found in runs])
             honest = honest or accuracy
             report.add(f"{key}_over_honest", [found.accuracy / honest for found in runs])
             report.add(f"{key}_found_at_step", [float(found.found_at) for found in runs])
             report.add(f"{key}_false_alarms", [float(sum(found.false_alarms for found in runs))])
-            show(name, defence, runs, honest)
+            show(called, defence, runs, honest)
 
 
 def cost(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> None:
@@ -109,7 +113,7 @@ def show(name: str, defence: str, runs: list[Found], honest: float) -> None:
     found_at = "/".join("never" if found.found_at < 0 else str(found.found_at) for found in runs)
     middle = accuracies[len(accuracies) // 2]
     print(
-        f"{name:<20}{defence:<10}{middle:>9.3f}{middle / honest:>11.3f}{found_at:>16}"
+        f"{name:<26}{defence:<10}{middle:>9.3f}{middle / honest:>11.3f}{found_at:>16}"
         f"{sum(found.false_alarms for found in runs):>7}{sum(found.audits for found in runs) // len(runs):>8}",
         flush=True,
     )

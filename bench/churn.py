@@ -13,7 +13,8 @@ Figures, for each rate R in % a minute:
 ``longest_gap_over_lease``: the longest gap at any rate over what a worker computes in one undisturbed step (its leases
 of that step together). ``over_torchrun_R``: steps that stand after the same wall time, ours with two workers over DDP
 with two ranks under torchrun, which restarts all ranks from its last snapshot (every 10 steps); both from their first
-step on, the kills at the same moments.
+step on, the kills at the same moments. ``torchrun_gap_R_s``: its longest time without a step. Nearly all of the ratio
+is that restart: how long it takes to import torch twice and to meet again, on the machine as it is.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def beside_torchrun(report: Report, folder: Path, rate: int, seconds: float, see
     ours = max(commit.step for commit in record.commits if commit.at - first.at <= seconds) - first.step
     with Elastic(folder / f"ddp-{rate}", leaf_s=[LEAF_S, LEAF_S], leaves=LEAVES) as elastic:
         theirs, kills = elastic.play(seconds, [action.at_s or 0.0 for action in actions], seed)
+        standstill_s = elastic.standstill_s(seconds)
     report.add(f"over_torchrun_{rate}", [ours / theirs])
+    report.add(f"torchrun_gap_{rate}_s", [standstill_s])
     print(
         f"{rate} %/min of two, {seconds:.0f} s: ours {ours} steps with {record.fired['kill']} kills, torchrun {theirs} "
         f"with {kills}"

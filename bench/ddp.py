@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -95,6 +96,9 @@ class Elastic:
         env = os.environ | {
             "BENCH_FOLDER": str(folder), "BENCH_SAVE_EVERY": str(save_every), "BENCH_LEAVES": str(leaves),
             "BENCH_LEAF_S_OF": ",".join(map(str, leaf_s)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            # Otherwise all restarts share a store, and new ranks may read the addresses of dead ones there: they fail
+            # to connect and are restarted, several times over.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         command = [
             sys.executable, __file__, "--torchrun", "--standalone", "--nproc-per-node", str(len(leaf_s)),
@@ -132,14 +136,20 @@ class Elastic:
             time.sleep(0.02)
         began = done[0][0]
         while (now := time.monotonic() - began) < seconds:
-            if waiting and waiting[0] <= now:
+            if waiting and waiting[0] <= now and (alive := self._pids()):  # none is while they are being restarted
                 with suppress(ProcessLookupError):
-                    os.kill(targets.choice(self._pids()), signal.SIGKILL)
+                    os.kill(targets.choice(alive), signal.SIGKILL)
                     kills += 1
                 waiting.pop(0)
             time.sleep(0.02)
         done = [step for when, step in self.steps() if when - began <= seconds]
         return done[-1] - self.steps()[0][1], kills
+
+    def standstill_s(self, seconds: float) -> float:
+        """The longest time without a step, in the ``seconds`` after the first one."""
+        times = [when for when, _ in self.steps()]
+        times = [when for when in times if when - times[0] <= seconds] + [times[0] + seconds]
+        return max(after - before for before, after in pairwise(times))
 
     def _pids(self) -> list[int]:
         """Of ranks that are alive and ours."""

@@ -15,8 +15,9 @@ cores, workers, coordinator and the emulator share them, for DDP as for us.
 
 What a row says:
 
-- ``wall_s``: from the first worker's first leaf to the last commit. ``start_s``: from the coordinator's start to then,
-  sending everyone the parameters included. DDP: seconds of its steps, after its broadcast
+- ``start_s``: from the command (the processes run and have imported everything) to the first leaf: connecting, the
+  parameters on their way to everybody included; for DDP the rendezvous and its broadcast. ``wall_s``: from then to the
+  last commit. Both together are what a user waits
 - ``utilization``: seconds of computing over ``wall_s``, of each worker: forward, backward, and the optimizer where it
   is the worker's (DDP, local steps). DDP: seconds of a step without communication, both ranks at once, over seconds
   of a step
@@ -26,9 +27,14 @@ What a row says:
   those of a measured step times ``steps``, and it has no loss of its own: DDP's and exact sync's mathematics do not
   depend on the link, so their loss is that of the same work without a network
 
-Figures: ``utilization_100_40``, ``loss_over_sync_100_40``, ``bytes_over_ddp_100_40``, ``wall_over_ddp_100_40`` of the
-best cell at 100/40 (utilization of the worker that waited more; DDP's bytes and wall time over ours; our loss over
-that of exact sync), and ``utilization_20_100``.
+DDP has the remedies that torch ships for slow links, each as its own row: the communication hooks ``fp16`` and
+``powersgd`` (rank 4, error feedback and warm start), and post-local SGD (``ddp-local``: parameters averaged every H
+steps of each rank). Exact sync and DDP, whose mathematics are one, get the search of a learning rate that the rules of
+local steps had: rows without a network at several rates, and losses are compared with the lowest of them.
+
+Figures, for 100/40 and 20/100: ``utilization``, ``loss_over_sync`` of our best cell (utilization of the worker that
+waited more); ``bytes_over_ddp``, ``wall_over_ddp``: plain DDP's over ours, start included; ``bytes_over_remedy``,
+``wall_over_remedy``: those of DDP's best remedy, by the same rule as our best cell.
 """
 
 from __future__ import annotations
@@ -53,6 +59,10 @@ from typing import Any
 import torch.distributed as dist
 import uvloop
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import netem
@@ -66,7 +76,7 @@ from w5xde_async.errors import Unreachable
 from w5xde_async.job import Job, build_model
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.plan.sampler import Sampler
-from w5xde_async.telemetry.events import Bus, Evaluated, Event, RunFinished, StepCommitted, WorkerReported
+from w5xde_async.telemetry.events import Bus, Evaluated, Event, RunFinished, StepCommitted, Warned, WorkerReported
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
@@ -112,11 +122,13 @@ class Cell:
     @property
     def key(self) -> str:
         more = f" {self.ahead} ahead" if self.ahead else ""
-        more += f" {self.windows} windows at {self.rate:g}" if self.windows != 4 else ""
+        more += f" {self.windows} windows at {self.rate:g}" if (self.windows, self.rate) != (4, 1e-3) else ""
         return f"{self.network} {self.rule} {self.codec} {json.dumps(self.settings, sort_keys=True)}{more}"
 
     @property
     def update(self) -> dict[str, Any]:
+        if self.rule == "auto":
+            return dict(self.settings)
         return {"rule": self.rule, "codec": self.codec, **self.settings}
 
 
@@ -133,11 +145,29 @@ def streaming(network: str, codec: str, inner_steps: int = 40, **settings: Any) 
     return dataclasses.replace(local(network, codec, inner_steps, **more), rule="streaming")
 
 
+def ddp_local(network: str, inner_steps: int = 40, **more: Any) -> Cell:
+    """Post-local SGD (Lin et al. 2018): the same own steps as ``local``, parameters averaged every ``inner_steps``."""
+    more = {"windows": 2, "rate": 6e-4, **more}
+    return Cell(network=network, rule="ddp-local", settings={"inner_steps": inner_steps}, **more)
+
+
+def remedies(network: str, fp16: int) -> list[Cell]:
+    """What torch ships for slow links; of ``fp16``, whose mathematics are nearly DDP's, a few steps."""
+    return [
+        Cell(network=network, rule="ddp", codec="fp16", measured=fp16),
+        Cell(network=network, rule="ddp", codec="powersgd", settings={"rank": 4}),
+        ddp_local(network),
+        ddp_local(network, windows=4, rate=1e-3),
+    ]
+
+
 def cells() -> list[Cell]:
     """The table. DDP and exact sync on slow links: a few steps."""
-    found = [Cell(network="none", rule="ddp"), Cell(network="none", rule="sync")]
+    found = [Cell(network="none", rule="ddp"), Cell(network="none", rule="ddp", codec="fp16")]
+    found += [Cell(network="none", rule="sync", rate=rate) for rate in (1e-3, 5e-4, 7e-4, 1.4e-3)]
     for network, few in (("1000/10", 12), ("100/40", 5), ("20/100", 2), ("unequal", 2)):
         found.append(Cell(network=network, rule="ddp", measured=few))
+    found += remedies("1000/10", 12) + remedies("100/40", 5) + remedies("20/100", 2)
     whole = streaming("100/40", "int4", overlap=2, outer_lr=0.7)  # as many steps as sync: half of its batch each
     found += [
         Cell(network="1000/10", rule="sync", measured=12),
@@ -152,6 +182,7 @@ def cells() -> list[Cell]:
         streaming("100/40", "int4"),
         streaming("100/40", "int4", inner_steps=80),
         streaming("100/40", "sparseloco", downlink="int4"),
+        Cell(network="100/40", rule="auto", windows=2, rate=6e-4),
         local("20/100", "int4", inner_steps=80),
         streaming("20/100", "int4", inner_steps=80, overlap=16),
         dataclasses.replace(streaming("20/100", "int4", inner_steps=80, overlap=16), ahead=12),
@@ -191,11 +222,12 @@ def move(reply: Reply, *, namespace: str) -> None:
 
 
 def coordinate(
-    reply: Reply, *, host: str, job: dict[str, Any], update: dict[str, Any], evaluate: bool, ahead: int
+    reply: Reply, *, host: str, job: dict[str, Any], update: dict[str, Any], auto: bool, evaluate: bool, ahead: int
 ) -> None:  # fmt: skip
     """One run. Answers when it listens, and at its end."""
     commits: list[tuple[float, float, int]] = []
     ended: dict[str, Any] = {}
+    said: list[str] = []
     shares: dict[str, dict[str, Any]] = {}
 
     def on_event(event: Event) -> None:
@@ -203,6 +235,8 @@ def coordinate(
             commits.append((time.monotonic(), event.loss, event.samples))
         elif isinstance(event, Evaluated):
             ended["loss"] = event.metrics["val_loss"]
+        elif isinstance(event, Warned):  # what ``auto`` chose, and why
+            said.append(event.text)
         elif isinstance(event, WorkerReported):  # behind a slow link a worker may still be there at the end
             shares[event.name] = {"compute_s": event.compute_s, "wait_s": event.wait_s, "leaves": event.leaves}
         elif isinstance(event, RunFinished):
@@ -213,7 +247,7 @@ def coordinate(
         bus.subscribe(on_event, samples=True)
         settings = CoordinatorConfig(
             host=host, port=PORT, token=TOKEN, insecure=True, resume="never", min_workers=2, silence_s=60.0,
-            evaluate=evaluate, update=UpdateConfig(**update),
+            evaluate=evaluate, update=UpdateConfig(**update), auto=auto,
             pacing=PacingConfig(leases_ahead=ahead) if ahead else PacingConfig(),
         )  # fmt: skip
         async with Coordinator(text_job(**job), config=settings, bus=bus) as coordinator:
@@ -222,7 +256,7 @@ def coordinate(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
-    reply(**ended, shares=shares, commits=commits)
+    reply(**ended, shares=shares, commits=commits, said=said)
 
 
 def work(reply: Reply, *, host: str, name: str, job: dict[str, Any]) -> None:
@@ -241,52 +275,98 @@ def work(reply: Reply, *, host: str, name: str, job: dict[str, Any]) -> None:
     reply(first=marks.first)
 
 
-def ddp(reply: Reply, *, host: str, device: str, rank: int, steps: int, measured: int) -> None:
+def ddp(
+    reply: Reply, *, host: str, device: str, rank: int, steps: int, measured: int, rule: str, codec: str,
+    settings: dict[str, Any], windows: int, rate: float,
+) -> None:  # fmt: skip
     """One rank: ``measured`` of ``steps`` steps after two that warm up, then a few without communication."""
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(PORT + 1), "GLOO_SOCKET_IFNAME": device}
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=300))
-    answer = rank_of_ddp(rank, steps, measured)
+    one = Rank(rank, rule, codec, settings, windows, rate, steps)
+    dist.barrier()
+    ready = time.monotonic()
+    answer = one.run(measured)
+    del one
     gc.collect()  # a rank may abort where its reducer outlives the group
     dist.barrier()
     dist.destroy_process_group()
-    reply(**answer)
+    reply(**answer, ready=ready)
 
 
-def rank_of_ddp(rank: int, steps: int, measured: int) -> dict[str, Any]:
-    job = text_job(steps=steps)
-    assert job.step is not None
-    assert job.scheduler is not None
-    model: Any = DistributedDataParallel(build_model(job))
-    optimizer = job.optimizer(model)
-    scheduler = job.scheduler(optimizer)
-    warm = 0 if measured == steps else 2
-    sampler = Sampler(num_samples=len(job.dataset), batch_size=8, leaf_samples=4, seed=job.seed)
-    losses: list[float] = []
-    times: list[float] = []
+class Rank:
+    """One of DDP's two ranks, with the remedy that the cell names."""
 
-    def one(number: int) -> None:
-        optimizer.zero_grad()
-        loss = job.step(model, collate(job, sampler.plan(number).leaf_indices(rank)))  # type: ignore[misc]
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), job.gradient_clip_val or 0.0)
-        optimizer.step()
-        losses.append(loss.item())
+    def __init__(
+        self, rank: int, rule: str, codec: str, settings: dict[str, Any], windows: int, rate: float, steps: int
+    ) -> None:
+        # As for ``shape``: the windows of the budget are the same, whatever a rank's step has of them.
+        self.rank, self.windows, self.steps = rank, windows, steps * 4 // windows
+        self.job = text_job(steps=self.steps, microbatch=windows, rate=rate)
+        # One bucket for PowerSGD: it starts collectives from callbacks, and gloo, which pairs them by their order,
+        # mixes those of two buckets up.
+        whole = 1 << 10 if codec == "powersgd" else None
+        self.ddp: Any = DistributedDataParallel(build_model(self.job), bucket_cap_mb=whole)
+        self.optimizer: Any = self.job.optimizer(self.ddp)
+        assert self.job.scheduler is not None
+        self.scheduler = self.job.scheduler(self.optimizer)
+        if codec == "fp16":
+            self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif codec == "powersgd":
+            # Two whole exchanges are the fewest that its warm start and error feedback allow.
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None, matrix_approximation_rank=settings["rank"], start_powerSGD_iter=2
+            )
+            self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif codec != "raw":
+            raise SystemExit(f"no such hook: {codec}")
+        if rule == "ddp-local":
+            mine, _ = dist.new_subgroups(group_size=1)
+            local = post_localSGD_hook.PostLocalSGDState(
+                process_group=None, subgroup=mine, start_localSGD_iter=0, post_local_gradient_allreduce=False
+            )
+            self.ddp.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
+            averager = PeriodicModelAverager(period=settings["inner_steps"], warmup_steps=0)
+            averager.step = 1  # the ranks begin alike: the first average is that of the first ``inner_steps`` steps
+            self.optimizer = PostLocalSGDOptimizer(optim=self.optimizer, averager=averager)
+        self.sampler = Sampler(num_samples=len(self.job.dataset), batch_size=2 * windows, leaf_samples=windows,
+                               seed=self.job.seed)  # fmt: skip
+        self.losses: list[float] = []
 
-    for number in range(warm + measured):
-        if number == warm:
-            dist.barrier()
-            times.append(time.monotonic())
-        one(number)
-        scheduler.step()
-        if number >= warm:
-            times.append(time.monotonic())
-    found = held_out_loss(model.module)["val_loss"] if measured == steps else None
-    dist.barrier()
-    began = time.monotonic()
-    with model.no_sync():
-        for number in range(6):
-            one(number)
-    return {"times": times, "losses": losses, "loss": found, "compute_s": (time.monotonic() - began) / 6}
+    def one(self, number: int) -> None:
+        job = self.job
+        assert job.step is not None
+        self.optimizer.zero_grad()
+        loss = job.step(self.ddp, collate(job, self.sampler.plan(number).leaf_indices(self.rank)))  # type: ignore[arg-type]
+        loss.backward()  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(self.ddp.parameters(), job.gradient_clip_val or 0.0)
+        self.optimizer.step()
+        self.losses.append(loss.item())  # type: ignore[union-attr]
+
+    def run(self, measured: int) -> dict[str, Any]:
+        """``measured``: of the budget's steps; all of them is a run with a loss of its own."""
+        whole = measured * 4 // self.windows
+        warm = 0 if whole == self.steps else 2
+        times: list[float] = []
+        for number in range(warm + whole):
+            if number == warm:
+                dist.barrier()
+                times.append(time.monotonic())
+            self.one(number)
+            self.scheduler.step()
+            if number >= warm:
+                times.append(time.monotonic())
+        if isinstance(self.optimizer, PostLocalSGDOptimizer) and not warm:
+            average_parameters(self.ddp.module.parameters(), dist.group.WORLD)  # the model that is kept is one
+            times[-1] = time.monotonic()
+        found = held_out_loss(self.ddp.module)["val_loss"] if not warm else None
+        dist.barrier()
+        losses, began = self.losses[:], time.monotonic()
+        plain = self.optimizer.optim if isinstance(self.optimizer, PostLocalSGDOptimizer) else self.optimizer
+        self.optimizer = plain
+        with self.ddp.no_sync():
+            for number in range(6):
+                self.one(number)
+        return {"times": times, "losses": losses, "loss": found, "compute_s": (time.monotonic() - began) / 6}
 
 
 # -- measuring
@@ -339,7 +419,7 @@ def measure(cell: Cell, steps: int) -> dict[str, Any]:
             rig[child].answer()
         meter = Meter(network)
         try:
-            row = (measure_ddp if cell.rule == "ddp" else measure_ours)(cell, steps, rig, network, meter)
+            row = (measure_ddp if cell.rule.startswith("ddp") else measure_ours)(cell, steps, rig, network, meter)
         finally:
             meter.stop()
     row |= {"steps": steps, "tokens": steps * TOKENS_A_STEP, "tokens_s": steps * TOKENS_A_STEP / row["wall_s"]}
@@ -349,24 +429,27 @@ def measure(cell: Cell, steps: int) -> dict[str, Any]:
 def measure_ddp(cell: Cell, steps: int, rig: Rig, network: Network | None, meter: Meter) -> dict[str, Any]:
     measured = cell.measured or steps
     hosts = network.hosts[1:] if network else []
+    began = time.monotonic()
     for rank, child in enumerate(WORKERS):
         device = hosts[rank].device if hosts else "lo"
         rig[child].tell(
             "ddp", host=hosts[0].address if hosts else "127.0.0.1", device=device, rank=rank, steps=steps,
-            measured=measured,
+            measured=measured, rule=cell.rule, codec=cell.codec, settings=cell.settings, windows=cell.windows,
+            rate=cell.rate,
         )  # fmt: skip
     answers = [rig[child].answer(1200.0) for child in WORKERS]
     times = answers[0]["times"]
     meter.stop()
-    step_s = (times[-1] - times[0]) / measured
+    scale = steps / measured
+    wall_s, step_s = (times[-1] - times[0]) * scale, (times[-1] - times[0]) / (len(times) - 1)
     before, after = meter.at(times[0]), meter.at(times[-1] + 0.2)
     moved = [[(b - a) / 1e6 for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
     start = [[value / 1e6 for value in host] for host in before]
-    whole = [[first + more * steps / measured for first, more in zip(*pair, strict=True)] for pair in
+    whole = [[first + more * scale for first, more in zip(*pair, strict=True)] for pair in
              zip(start, moved, strict=True)]  # fmt: skip
     losses = [sum(pair) / 2 for pair in zip(*(answer["losses"][: len(times) - 1] for answer in answers), strict=True)]
     return {
-        "steps_measured": measured, "wall_s": step_s * steps, "start_s": None, "step_s": step_s,
+        "steps_measured": measured, "wall_s": wall_s, "start_s": answers[0]["ready"] - began, "step_s": step_s,
         "utilization": [answer["compute_s"] / step_s for answer in answers],
         "leaf_s": [answer["compute_s"] for answer in answers],
         "sent_mb": [host[0] for host in whole[1:]], "received_mb": [host[1] for host in whole[1:]],
@@ -382,8 +465,10 @@ def shape(cell: Cell, steps: int) -> dict[str, Any]:
     """The job's options. Under rules that give out whole steps, a step is one leaf, and there are twice as many."""
     measured = cell.measured or steps
     if cell.rule == "sync":
-        return {"steps": steps, "commits": measured}
+        return {"steps": steps, "commits": measured, "rate": cell.rate}
     times = 2 * 4 // cell.windows
+    if cell.rule == "auto":  # it begins with steps of sync, which two workers share
+        return {"steps": times * steps, "microbatch": cell.windows // 2, "rate": cell.rate}
     return {"steps": times * steps, "leaves": 1, "microbatch": cell.windows, "rate": cell.rate,
             "commits": times * measured}  # fmt: skip
 
@@ -392,8 +477,8 @@ def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, mete
     job, measured = shape(cell, steps), cell.measured or steps
     host = network.hosts[0].address if network else "127.0.0.1"
     began = time.monotonic()
-    rig["coordinator"].tell("coordinate", host=host, job=job, update=cell.update, evaluate=measured == steps,
-                            ahead=cell.ahead)  # fmt: skip
+    rig["coordinator"].tell("coordinate", host=host, job=job, update=cell.update, auto=cell.rule == "auto",
+                            evaluate=measured == steps, ahead=cell.ahead)  # fmt: skip
     rig["coordinator"].answer(60.0)
     for name in WORKERS:
         rig[name].tell("work", host=host, name=name, job=job)
@@ -418,6 +503,7 @@ def measure_ours(cell: Cell, steps: int, rig: Rig, network: Network | None, mete
         "leaf_s": [share["compute_s"] / max(share["leaves"], 1) for share in shares],
         "leaves": [share["leaves"] for share in shares],
         "loss": ended.get("loss"),
+        "said": ended["said"],
         "curve": [[when - first, sum(map(sum, meter.at(when)[1:])) / 1e6, loss] for when, loss, _ in commits],
         "start_mb": [sum(host) / 1e6 for host in start[1:]],
         "samples_s": [b[0] - a[0] for a, b in pairwise(commits)],
@@ -471,7 +557,9 @@ def main() -> None:
         row = measure(cell, steps)
         row["commit"] = commit()
         rows[row["key"]] = row
-        print(*table([row], None)[2:], f"({time.monotonic() - began:.0f} s)", flush=True)
+        print(
+            *table([row], None)[2:], f"({time.monotonic() - began:.0f} s)", *row.get("said", ()), sep="\n", flush=True
+        )
         if not args.quick:
             args.rows.parent.mkdir(parents=True, exist_ok=True)
             with args.rows.open("a") as out:
