@@ -1,4 +1,4 @@
-"""The plain single-process loop that every run is compared with, to the last bit.
+"""The single-process reference loop that every run is compared with, to the last bit: the same leaves, the same tree.
 
 Written from the definition (docs/architecture.md), with tensors of its own and none of the engine, reducer or flat
 layout: leaf gradients by ``backward``, their sum by recursion over the tree, the job's optimizer.
