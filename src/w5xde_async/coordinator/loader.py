@@ -5,6 +5,9 @@ rows are gathered at once). Chunks are read by threads or processes, in order, `
 is leased pulls its own chunks forward. A chunk is forgotten when all its leaves are finished, so a block can be
 leased again without reading it again.
 
+A chunk exists from when it is asked for: opening a step costs nothing for each of its leaves, and no call costs more
+than the chunks that it names.
+
 Datasets that draw random numbers are seeded by (seed, step, leaf): threads then take turns; processes need not. A
 dataset counts as one that draws until 64 samples have been read without. Nothing here knows workers.
 """
@@ -12,12 +15,13 @@ dataset counts as one that draws until 64 samples have been read without. Nothin
 from __future__ import annotations
 
 import asyncio
+import heapq
 import multiprocessing
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +64,21 @@ class _Chunk:
     structure: bytes = b""
     tensors: tuple[Tensor, ...] = ()
     ready: bool = False
+    wanted: list[Block] = field(default_factory=list)  # blocks that were asked for before this had come
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A step whose leaves are needed. Chunks below ``cursor``, and those in ``early``, have been asked for."""
+
+    plan: StepPlan
+    num_chunks: int
+    cursor: int = 0
+    early: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)  # chunks that have not been forgotten
+
+    def asked(self, number: int) -> bool:
+        return number < self.cursor or number in self.early
 
 
 class _Read(NamedTuple):
@@ -90,9 +109,12 @@ class Loader:
         self._chunk_leaves = _chunk_leaves(job) if self._gather else 1
         self._leaf_bytes = 0
         self._tensors_per_leaf = 1
-        self._plans: dict[int, StepPlan] = {}
+        self._opened: dict[int, _Opened] = {}
+        self._unread: list[int] = []  # heap of steps with chunks that nobody has asked for yet, closed ones among them
         self._chunks: dict[tuple[int, int], _Chunk] = {}
-        self._next: list[tuple[int, int]] = []  # chunks of the open steps that nobody has asked for yet
+        self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for in vain -> chunks yet to come
+        self._came: list[tuple[int, Block]] = []
+        self._held_leaves = 0  # in the chunks that have been read and not been forgotten
         self._reading = 0
         self._random: bool | None = None if not self._gather else False
         self._steady = 0  # samples read so far without a random number
@@ -124,49 +146,50 @@ class Loader:
 
     def open(self, plan: StepPlan) -> None:
         """A step's leaves will be needed."""
-        self._plans[plan.step] = plan
-        size = self._chunk_leaves
-        for number in range(-(-plan.num_leaves // size)):
-            first = number * size
-            leaves = min(size, plan.num_leaves - first)
-            self._chunks[plan.step, number] = _Chunk(first, leaves, leaves)
-            self._next.append((plan.step, number))
-        self._next.reverse()  # taken from the end
-        self._next.sort(reverse=True)
+        self._opened[plan.step] = _Opened(plan, -(-plan.num_leaves // self._chunk_leaves))
+        heapq.heappush(self._unread, plan.step)
         self._prefetch()
 
     def close_step(self, step: int) -> None:
         """The step is committed or given up: forget what is left of it."""
-        plan = self._plans.pop(step, None)
-        if plan is not None:
-            self._next = [key for key in self._next if key[0] != step]
-            for number in range(-(-plan.num_leaves // self._chunk_leaves)):
-                self._chunks.pop((step, number), None)
+        opened = self._opened.pop(step, None)
+        if opened is not None:
+            for number in tuple(opened.kept):
+                self._forget(step, number, opened)
         self._prefetch()
 
     def finished(self, step: int, block: Block) -> None:
         """The block's results are in: its data will not be needed again."""
-        for number in range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1):
+        opened = self._opened.get(step)
+        for number in self._numbers(block):
             chunk = self._chunks.get((step, number))
-            if chunk is not None:
+            if chunk is not None and opened is not None:
                 begin = max(block.start, chunk.first)
                 chunk.unfinished -= min(block.stop, chunk.first + chunk.num_leaves) - begin
                 if not chunk.unfinished:
-                    del self._chunks[step, number]
+                    self._forget(step, number, opened)
         self._prefetch()
 
+    def came(self) -> list[tuple[int, Block]]:
+        """Blocks that ``data`` had not got when it was asked, and whose last chunk has come since the last call."""
+        came, self._came = self._came, []
+        return came
+
     def data(self, step: int, block: Block) -> BlockData | None:
-        """The block's batch, or None while it is being read (``on_ready`` will tell)."""
-        plan = self._plans[step]
-        numbers = range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1)
+        """The block's batch, or None while it is being read (``on_ready`` will tell, and then ``came``)."""
+        opened = self._opened[step]
+        plan = opened.plan
         chunks = []
-        for number in numbers:
-            key = (step, number)
-            if key in self._next:
-                self._next.remove(key)
-                self._read(key)
-            chunks.append(self._chunks[key])
-        if not all(chunk.ready for chunk in chunks):
+        for number in self._numbers(block):
+            if not opened.asked(number):
+                opened.early.add(number)
+                self._read(opened, number)
+            chunks.append(self._chunks[step, number])
+        if missing := [chunk for chunk in chunks if not chunk.ready]:
+            if (step, block) not in self._missing:
+                self._missing[step, block] = len(missing)
+                for chunk in missing:
+                    chunk.wanted.append(block)
             return None
         samples = tuple([plan.samples_in(leaf) for leaf in range(*block)])
         if self._gather:
@@ -186,24 +209,50 @@ class Loader:
     async def aclose(self) -> None:
         """Stop reading; waits for reads under way."""
         self._closed = True
-        self._next.clear()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True, cancel_futures=True))
 
     # -- reading -------------------------------------------------------------------------------------------
 
+    def _numbers(self, block: Block) -> range:
+        """The chunks that a block lies in."""
+        return range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1)
+
+    def _forget(self, step: int, number: int, opened: _Opened) -> None:
+        chunk = self._chunks.pop((step, number))
+        opened.kept.discard(number)
+        self._held_leaves -= chunk.num_leaves if chunk.ready else 0
+        for block in chunk.wanted:
+            self._missing.pop((step, block), None)
+
     def _prefetch(self) -> None:
-        held = sum(chunk.num_leaves for chunk in self._chunks.values() if chunk.ready)
-        while self._next and not self._closed and self._reading < self._most_reading:
-            ahead = held + self._reading * self._chunk_leaves
+        while not self._closed and self._reading < self._most_reading:
+            ahead = self._held_leaves + self._reading * self._chunk_leaves
             over_bytes = ahead * self._leaf_bytes > 4 * _LEASE_BYTES
             if ahead and (ahead >= max(self._prefetch_leaves, 2 * self._chunk_leaves) or over_bytes):
                 return
-            self._read(self._next.pop())
+            if not self._read_next():
+                return
 
-    def _read(self, key: tuple[int, int]) -> None:
-        step = key[0]
-        plan, chunk = self._plans[step], self._chunks[key]
+    def _read_next(self) -> bool:
+        """Read the first chunk that nobody has asked for. False where there is none."""
+        while self._unread:
+            opened = self._opened.get(self._unread[0])
+            while opened is not None and opened.cursor < opened.num_chunks:
+                number, opened.cursor = opened.cursor, opened.cursor + 1
+                if number not in opened.early:
+                    self._read(opened, number)
+                    return True
+                opened.early.discard(number)
+            heapq.heappop(self._unread)
+        return False
+
+    def _read(self, opened: _Opened, number: int) -> None:
+        plan, step = opened.plan, opened.plan.step
+        first = number * self._chunk_leaves
+        leaves = min(self._chunk_leaves, plan.num_leaves - first)
+        chunk = self._chunks[step, number] = _Chunk(first, leaves, leaves)
+        opened.kept.add(number)
         indices = plan.indices[chunk.first * plan.leaf_samples : (chunk.first + chunk.num_leaves) * plan.leaf_samples]
         seed = seed_for("data", self._sampler.seed, step, chunk.first)
         self._reading += 1
@@ -223,6 +272,9 @@ class Loader:
                 return
             chunk.structure, chunk.tensors = read.result()
             chunk.ready = True
+            if self._chunks.get((step, number)) is chunk:  # else its step was closed meanwhile
+                self._held_leaves += chunk.num_leaves
+                self._tell(step, chunk)
             if not self._leaf_bytes:
                 total = sum(tensor.numel() * tensor.element_size() for tensor in chunk.tensors)
                 self._leaf_bytes = max(1, total // chunk.num_leaves)
@@ -232,8 +284,18 @@ class Loader:
 
         future.add_done_callback(done)
 
+    def _tell(self, step: int, chunk: _Chunk) -> None:
+        """Note which of the blocks that were asked for have all their chunks now."""
+        for block in chunk.wanted:
+            missing = self._missing.pop((step, block)) - 1
+            if missing:
+                self._missing[step, block] = missing
+            else:
+                self._came.append((step, block))
+        chunk.wanted.clear()
+
     def _failure(self, step: int, leaf: int, error: BaseException) -> LeafFailed:
-        plan = self._plans.get(step) or self._sampler.plan(step)
+        plan = self._opened[step].plan if step in self._opened else self._sampler.plan(step)
         text = "".join(traceback.format_exception(error))[-8000:]
         return LeafFailed(step, leaf, plan.leaf_indices(leaf).tolist(), 1, f"while reading the dataset:\n{text}")
 
