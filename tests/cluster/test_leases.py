@@ -359,7 +359,7 @@ async def test_who_drains_and_is_overdue_is_let_go():
 async def test_a_backup_waits_for_its_factor(factor: float):
     async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=factor, min_backup_s=0.001)) as run:
         _, idle, lease = await stuck_and_idle(run)
-        late_s = run.training.pacing.late_s("stuck", len(lease.samples), ["stuck", "idle"])
+        late_s = run.training.pacing.late_s("stuck", len(lease.samples))
         assert late_s is not None
         began = run.training.ledger.began_at(run.training.ledger.get(lease.lease))
         await run.pass_time(began + late_s - run.now - 0.0005)

@@ -24,9 +24,9 @@ def taking_turns(num_fragments: int, period: int) -> Iterator[list[int]]:
     turns.join("one", 0)
     leases = count()
     while True:
-        due = turns.granted("one", ["one"], 0.0)
+        due = turns.granted("one", 0.0)
         for fragment in due:
             lease = next(leases)
-            turns.asked("one", lease, fragment, ["one"])
+            turns.asked("one", lease, fragment)
             turns.answered("one", lease, 0.0)
         yield due

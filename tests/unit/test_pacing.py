@@ -12,37 +12,45 @@ from w5xde_async.plan.pacing import Pacing, PacingConfig
 def paced(**leaf_s: float) -> Pacing:
     pacing = Pacing(PacingConfig(target_lease_s=0.0))
     for worker, seconds in leaf_s.items():
+        pacing.takes_work(worker)
         pacing.observe(worker, 1, seconds)
     return pacing
 
 
+def among(pacing: Pacing, *workers: str) -> Pacing:
+    """These take work as well."""
+    for worker in workers:
+        pacing.takes_work(worker)
+    return pacing
+
+
 def test_nothing_known_means_one_leaf() -> None:
-    assert paced().block_leaves("a", 1000, ["a", "b"]) == 1
+    assert among(paced(), "a", "b").block_leaves("a", 1000) == 1
 
 
 def test_half_of_the_fair_share_as_a_power_of_two() -> None:
-    assert paced(a=1.0, b=1.0).block_leaves("a", 64, ["a", "b"]) == 16
-    assert paced(a=1.0).block_leaves("a", 64, ["a"]) == 32
-    assert paced(a=1.0, b=1.0).block_leaves("a", 63, ["a", "b"]) == 8
+    assert paced(a=1.0, b=1.0).block_leaves("a", 64) == 16
+    assert paced(a=1.0).block_leaves("a", 64) == 32
+    assert paced(a=1.0, b=1.0).block_leaves("a", 63) == 8
 
 
 def test_a_fast_worker_gets_more() -> None:
     pacing = paced(fast=0.1, slow=0.4)
-    assert pacing.block_leaves("fast", 100, ["fast", "slow"]) == 32  # half of 80
-    assert pacing.block_leaves("slow", 100, ["fast", "slow"]) == 8  # half of 20
+    assert pacing.block_leaves("fast", 100) == 32  # half of 80
+    assert pacing.block_leaves("slow", 100) == 8  # half of 20
 
 
 def test_a_new_worker_is_taken_for_a_middling_one() -> None:
     pacing = paced(a=0.1, b=0.2, c=0.9)
-    workers = ["a", "b", "c", "new"]
-    assert pacing.block_leaves("new", 100, workers) == pacing.block_leaves("b", 100, workers)
+    among(pacing, "new")
+    assert pacing.block_leaves("new", 100) == pacing.block_leaves("b", 100)
 
 
 def test_blocks_shrink_towards_the_end() -> None:
     pacing = paced(a=1.0, b=1.0)
     sizes, free = [], 64
     while free:
-        size = min(pacing.block_leaves("a", free, ["a", "b"]), free)
+        size = min(pacing.block_leaves("a", free), free)
         sizes.append(size)
         free -= size
     assert sizes == sorted(sizes, reverse=True)
@@ -52,10 +60,11 @@ def test_blocks_shrink_towards_the_end() -> None:
 def test_a_lease_is_worth_its_cost_but_not_more_than_the_share() -> None:
     pacing = Pacing(PacingConfig(target_lease_s=0.004))
     for worker in "abcd":
+        pacing.takes_work(worker)
         pacing.observe(worker, 1, 0.001)
-    assert pacing.block_leaves("a", 16, "abcd") == 4  # 4 ms of work, all of a share
-    assert pacing.block_leaves("a", 8, "abcd") == 2  # every worker still gets one
-    assert pacing.block_leaves("a", 1, "abcd") == 1
+    assert pacing.block_leaves("a", 16) == 4  # 4 ms of work, all of a share
+    assert pacing.block_leaves("a", 8) == 2  # every worker still gets one
+    assert pacing.block_leaves("a", 1) == 1
 
 
 seconds = st.floats(1e-9, 1e6)
@@ -66,10 +75,11 @@ def test_every_worker_gets_a_power_of_two(speeds: list[float | None], free: int)
     pacing = Pacing(PacingConfig())
     workers = [str(number) for number in range(len(speeds))]
     for worker, leaf_s in zip(workers, speeds, strict=True):
+        pacing.takes_work(worker)
         if leaf_s is not None:
             pacing.observe(worker, 1, leaf_s)
     for worker in workers:
-        leaves = pacing.block_leaves(worker, free, workers)
+        leaves = pacing.block_leaves(worker, free)
         assert 1 <= leaves <= max(free, 1)
         assert leaves & (leaves - 1) == 0
         assert 5.0 <= pacing.deadline_s(worker, leaves) <= 3600.0
@@ -138,10 +148,10 @@ def test_deadlines_follow_the_95th_percentile_of_the_last_leases() -> None:
 
 def test_a_backup_is_due_sooner_than_the_deadline() -> None:
     pacing = paced(a=1.0, b=4.0)
-    assert pacing.late_s("a", 2, ["a", "b"]) == 1.0 * 2 * 1.5
-    assert pacing.late_s("new", 2, ["a", "b"]) == 4.0 * 2 * 1.5
-    assert pacing.late_s("new", 2, ["new"]) is None
-    assert paced(a=1e-6).late_s("a", 1, ["a"]) == 0.2
+    assert pacing.late_s("a", 2) == 1.0 * 2 * 1.5
+    assert pacing.late_s("new", 2) == 4.0 * 2 * 1.5
+    assert paced().late_s("new", 2) is None
+    assert paced(a=1e-6).late_s("a", 1) == 0.2
 
 
 def test_a_forgotten_worker_is_unknown() -> None:
@@ -163,15 +173,17 @@ def test_a_slow_worker_leaves_the_end_of_a_step_to_the_fast_ones() -> None:
     pacing = Pacing(PacingConfig())
     seconds = {"slow": 1.0, "middle": 0.25, "fast": 0.1}
     for worker, leaf_s in seconds.items():
+        pacing.takes_work(worker)
         pacing.observe(worker, 1, leaf_s)
-    assert pacing.unequal(seconds)
+    assert pacing.unequal
     free, now, taken = 96, 0.0, dict.fromkeys(seconds, 0)
     busy_until = dict.fromkeys(seconds, 0.0)
     while free:
         ready = [worker for worker in seconds if busy_until[worker] <= now]
         for worker in ready:
             held = {other: round(max(busy_until[other] - now, 0.0) / seconds[other]) for other in seconds}
-            leaves = min(1, free, pacing.in_time(worker, held, free, 96, now))
+            others = sum(held.values()) - held[worker]
+            leaves = min(1, free, pacing.in_time(worker, held[worker], others, free, 96, now))
             busy_until[worker] = now + leaves * seconds[worker]
             free, taken[worker] = free - leaves, taken[worker] + leaves
         now = min((at for at in busy_until.values() if at > now), default=now + 0.05)
@@ -181,12 +193,46 @@ def test_a_slow_worker_leaves_the_end_of_a_step_to_the_fast_ones() -> None:
 
 def test_nobody_holds_back_among_equals_or_when_the_fast_ones_hang() -> None:
     equals = paced(a=1.0, b=1.2)
-    assert not equals.unequal(["a", "b"])
-    assert equals.in_time("b", {"a": 1, "b": 1}, 1, 10, 0.0) == 1
-    unequal = paced(slow=1.0, fast=0.1)
-    assert unequal.in_time("slow", {"slow": 0, "fast": 1}, 1, 11, 1.0) == 0
-    assert unequal.in_time("slow", {"slow": 0, "fast": 1}, 1, 11, 2.1) == 1  # the step takes twice what it should
-    assert unequal.in_time("new", {"new": 0, "fast": 1}, 1, 11, 0.0) == 1
+    assert not equals.unequal
+    assert equals.in_time("b", 1, 1, 1, 10, 0.0) == 1
+    unequal = among(paced(slow=1.0, fast=0.1), "new")
+    assert unequal.in_time("slow", 0, 1, 1, 11, 1.0) == 0
+    assert unequal.in_time("slow", 0, 1, 1, 11, 2.1) == 1  # the step takes twice what it should
+    assert unequal.in_time("new", 0, 1, 1, 11, 0.0) == 1
+
+
+def test_who_takes_no_work_counts_for_nothing() -> None:
+    pacing = paced(a=1.0, b=1.0, hung=0.01)
+    assert pacing.block_leaves("a", 64) == 1
+    assert pacing.unequal
+    pacing.takes_work("hung", False)
+    assert (pacing.block_leaves("a", 64), pacing.unequal, pacing.fastest_leaf_s) == (16, False, 1.0)
+    pacing.observe("hung", 1, 0.01)  # what comes of it later is kept for when it is back
+    assert not pacing.unequal
+    pacing.takes_work("hung")
+    assert pacing.unequal
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | seconds, st.booleans()), max_size=200))
+def test_what_is_kept_is_what_counting_anew_would_give(changes: list[tuple[str, float | None, bool]]) -> None:
+    kept, last = Pacing(PacingConfig()), Pacing(PacingConfig())
+    takes: dict[str, bool] = {}
+    for worker, leaf_s, does in changes:
+        kept.takes_work(worker, does)
+        takes[worker] = does
+        if leaf_s is None:
+            kept.forget(worker)
+            last.forget(worker)
+        else:
+            kept.observe(worker, 1, leaf_s)
+            last.observe(worker, 1, leaf_s)  # nobody takes work there: nothing is counted yet
+    for worker, does in takes.items():
+        last.takes_work(worker, does)
+    assert (kept.unequal, kept.fastest_leaf_s) == (last.unequal, last.fastest_leaf_s)
+    for worker in "abcd":
+        assert kept.late_s(worker, 3) == last.late_s(worker, 3)
+        found, anew = kept.block_leaves(worker, 1 << 20), last.block_leaves(worker, 1 << 20)
+        assert found / anew in (0.5, 1.0, 2.0)  # a sum in another order may fall on the other side of a power of two
 
 
 def test_a_late_lease_lengthens_the_deadline_to_twice_what_it_was() -> None:

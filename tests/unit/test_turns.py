@@ -14,13 +14,13 @@ def turns(*workers: str) -> Turns:
     made = Turns(num_fragments=2, inner_steps=2, pacing=Pacing(PacingConfig()), quorum=QuorumConfig(part=1.0))
     for worker in workers:
         made.join(worker, 0)
-        made.granted(worker, workers, 0.0)
+        made.granted(worker, 0.0)
         made.carried(worker, 10)
     return made
 
 
 def submit(made: Turns, worker: str, lease: int, fragment: int) -> int:
-    made.asked(worker, lease, fragment, "ab")
+    made.asked(worker, lease, fragment)
     return made.take_samples(worker, fragment)
 
 

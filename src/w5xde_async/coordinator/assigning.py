@@ -68,6 +68,10 @@ class Assigning(Hosting):
         self.num_backups = 0
         self._begun = False
 
+    def _data_came(self) -> None:
+        self.loader.came()
+        self._schedule()
+
     def _plan(self, step: int) -> StepPlan:
         """For its numbers alone: a step that is done has no indices any more."""
         plan = self._plans.get(step)
@@ -127,10 +131,10 @@ class Assigning(Hosting):
         if self._local:
             self._oldest[grant.lease] = pace.min_version
         if self._local:
-            for fragment in self.turns.granted(worker, ready, now):
+            for fragment in self.turns.granted(worker, now):
                 # A round is an average over workers: its turn comes again when this one has closed.
                 if not (self._streams and self.turns.had_its_turn(worker, fragment)):
-                    self._ask(worker, fragment, ready, now)
+                    self._ask(worker, fragment, now)
 
     def _back_up(self, ready: Sequence[str], now: float) -> None:
         """Where nothing is left to lease, a worker without work computes what another is late with.
@@ -140,7 +144,7 @@ class Assigning(Hosting):
         """
         late = []
         for grant, place in self.ledger.unbacked():
-            late_s = self.pacing.late_s(grant.worker, 1, ready)
+            late_s = self.pacing.late_s(grant.worker, 1)
             if late_s is not None and self.ledger.began_at(grant) + late_s * (place + 1) <= now:
                 late.append(grant)
         for worker in ready if late else ():
@@ -155,12 +159,12 @@ class Assigning(Hosting):
             self._waiting.setdefault(worker, deque()).append((second, self.turns.of(worker).min_version))
             self.num_backups += 1
 
-    def _ask(self, worker: str, fragment: int, ready: Sequence[str], now: float) -> None:
+    def _ask(self, worker: str, fragment: int, now: float) -> None:
         """Have ``worker`` submit a fragment after what was leased to it so far."""
         if fragment in self.turns.fragments_asked(worker):
             return  # it has not answered the last time yet
         grant = self.ledger.ask(worker, now=now, deadline_s=self._submitting.deadline_s(worker, 1))
-        self.turns.asked(worker, grant.lease, fragment, ready)
+        self.turns.asked(worker, grant.lease, fragment)
         pace = self.turns.of(worker)
         if not self._streams:  # it goes on from the version that its Delta becomes part of
             pace.blocked = not self._with_quorum
@@ -180,7 +184,7 @@ class Assigning(Hosting):
                 if fragment in asked or (asked and (held or not self._streams)):
                     continue  # when it has answered
                 if held or self.turns.owes(worker, fragment):
-                    self._ask(worker, fragment, (), now)
+                    self._ask(worker, fragment, now)
                 elif self._with_quorum:
                     self.turns.idle(worker, fragment)
             self._send_waiting(worker)

@@ -108,7 +108,7 @@ class Hosting(ABC):
         self.last_loss: float | None = None
         self.sessions: dict[str, Session] = {}
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
-        self.membership = Membership(config.silence_s)
+        self.membership = Membership(config.silence_s, self._takes_work)
         self.pacing = Pacing(config.pacing)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
         #: A worker is put out: the name it has proved or else its id, and why.
@@ -133,7 +133,7 @@ class Hosting(ABC):
         self._bytes_before = (0, 0)
         self._retuned: Retune | None = None
         self._keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
-        loader.on_ready = self._schedule
+        loader.on_ready = self._data_came
         loader.on_error = self.fail
 
     @property
@@ -163,6 +163,14 @@ class Hosting(ABC):
     @abstractmethod
     def _schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+
+    @abstractmethod
+    def _data_came(self) -> None:
+        """The loader has read something: leases that waited for it can be sent."""
+
+    def _takes_work(self, worker: str, does: bool) -> None:
+        """A member takes work from now on, or no more."""
+        self.pacing.takes_work(worker, does)
 
     @abstractmethod
     def _introduce(self, session: Session) -> None:

@@ -15,7 +15,7 @@ aggregator's thread, from the task that drives it (``settle``); everything else 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -189,7 +189,7 @@ class Judging:
 
     # -- the second computation ----------------------------------------------------------------------------
 
-    def leases(self, ready: Sequence[str], deadline_s: Callable[[str, int], float]) -> list[Grant]:
+    def leases(self, ready: Collection[str], deadline_s: Callable[[str, int], float]) -> list[Grant]:
         """Audits to lease now. ``ready``: workers that take work."""
         for lease in tuple(self._orphans):
             if self._ledger.get(lease) is None and not self.being_received(lease):
@@ -202,6 +202,9 @@ class Judging:
             if candidate.other is not None:
                 continue
             if held.lease is not None and not self._renewed(held):
+                continue
+            at_once = sum(c.held is not None and c.held.lease is not None for c in self._held) + len(self._orphans)
+            if at_once >= self._auditor.config.most_open:
                 continue
             able = [worker for worker in ready if worker == held.worker or self.has_delivered(worker)]
             if all(worker == held.worker for worker in able):
@@ -220,9 +223,6 @@ class Judging:
                     self._held.remove(candidate)
                     self._given_up.append(candidate)
                     self._wake()
-                continue
-            at_once = sum(c.held is not None and c.held.lease is not None for c in self._held) + len(self._orphans)
-            if at_once >= self._auditor.config.most_open:
                 continue
             leaves = held.block.num_leaves
             grant = self._ledger.audit(

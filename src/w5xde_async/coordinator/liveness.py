@@ -102,7 +102,7 @@ class Liveness:
             self._membership.members[session.worker_id].last_seen = now
 
     def _overdue(self, grant: Held) -> None:
-        if not any(member.worker_id != grant.worker for member in self._membership.ready()):
+        if self._membership.num_ready <= self._membership.is_ready(grant.worker):
             return  # nobody else could do it sooner
         self._overran(grant.worker)
         holder = self._sessions.get(grant.worker)

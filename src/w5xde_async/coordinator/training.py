@@ -317,34 +317,44 @@ class Training(Hosting):
 
     # -- leases --------------------------------------------------------------------------------------------
 
+    def _takes_work(self, worker: str, does: bool) -> None:
+        self.dispatch.takes_work(worker, does)
+
     def _schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
         if self._failure is not None:
             return
-        ready = [member.worker_id for member in self.membership.ready()]
         if not self.begun:
-            if len(ready) < self.config.min_workers:
-                self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
+            ready = self.membership.num_ready
+            if ready < self.config.min_workers:
+                self.bus.publish(Waiting(reason=f"{ready} of {self.config.min_workers} workers"))
                 return
             self.begun = True
-        if only is not None and only not in ready:
+        if only is not None and not self.membership.is_ready(only):
             return
         steps = self.ledger.open_steps
         if self._stopping:
             steps = steps[:1]
         now = self.clock()
-        hungry = [worker for worker in (ready if only is None else [only]) if self._has_credit(worker)]
-        for grant in self.judging.leases(ready, self.pacing.deadline_s):
+        for grant in self.judging.leases(self.membership.ready_ids, self.pacing.deadline_s):
             self.dispatch.send(grant)
         self.dispatch.holds_back = self.judging.num_held >= most_held(self.config)
-        for worker, lease in self.dispatch.leases(ready, steps, now, hungry=hungry):
+        for worker, lease in self.dispatch.leases(steps, now, has_credit=self._has_credit, again=only is None):
             self.sessions[worker].post_lease(lease.message, lease.buffers)
+        self._look_again_at(self.dispatch.look_again_at, now)
+
+    def _look_again_at(self, at: float, now: float) -> None:
+        """Schedule again at that time, and at no other that was said before."""
         if self._look_again is not None:
             self._look_again.cancel()
             self._look_again = None
-        if math.isfinite(at := self.dispatch.look_again_at):
-            delay_s = max(at - now, 0.001)
-            self._look_again = asyncio.get_running_loop().call_later(delay_s, self._schedule)
+        if math.isfinite(at):
+            self._look_again = asyncio.get_running_loop().call_later(max(at - now, 0.001), self._schedule)
+
+    def _data_came(self) -> None:
+        if self._failure is None:
+            for worker, lease in self.dispatch.read():
+                self.sessions[worker].post_lease(lease.message, lease.buffers)
 
     # -- session.Host --------------------------------------------------------------------------------------
 
@@ -392,7 +402,8 @@ class Training(Hosting):
             member.standing = Standing.DRAINING
         for number, grant in enumerate(self.ledger.held(session.worker_id)):
             # The oldest is being computed; the others have not been begun and are better given to somebody else.
-            late_s = self.pacing.late_s(grant.worker, grant.block.num_leaves, ())
+            known = self.pacing.leaf_s(grant.worker) is not None
+            late_s = self.pacing.late_s(grant.worker, grant.block.num_leaves) if known else None
             in_time = drain.grace_s == 0 or late_s is None or late_s <= drain.grace_s
             if session.receiving != grant.lease and (number or not in_time):
                 self.ledger.give_back(grant.lease)

@@ -6,7 +6,7 @@ model (``local``, ``async-local``), or one part of it after the other (``streami
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from w5xde_async.plan.pacing import Pacing
@@ -54,33 +54,32 @@ class Turns:
         """Raises KeyError for one that has not joined."""
         return self._paces[worker]
 
-    def period(self, worker: str, workers: Collection[str]) -> int:
+    def period(self, worker: str) -> int:
         """H of this worker: fewer steps than the fastest takes, by its speed."""
-        own = self._pacing.leaf_s(worker)
-        known = [leaf_s for other in workers if (leaf_s := self._pacing.leaf_s(other)) is not None]
-        if own is None or not known:
+        own, fastest = self._pacing.leaf_s(worker), self._pacing.fastest_leaf_s
+        if own is None or fastest is None:
             return self.inner_steps
-        return inner_steps(1 / own, max(1 / min(known), 1 / own), self.inner_steps)
+        return inner_steps(1 / own, max(1 / fastest, 1 / own), self.inner_steps)
 
-    def granted(self, worker: str, workers: Collection[str], now: float) -> list[int]:
+    def granted(self, worker: str, now: float) -> list[int]:
         """A step was leased to ``worker``: the fragments that it is to submit after it."""
         pace = self._paces[worker]
         pace.taken += 1
         for quorum in self.quorums:
             if not quorum.knows(worker):
                 quorum.joined(worker, now)
-        period = self.period(worker, workers)
+        period = self.period(worker)
         ends = [
             index for index, at in enumerate(pace.due)
             if pace.taken >= at - (self.inner_steps - period if self.num_fragments == 1 else 0)
         ]  # fmt: skip
         return ends
 
-    def asked(self, worker: str, lease: int, fragment: int, workers: Collection[str]) -> None:
+    def asked(self, worker: str, lease: int, fragment: int) -> None:
         """``worker`` was asked for a fragment."""
         pace = self._paces[worker]
         pace.asked[lease] = fragment
-        period = self.inner_steps if self.num_fragments == 1 else self.period(worker, workers)
+        period = self.inner_steps if self.num_fragments == 1 else self.period(worker)
         pace.due[fragment] = pace.taken + period
 
     def carried(self, worker: str, samples: int) -> None:

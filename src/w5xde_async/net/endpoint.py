@@ -174,6 +174,8 @@ class Listener:
         self._on_link = on_link
         self._tls, self._bulk, self._max_links, self._max_strangers = tls, bulk, max_links, max_strangers
         self._links: dict[asyncio.Task[None], _Accepted] = {}
+        # Address -> links from it that were strangers when somebody last looked; nobody looks at more than a crowd.
+        self._strangers: dict[str, dict[asyncio.Task[None], _Accepted]] = {}
         self._warn_at = 0.0
         loop = asyncio.get_running_loop()
         name = f"accept {format_address(self.host, self.port)}"
@@ -216,7 +218,7 @@ class Listener:
                 continue
             exhausted = False
             peer = format_address(*address[:2])
-            strangers = sum(known.host == address[0] and known.is_stranger() for known in self._links.values())
+            strangers = self._count_strangers(address[0])
             if len(self._links) >= self._max_links or strangers >= self._max_strangers:
                 now = loop.time()
                 if now >= self._warn_at:  # a flood of them must not become one of lines
@@ -226,8 +228,24 @@ class Listener:
                 continue
             accepted = _Accepted(address[0])
             task = loop.create_task(self._serve(sock, peer, accepted), name=f"link {peer}")
-            self._links[task] = accepted
-            task.add_done_callback(self._links.pop)
+            self._links[task] = self._strangers.setdefault(accepted.host, {})[task] = accepted
+            task.add_done_callback(self._ended)
+
+    def _count_strangers(self, host: str) -> int:
+        """Links from ``host`` that have not been let in, or no more than there may be."""
+        known = self._strangers.get(host, {})
+        if len(known) >= self._max_strangers:  # those that were let in meanwhile are taken out once
+            for task in [task for task, accepted in known.items() if not accepted.is_stranger()]:
+                del known[task]
+        return len(known)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        host = self._links.pop(task).host
+        strangers = self._strangers.get(host)
+        if strangers is not None:
+            strangers.pop(task, None)
+            if not strangers:
+                del self._strangers[host]
 
     async def _serve(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:

@@ -7,14 +7,18 @@ Invariants, checked by ``validate`` in tests:
   - a block has at most two open leases: its own and a backup, which another worker holds;
   - an audit is a lease on a finished block beside these: what it fills is its own and finishes nothing.
 
+Nothing that is asked for each lease goes through a step's leaves or all workers' leases: what is free, half done or
+held of a step is counted as it changes.
+
 Time is an argument. What this room does not do: hold tensors, know workers beyond their id, choose block sizes.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from w5xde_async.plan.attempts import Places
@@ -71,7 +75,11 @@ class OpenStep:
     num_leaves: int
     opened_at: float
     free: list[Block]  # maximal free runs, ascending; not aligned
+    free_leaves: int  # that nobody holds, those of half-filled blocks among them
     slots: dict[int, Slot] = field(default_factory=dict)  # first leaf -> slot
+    orphans: dict[int, Slot] = field(default_factory=dict)  # those that are half-filled and nobody holds
+    leases: dict[int, Grant] = field(default_factory=dict)  # open ones, in order
+    held_leaves: int = 0  # in these
     failures: dict[int, list[str]] = field(default_factory=dict)  # leaf -> workers that failed on it
     deaths: dict[int, set[str]] = field(default_factory=dict)  # leaf -> workers that vanished on it
     finished_leaves: int = 0
@@ -105,6 +113,8 @@ class Ledger:
         self._grants: dict[int, Grant] = {}
         self._next_lease = first_lease
         self._held: dict[str, list[int]] = {}
+        self._watched: set[str] = set()
+        self._eased: dict[str, None] = {}  # of those, who has had a lease less since somebody asked
         self._ended: deque[int] = deque()
         self._past: dict[int, tuple[Grant, bool]] = {}  # the last leases that ended, and whether finished
         self._audits: dict[int, Slot] = {}  # lease -> what an audit has filled
@@ -120,7 +130,7 @@ class Ledger:
         """Begin ``step``; all its leaves are free."""
         if step in self._steps or len(self._steps) >= self.max_open_steps:
             raise ValueError(f"step {step} cannot be opened beside {self.open_steps}")
-        self._steps[step] = OpenStep(step, num_leaves, now, [Block(0, num_leaves)])
+        self._steps[step] = OpenStep(step, num_leaves, now, [Block(0, num_leaves)], num_leaves)
 
     def begin(self, step: int, now: float) -> None:
         """``step`` can be computed from now on: deadlines of leases given ahead start here."""
@@ -145,9 +155,28 @@ class Ledger:
 
     def free_leaves(self, step: int) -> int:
         """Leaves of ``step`` that nobody holds."""
-        opened = self._steps[step]
-        waiting = sum(s.block.num_leaves for s in opened.slots.values() if s.lease is None and not s.finished)
-        return waiting + sum(block.num_leaves for block in opened.free)
+        return self._steps[step].free_leaves
+
+    def held_leaves(self, step: int) -> int:
+        """Leaves of ``step`` in open leases, twice where two workers have them."""
+        return self._steps[step].held_leaves
+
+    def leases_on(self, step: int) -> Collection[Grant]:
+        """Open leases on ``step``, in the order in which they were given."""
+        return self._steps[step].leases.values()
+
+    def watch(self, worker: str, do: bool = True) -> None:
+        """From now on ``eased`` tells of ``worker``, or no more."""
+        if do:
+            self._watched.add(worker)
+        else:
+            self._watched.discard(worker)
+            self._eased.pop(worker, None)
+
+    def eased(self) -> Collection[str]:
+        """Workers that have had a lease less since the last call, whatever ended it, of those that are watched."""
+        eased, self._eased = self._eased, {}
+        return eased.keys()
 
     # -- leases --------------------------------------------------------------------------------------------
 
@@ -196,18 +225,17 @@ class Ledger:
         """When the lease could be begun at the earliest: granted, and its step computable."""
         return max(grant.granted_at, self._steps[grant.step].opened_at)
 
-    def unbacked(self, step: int, worker: str) -> list[Grant]:
-        """Leases of ``step`` that ``worker`` could back up: others', never backed up yet, not failed on by it."""
-        failures = self._steps[step].failures
-        return [
-            grant
-            for grant in self._grants.values()
-            if grant.step == step
-            and grant.worker != worker
-            and grant.lease not in self._audits
-            and not self._slot(grant).contested
-            and not (failures and any(worker in failures.get(leaf, ()) for leaf in range(*grant.block)))
-        ]
+    def may_back_up(self, lease: int, worker: str) -> bool:
+        """Whether ``worker`` could back up an open lease: another's, never backed up yet, not failed on by it."""
+        grant = self._grants[lease]
+        if grant.worker == worker or not self.unbacked(lease):
+            return False
+        failures = self._steps[grant.step].failures
+        return not (failures and any(worker in failures.get(leaf, ()) for leaf in range(*grant.block)))
+
+    def unbacked(self, lease: int) -> bool:
+        """Whether nobody has backed up an open lease yet. Audits are not backed up."""
+        return lease not in self._audits and not self._slot(self._grants[lease]).contested
 
     def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> Grant:
         """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid."""
@@ -238,9 +266,10 @@ class Ledger:
         if not slot.finished:
             raise ValueError(f"{block} of step {step} is not finished")
         opened.finished_leaves -= block.num_leaves
+        opened.free_leaves += block.num_leaves
         for leaf in range(*block):
             opened.failures.setdefault(leaf, []).append(worker)
-        opened.free = _add_run(opened.free, block)
+        _add_run(opened.free, block)
 
     def unfill(self, step: int, start: int, buckets: Iterable[int]) -> None:
         """What an unfinished block got from a worker that is not believed any more is missing again."""
@@ -250,10 +279,11 @@ class Ledger:
         slot.contested = True  # who has it now may have had a bucket turned away that is missing again
         if slot.lease is None and slot.backup is None and not slot.buckets:
             del opened.slots[start]
-            opened.free = _add_run(opened.free, slot.block)
+            opened.orphans.pop(start, None)
+            _add_run(opened.free, slot.block)
 
     def grant(
-        self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Iterable[str] = ()
+        self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Collection[str] = ()
     ) -> Grant | None:
         """Lease ``worker`` the first free block of ``step``, of at most ``max_leaves`` leaves.
 
@@ -261,9 +291,8 @@ class Ledger:
         there are any.
         """
         opened = self._steps[step]
-        others = set(others) - {worker}
-        for slot in opened.slots.values():
-            if slot.lease is None and not slot.finished and not self._shuns(opened, slot.block, worker, others):
+        for slot in opened.orphans.values():
+            if not self._shuns(opened, slot.block, worker, others):
                 return self._lease(opened, slot, worker, now, deadline_s)
         for position, run in enumerate(opened.free):
             start = run.start
@@ -324,9 +353,12 @@ class Ledger:
             slot.lease, slot.backup = (slot.backup if slot.lease == lease else slot.lease), None
             return grant
         slot.lease = None
-        if not slot.buckets:
+        opened.free_leaves += slot.block.num_leaves
+        if slot.buckets:
+            opened.orphans[slot.block.start] = slot
+        else:
             del opened.slots[slot.block.start]
-            opened.free = _add_run(opened.free, slot.block)
+            _add_run(opened.free, slot.block)
         return grant
 
     def fail(self, lease: int, leaf: int) -> Culprit | None:
@@ -393,11 +425,7 @@ class Ledger:
         current = next(iter(self._steps.values()), None)
         if current is None:
             return []
-        return [
-            grant
-            for grant in self._grants.values()
-            if grant.step == current.step and self.began_at(grant) + self.allowed_s(grant) <= now
-        ]
+        return [grant for grant in current.leases.values() if self.began_at(grant) + self.allowed_s(grant) <= now]
 
     def validate(self) -> None:
         """Raise AssertionError where an invariant does not hold (for tests and the simulator)."""
@@ -409,6 +437,14 @@ class Ledger:
             assert seen == [1] * opened.num_leaves, f"step {opened.step}: leaves counted {seen}"
             done = sum(slot.block.num_leaves for slot in opened.slots.values() if slot.finished)
             assert done == opened.finished_leaves
+            waiting = {start: s for start, s in opened.slots.items() if s.lease is None and not s.finished}
+            assert waiting == opened.orphans
+            free = sum(b.num_leaves for b in (*opened.free, *(slot.block for slot in waiting.values())))
+            assert free == opened.free_leaves
+            assert opened.free == sorted(opened.free)
+            held = {lease: grant for lease, grant in self._grants.items() if grant.step == opened.step}
+            assert held == opened.leases
+            assert sum(grant.block.num_leaves for grant in held.values()) == opened.held_leaves
             for slot in opened.slots.values():
                 for lease in (slot.lease, slot.backup):
                     assert lease is None or self._grants[lease].block == slot.block
@@ -425,12 +461,17 @@ class Ledger:
     def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
         grant = self._enter(opened.step, slot, worker, now, deadline_s)
         slot.lease, slot.contested = grant.lease, False
+        opened.orphans.pop(slot.block.start, None)
+        opened.free_leaves -= slot.block.num_leaves
         return grant
 
     def _enter(self, step: int, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
         lease, self._next_lease = self._next_lease, self._next_lease + 1
         grant = self._grants[lease] = Grant(lease, step, slot.block, worker, now, deadline_s)
         self._held.setdefault(worker, []).append(lease)
+        opened = self._steps[step]
+        opened.leases[lease] = grant
+        opened.held_leaves += slot.block.num_leaves
         return grant
 
     def _drop(self, lease: int, *, finished: bool = False) -> Grant:
@@ -439,13 +480,19 @@ class Ledger:
         held.remove(lease)
         if not held:
             del self._held[grant.worker]
+        if grant.worker in self._watched:
+            self._eased[grant.worker] = None
+        opened = self._steps.get(grant.step)
+        if opened is not None:
+            del opened.leases[lease]
+            opened.held_leaves -= grant.block.num_leaves
         self._ended.append(lease)
         self._past[lease] = (grant, finished)
         if len(self._ended) > _REMEMBERED:
             del self._past[self._ended.popleft()]
         return grant
 
-    def _shuns(self, opened: OpenStep, block: Block, worker: str, others: set[str]) -> bool:
+    def _shuns(self, opened: OpenStep, block: Block, worker: str, others: Collection[str]) -> bool:
         if not opened.failures:
             return False
         return any(self.places.leaves(worker, opened.failures.get(leaf, ()), others) for leaf in range(*block))
@@ -461,11 +508,12 @@ class Ledger:
         return block
 
 
-def _add_run(runs: list[Block], block: Block) -> list[Block]:
-    merged: list[Block] = []
-    for run in sorted([*runs, block]):
-        if merged and merged[-1].stop == run.start:
-            merged[-1] = Block(merged[-1].start, run.stop)
-        else:
-            merged.append(run)
-    return merged
+def _add_run(runs: list[Block], block: Block) -> None:
+    """Put a block among maximal runs, ascending: it becomes one with those that it touches."""
+    at = bisect_left(runs, block)
+    start, stop, first, last = block.start, block.stop, at, at
+    if at and runs[at - 1].stop == start:
+        first, start = at - 1, runs[at - 1].start
+    if at < len(runs) and runs[at].start == stop:
+        last, stop = at + 1, runs[at].stop
+    runs[first:last] = [Block(start, stop)]

@@ -6,6 +6,7 @@ id is a member: a newer one replaces the older (a worker that reconnects before 
 
 from __future__ import annotations
 
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,7 +34,6 @@ class Member:
     incarnation: int
     joined_at: float
     last_seen: float
-    standing: Standing = Standing.READY
     leaves: int = 0
     samples: int = 0
     compute_s: float = 0.0
@@ -42,15 +42,34 @@ class Member:
     encoded_bytes: int = 0  # of the same on the wire
     encode_s: float = 0.0  # that it spent encoding
     owes: set[int] = field(default_factory=set)  # leases taken from it of which it has said nothing yet
+    _standing: Standing = field(default=Standing.READY, init=False)
+    _of: Membership | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def standing(self) -> Standing:
+        """What it is to the scheduler; whose member it is sees to who takes work."""
+        return self._standing
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        self._standing = standing
+        if self._of is not None:
+            self._of.look(self)
 
 
-@dataclass(slots=True)
 class Membership:
-    """All members by id. ``silence_s``: a member that says nothing for that long counts as gone."""
+    """All members by id. ``silence_s``: a member that says nothing for that long counts as gone.
 
-    silence_s: float
-    members: dict[str, Member] = field(default_factory=dict)
-    _incarnations: int = 0
+    Who takes work is kept as it changes, so that nobody need look through all members for it.
+    """
+
+    def __init__(self, silence_s: float, on_ready: Callable[[str, bool], None] = lambda worker_id, ready: None) -> None:
+        """``on_ready`` is told the id of each member that begins (True) or ceases (False) to take work."""
+        self.silence_s = silence_s
+        self.members: dict[str, Member] = {}
+        self._on_ready = on_ready
+        self._ready: dict[str, Member] = {}
+        self._incarnations = 0
 
     def next_incarnation(self) -> int:
         self._incarnations += 1
@@ -59,7 +78,11 @@ class Membership:
     def join(self, member: Member) -> Member | None:
         """Add a member. Returns the older incarnation that it replaces, if any."""
         replaced = self.members.get(member.worker_id)
+        if replaced is not None:
+            self._part(replaced)
         self.members[member.worker_id] = member
+        member._of = self
+        self.look(member)
         return replaced
 
     def leave(self, worker_id: str, incarnation: int) -> Member | None:
@@ -67,12 +90,42 @@ class Membership:
         member = self.members.get(worker_id)
         if member is None or member.incarnation != incarnation:
             return None
+        self._part(member)
         return self.members.pop(worker_id)
 
+    @property
+    def num_ready(self) -> int:
+        """Members that take work."""
+        return len(self._ready)
+
+    def is_ready(self, worker_id: str) -> bool:
+        """Whether a member of that id takes work."""
+        return worker_id in self._ready
+
+    @property
+    def ready_ids(self) -> KeysView[str]:
+        """Ids of the members that take work: no copy, they change with them."""
+        return self._ready.keys()
+
     def ready(self) -> list[Member]:
-        """Members that take work, in order of joining."""
-        return [member for member in self.members.values() if member.standing is Standing.READY]
+        """Members that take work, in the order in which they began to."""
+        return list(self._ready.values())
 
     def silent(self, now: float) -> list[Member]:
         """Members that have said nothing for ``silence_s``."""
         return [member for member in self.members.values() if now - member.last_seen >= self.silence_s]
+
+    def look(self, member: Member) -> None:
+        """A member of this membership may take work now, or no more."""
+        ready = member.standing is Standing.READY
+        if ready != (member.worker_id in self._ready):
+            if ready:
+                self._ready[member.worker_id] = member
+            else:
+                del self._ready[member.worker_id]
+            self._on_ready(member.worker_id, ready)
+
+    def _part(self, member: Member) -> None:
+        member._of = None
+        if self._ready.pop(member.worker_id, None) is not None:
+            self._on_ready(member.worker_id, False)

@@ -10,14 +10,17 @@ to when their results had come. A worker of which nothing is known is taken for 
 soon as one of those is known, and for twice as slow after each lease in a row that it has overrun. A lease that is late
 by less than that is given to a second worker as well, when one has nothing else to do (backup tasks: Dean & Ghemawat
 2004, section 3.6).
+
+Whoever takes work is known here by name, and what is asked of all of them (how fast together, who is fastest, slowest,
+in the middle) is kept as measurements come in: no question costs more for more workers.
 Pure: speeds come in as measurements, time is an argument.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Pacing", "PacingConfig"]
@@ -78,6 +81,16 @@ class _Window:
         return self._in_order[(len(self._in_order) * 19) // 20]
 
 
+class _InOrder(list[float]):
+    """Numbers, ascending. (A list's ``insort`` moves memory: 32 KB at most for 4096 workers, a microsecond.)"""
+
+    def put(self, number: float) -> None:
+        insort(self, number)
+
+    def take(self, number: float) -> None:
+        del self[bisect_left(self, number)]
+
+
 @dataclass(slots=True)
 class Pacing:
     """Measured speeds and what follows from them."""
@@ -85,8 +98,47 @@ class Pacing:
     config: PacingConfig
     _leaf_s: dict[str, float] = field(default_factory=dict)
     _taken: dict[str, _Window] = field(default_factory=dict)
-    _slowest_s: float | None = None  # the largest 95th percentile of all workers; None: to be looked for again
     _overrun: dict[str, int] = field(default_factory=dict)  # worker -> leases in a row whose deadline passed
+    _workers: dict[str, float | None] = field(default_factory=dict)  # that take work -> seconds a leaf that count
+    _speeds: _InOrder = field(default_factory=_InOrder)  # these in order
+    _longest: dict[str, float] = field(default_factory=dict)  # worker -> 95th percentile of what its leases took
+    _latest: _InOrder = field(default_factory=_InOrder)  # these in order
+    _leaves_per_s: float = 0.0  # all of those together
+    _changes: int = 0  # since that was added up anew
+
+    def takes_work(self, worker: str, does: bool = True) -> None:
+        """``worker`` is one of those that share the work from now on, or is not."""
+        if does:
+            self._workers.setdefault(worker, None)
+            self._count(worker)
+        elif worker in self._workers:
+            self._uncount(worker)
+            del self._workers[worker]
+
+    def _uncount(self, worker: str) -> None:
+        leaf_s, self._workers[worker] = self._workers[worker], None
+        if leaf_s is not None:
+            self._speeds.take(leaf_s)
+            self._leaves_per_s -= 1 / leaf_s
+        self._changes += 1
+        if self._changes > len(self._workers):  # what is added and taken away again leaves something behind
+            self._leaves_per_s, self._changes = math.fsum(1 / leaf_s for leaf_s in self._speeds), 0
+
+    def _count(self, worker: str) -> None:
+        """Its measurements are new, or gone, or it takes work from now on."""
+        longest = self._longest.pop(worker, None)
+        if longest is not None:
+            self._latest.take(longest)
+        window = self._taken.get(worker)
+        if window is not None:
+            longest = self._longest[worker] = window.p95
+            self._latest.put(longest)
+        if worker in self._workers:
+            self._uncount(worker)
+            leaf_s = self._workers[worker] = self._leaf_s.get(worker)
+            if leaf_s is not None:
+                self._speeds.put(leaf_s)
+                self._leaves_per_s += 1 / leaf_s
 
     def observe(self, worker: str, leaves: int, seconds: float, *, taken_s: float | None = None) -> None:
         """``worker`` computed ``leaves`` leaves in ``seconds`` (finite).
@@ -97,12 +149,12 @@ class Pacing:
         if window is None:
             window = self._taken[worker] = _Window(self.config.window)
         window.add(max(seconds, taken_s or 0.0) / leaves)
-        self._slowest_s = None
         self._overrun.pop(worker, None)
         leaf_s = max(seconds, 1e-9) / leaves
         known = self._leaf_s.get(worker)
         a = self.config.smoothing
         self._leaf_s[worker] = leaf_s if known is None else (1 - a) * known + a * leaf_s
+        self._count(worker)
 
     def observe_late(self, worker: str, leaves: int, seconds: float, taken_s: float) -> None:
         """A lease whose time was over was done after all, ``taken_s`` after it was given.
@@ -117,7 +169,7 @@ class Pacing:
         """The worker is gone; what it has overrun is kept, since it may come back."""
         self._leaf_s.pop(worker, None)
         self._taken.pop(worker, None)
-        self._slowest_s = None
+        self._count(worker)
 
     def overran(self, worker: str) -> None:
         """A lease of this worker was taken from it because its deadline had passed.
@@ -132,20 +184,24 @@ class Pacing:
         """Smoothed seconds per leaf, None before the first measurement."""
         return self._leaf_s.get(worker)
 
-    def block_leaves(self, worker: str, free_leaves: int, workers: Collection[str], *, step_leaves: int = 0) -> int:
+    @property
+    def fastest_leaf_s(self) -> float | None:
+        """Smoothed seconds per leaf of the fastest of those that take work, None where nobody's are known."""
+        return self._speeds[0] if self._speeds else None
+
+    def block_leaves(self, worker: str, free_leaves: int, *, step_leaves: int = 0) -> int:
         """Most leaves (a power of two) of the next block for ``worker``.
 
-        ``free_leaves`` are left for ``workers``, of the step's ``step_leaves``.
+        ``free_leaves`` are left for those that take work, of the step's ``step_leaves``.
         """
         leaf_s = self._leaf_s.get(worker)
         if leaf_s is None:
-            known = [self._leaf_s[other] for other in workers if other in self._leaf_s]
-            if not known:
+            if not self._speeds:
                 return 1  # nothing is known: find out with one leaf
-            leaf_s = sorted(known)[len(known) // 2]
+            leaf_s = self._speeds[len(self._speeds) // 2]
         speed = 1 / leaf_s
-        total = sum(1 / self._leaf_s.get(other, leaf_s) for other in workers) or speed
-        fair = speed / max(total, speed)
+        unknown = len(self._workers) - len(self._speeds)  # those are taken to be as fast as this one
+        fair = speed / max(self._leaves_per_s + unknown * speed, speed)
         share = free_leaves * fair
         wanted = max(
             share / 2,
@@ -154,30 +210,28 @@ class Pacing:
         )
         return 1 << max(int(wanted), 1).bit_length() - 1
 
-    def unequal(self, workers: Collection[str]) -> bool:
-        """Whether some of these are much faster than others."""
-        known = [self._leaf_s[worker] for worker in workers if worker in self._leaf_s]
-        return len(known) > 1 and max(known) > _ALIKE * min(known)
+    @property
+    def unequal(self) -> bool:
+        """Whether some of those that take work are much faster than others."""
+        return len(self._speeds) > 1 and self._speeds[-1] > _ALIKE * self._speeds[0]
 
     def in_time(
-        self, worker: str, held: Mapping[str, int], free_leaves: int, step_leaves: int, elapsed_s: float
+        self, worker: str, held: int, held_by_others: int, free_leaves: int, step_leaves: int, elapsed_s: float
     ) -> int:
         """Most leaves that ``worker`` can still take of a step without being the last to finish it.
 
-        ``held``: leaves of the step that each worker has. A much slower worker leaves the end of a step to those who
+        ``held``: leaves of the step that it has already. A much slower worker leaves the end of a step to those who
         have it done sooner (earliest finish time, as in list scheduling: Graham 1969), unless they take twice as long
         as they should.
         """
         own = self._leaf_s.get(worker)
-        speeds = {other: 1 / self._leaf_s[other] for other in held if other in self._leaf_s}
-        if own is None or len(speeds) < 2 or max(speeds.values()) * own <= _ALIKE:
+        if own is None or self._workers.get(worker) is None or own <= _ALIKE * self._speeds[0]:
             return free_leaves
-        total = sum(speeds.values())
+        total, fastest = self._leaves_per_s, 1 / self._speeds[0]
         if elapsed_s > 2 * step_leaves / total:
             return free_leaves
-        others = sum(count for other, count in held.items() if other != worker)
-        rest_s = (free_leaves + others) / (total - 1 / own) + 1 / max(speeds.values())
-        return max(0, int(rest_s / own) - held.get(worker, 0))
+        rest_s = (free_leaves + held_by_others) / (total - 1 / own) + 1 / fastest
+        return max(0, int(rest_s / own) - held)
 
     def deadline_s(self, worker: str, leaves: int) -> float:
         """How long a lease of ``leaves`` leaves may take, the leases before it included."""
@@ -185,11 +239,9 @@ class Pacing:
         if window is not None:
             taken_s = window.p95 * leaves * config.leases_ahead
             return min(max(taken_s * config.deadline_factor, config.min_deadline_s), config.max_deadline_s)
-        if not self._taken:
+        if not self._latest:
             return config.first_deadline_s
-        if self._slowest_s is None:
-            self._slowest_s = max(window.p95 for window in self._taken.values())
-        taken_s = self._slowest_s * leaves * config.leases_ahead
+        taken_s = self._latest[-1] * leaves * config.leases_ahead
         allowed_s = max(taken_s * config.deadline_factor, config.min_deadline_s)
         return min(allowed_s * 2.0 ** min(self._overrun.get(worker, 0), 32), config.first_deadline_s)
 
@@ -198,14 +250,13 @@ class Pacing:
         finished one and others have meanwhile."""
         return given_s if worker in self._taken else min(given_s, self.deadline_s(worker, leaves))
 
-    def late_s(self, worker: str, leaves: int, workers: Collection[str]) -> float | None:
+    def late_s(self, worker: str, leaves: int) -> float | None:
         """After how long a lease of ``leaves`` leaves is worth a backup; None where no worker's speed is known."""
         window = self._taken.get(worker)
         if window is not None:
             leaf_s = window.p95
+        elif self._latest:
+            leaf_s = self._latest[-1]  # as slow as the slowest
         else:
-            known = sorted(self._taken[other].p95 for other in workers if other in self._taken)
-            if not known:
-                return None
-            leaf_s = known[-1]  # as slow as the slowest
+            return None
         return max(leaf_s * leaves * self.config.backup_factor, self.config.min_backup_s)
