@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
+from tests.support.counting import Name
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.support.counting import Name
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.making import make_training
