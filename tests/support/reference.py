@@ -39,6 +39,16 @@ def _add(left: Sums, right: Sums) -> Sums:
     return {name: one(left[name], right[name]) for name in left}
 
 
+def _add_changes(left: Sums, right: Sums) -> Sums:
+    """The same for buffers, where NaN stands for an element that nobody changed."""
+    total = _add(left, right)
+    for name, a in left.items():
+        b, both = right[name], total[name]
+        if a is not None and b is not None and both is not None and both.dtype.is_floating_point:
+            total[name] = torch.where(a.isnan(), b, torch.where(b.isnan(), a, both))
+    return total
+
+
 def train(job: Job, steps: int | None = None, plan: BatchPlan | None = None) -> tuple[nn.Module, list[float]]:
     """Train in one process, one thread's order; returns the model and each step's loss.
 
@@ -64,6 +74,10 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
     )  # fmt: skip
     persistent = set(model.state_dict())
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    homes = {
+        name: [(module, leaf) for module in model.modules() for leaf, other in module._buffers.items() if other is b]
+        for name, b in buffers.items()
+    }  # where forward may put another tensor
     parameters = dict(model.named_parameters())
     scale, losses = 65536.0 if job.precision == "fp16" else 1.0, []
     random_data = _draws(job)
@@ -71,14 +85,14 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
         plan = sampler.plan(step) if batches is None else batches.plan(step)
         start = {name: b.clone() for name, b in buffers.items()}
         sums: list[Sums] = []
+        changes: list[Sums] = []
         leaf_losses: list[tuple[int, float]] = []
         for leaf in range(plan.num_leaves):
             indices = plan.leaf_indices(leaf).tolist()
             if random_data:
                 seed_all(seed_for("data", job.seed, step, leaf))
             samples = [job.dataset[i] for i in indices]
-            for name, b in buffers.items():
-                b.copy_(start[name])
+            _put_back(buffers, homes, start)
             for parameter in parameters.values():
                 parameter.grad = None
             seed_all(seed_for(job.seed, step, leaf))
@@ -95,15 +109,10 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             part: Sums = {
                 name: None if p.grad is None else p.grad.float().clone() for name, p in parameters.items()
             }  # fmt: skip
-            for name, b in buffers.items():
-                if torch.equal(b, start[name]):
-                    part[name] = None  # nobody changed it: it contributes nothing
-                elif b.dtype.is_floating_point:
-                    part[name] = (b.float() - start[name].float()) * len(indices)
-                else:
-                    part[name] = b.to(torch.int64).clone()
             sums.append(part)
-        root = tree_sum(sums, _add)
+            left_behind = {name: module._buffers[leaf] for name, [(module, leaf), *_] in homes.items()}
+            changes.append({name: _change(left_behind[name], start[name], len(indices)) for name in buffers})
+        root, changed = tree_sum(sums, _add), tree_sum(changes, _add_changes)
         losses.append(sum(n * value for n, value in leaf_losses) / plan.num_samples)
         gradients = {
             name: None if root[name] is None else root[name] / (plan.num_samples * scale) for name in parameters
@@ -111,8 +120,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
         if not all(g is None or bool(g.isfinite().all()) for g in gradients.values()):
             assert job.precision == "fp16"
             scale = scale / 2
-            for name, b in buffers.items():
-                b.copy_(start[name])
+            _put_back(buffers, homes, start)
             continue
         for name, parameter in parameters.items():
             gradient = gradients[name]
@@ -128,15 +136,51 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             group["lr"] = rate
         if scheduler is not None:
             scheduler.step()
+        _put_back(buffers, homes, start)
         for name, b in buffers.items():
-            result = root[name]
-            if result is None:
-                b.copy_(start[name])
-            elif b.dtype.is_floating_point:
-                b.copy_(start[name].float() + result / plan.num_samples)
-            else:
-                b.copy_(result)
+            result = changed[name]
+            if result is not None:
+                b.copy_(_merged(b, result, plan.num_samples))
     return model, losses
+
+
+def _put_back(buffers: dict[str, Tensor], homes: dict[str, list[Any]], start: dict[str, Tensor]) -> None:
+    """Every buffer is the module's own tensor again, with the values of the step's start."""
+    with torch.no_grad():
+        for name, b in buffers.items():
+            b.detach_().copy_(start[name])
+            for module, leaf in homes[name]:
+                module._buffers[leaf] = b
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | ((a != a) & (b != b))
+
+
+@torch.no_grad()
+def _change(value: Tensor, start: Tensor, samples: int) -> Tensor | None:
+    """What a leaf makes of a buffer; None where nobody changed it: then it contributes nothing."""
+    if bool(_same(value, start).all()):
+        return None
+    if not value.dtype.is_floating_point:
+        return value.to(torch.int64).clone()
+    exact = torch.float64 if value.dtype == torch.float64 else torch.float32
+    difference = (value.to(exact) - start.to(exact)).float() * samples
+    # Of what was not finite the new values are averaged; NaN stands for those that nobody changed.
+    begun = torch.where(_same(value, start), torch.nan, value.float() * samples)
+    return torch.where(start.isfinite(), difference, begun)
+
+
+@torch.no_grad()
+def _merged(before: Tensor, result: Tensor, samples: int) -> Tensor:
+    """``result`` is a sum of changes, or a maximum."""
+    if not before.dtype.is_floating_point:
+        return result
+    exact = torch.float64 if before.dtype == torch.float64 else torch.float32
+    base = torch.where(before.isfinite(), before, torch.zeros_like(before)).to(exact)
+    value = (base + result.to(exact) / samples).to(before.dtype)
+    unchanged = (result == 0) & before.isfinite()
+    return torch.where(unchanged | ~value.isfinite(), before, value)
 
 
 def _draws(job: Job) -> bool:

@@ -100,9 +100,11 @@ def test_an_operator_that_does_not_count_is_found_in_the_first_leaf() -> None:
 def test_a_new_version_is_taken_up() -> None:
     bench = Bench()
     bench.merge.restore()
+    bench.leaf(1)
     bench.state.views[bench.names.index("mean")].fill_(9.0)
     bench.merge.restore()
     assert float(bench.model.mean[0]) == 1.0  # nobody has said so yet
+    bench.leaf(1)
     bench.merge.refresh([bench.names.index("mean"), bench.names.index("norm.weight")])
     bench.merge.restore()
     assert float(bench.model.mean[0]) == 9.0

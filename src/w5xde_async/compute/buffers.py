@@ -5,9 +5,13 @@ Every leaf starts at the step's values b0 and leaves b_i behind. Floating buffer
 bits); integer and bool buffers become the elementwise maximum. So batch norm's running statistics move as after
 one batch with the mean of the leaves' statistics, and its counter goes up by one a step.
 
-A change is found by the tensor's version counter. Batch norm's own kernel changes its statistics without counting:
-they are taken as changed by every leaf. Other operators that do so are found by comparing values in the first leaf of
-an engine's life.
+Forward may write into a buffer, or assign it (``self.average = 0.9 * self.average + ...``): b_i is what the module's
+attribute holds after the leaf, and the next leaf finds the replica's own tensor there again. A write is found by the
+tensor's version counter. Batch norm's own kernel changes its statistics without counting: they are taken as changed by
+every leaf. Other operators that do so are found by comparing values in the first leaf of an engine's life.
+
+An element whose b0 is not finite has no difference: it becomes ``sum(n_i b_i) / sum(n_i)`` over the leaves that changed
+it, the others counting as zero.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from w5xde_async.params.flat import ResultVector, state_of
+from w5xde_async.params.flat import ResultVector, isfinite, state_of
 from w5xde_async.params.layout import Layout
 
-__all__ = ["BufferMerge", "statistics"]
+__all__ = ["BufferMerge", "change", "statistics"]
 
 
 class BufferMerge:
@@ -35,18 +39,35 @@ class BufferMerge:
         self._entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max")]
         live = list(state_of(model, layout))
         self._live = {index: live[index] for index in self._entries}
+        self._slots = _slots(layout, model, self._entries)
         self._origin = origin
         self._silent = set(statistics(layout, model) if silent is None else silent)
         self._compared = False
+        self._unfinished = False  # a leaf has begun, and nothing is known of what it changed
         self._dirty: set[int] = set(self._entries)
+        self._fresh: set[int] = set(self._entries)  # new at their origin since the last leaf
+        self._infinite: set[int] = set()  # entries whose values at the step's start are not all finite
         self._versions: dict[int, int] = {}
 
     def refresh(self, entries: Iterable[int]) -> None:
         """These entries have new values at their origin."""
-        self._dirty.update(index for index in entries if index in self._live)
+        fresh = [index for index in entries if index in self._live]
+        self._dirty.update(fresh)
+        self._fresh.update(fresh)
 
     def restore(self) -> None:
         """Put the step's values back where a leaf changed them."""
+        if not self._entries:
+            return
+        if self._unfinished:
+            self._dirty.update(self._entries)
+        self._unfinished = True
+        for buffers, name, index in self._slots:
+            if buffers.get(name) is not self._live[index]:
+                buffers[name] = self._live[index]
+                self._dirty.add(index)
+        if self._fresh:
+            self._look_for_infinite()
         if self._dirty:
             with torch.no_grad():
                 for index in self._dirty:
@@ -56,9 +77,13 @@ class BufferMerge:
             self._versions[index] = self._live[index]._version
 
     def collect(self, vector: ResultVector, samples: int, changed: set[int]) -> None:
-        """Add the leaf's changes to ``vector`` and note the entries in ``changed``."""
+        """Add the leaf's changes to ``vector`` and note the entries in ``changed``.
+
+        Raises TypeError where forward has left something in a buffer's place that cannot be merged.
+        """
         if not self._entries:
             return
+        assigned = self._assigned()
         if not self._compared:
             self._compared = True
             self._silent |= {
@@ -66,18 +91,84 @@ class BufferMerge:
                 for i in self._entries
                 if self._live[i]._version == self._versions[i] and not torch.equal(self._live[i], self._origin[i])
             }
-        moved = [i for i in self._entries if i in self._silent or self._live[i]._version != self._versions[i]]
+        moved = [
+            i
+            for i in self._entries
+            if i in self._silent or i in assigned or self._live[i]._version != self._versions[i]
+        ]
         with torch.no_grad():
             for index in moved:
                 entry = self.layout.entries[index]
                 target = vector.group(entry.group)[entry.offset : entry.offset + entry.numel].view(entry.shape)
-                live, origin = self._live[index], self._origin[index]
+                value = assigned.get(index, self._live[index])
                 if entry.role == "max":
-                    torch.maximum(target, live.to(torch.int64), out=target)
+                    torch.maximum(target, value.to(torch.int64), out=target)
                 else:
-                    target.add_((live.float() - origin.float()).mul_(samples))
+                    target.add_(change(value, self._origin[index], samples, finite=index not in self._infinite))
+        for index in moved:
+            if self._live[index].requires_grad:  # written in place by what depends on parameters: the graph is used up
+                self._free(index)
         changed.update(moved)
         self._dirty.update(moved)
+        self._unfinished = False
+
+    def _assigned(self) -> dict[int, Tensor]:
+        """What forward has put in the place of a replica's own tensor, by entry."""
+        found: dict[int, Tensor] = {}
+        for buffers, name, index in self._slots:
+            value, own = buffers.get(name), self._live[index]
+            if value is own and index not in found:
+                continue
+            entry = self.layout.entries[index]
+            if not isinstance(value, Tensor):
+                raise TypeError(f"forward left {type(value).__name__} in place of buffer {entry.name!r}")
+            if value.shape != own.shape or value.dtype != own.dtype or value.layout is not torch.strided:
+                raise TypeError(
+                    f"forward assigned buffer {entry.name!r}, {_described(own)}, a tensor {_described(value)}; "
+                    "a buffer keeps shape and dtype through a run (register_buffer(..., persistent=False) for scratch)"
+                )
+            if found.setdefault(index, value) is not value:
+                raise TypeError(
+                    f"forward assigned one of the names {', '.join(entry.names)}, which are one buffer; register two"
+                )
+        for buffers, name, index in self._slots:
+            if index in found and buffers.get(name) is not found[index]:
+                raise TypeError(
+                    f"forward assigned one of the names {', '.join(self.layout.entries[index].names)}, which are one "
+                    "buffer; register two"
+                )
+        return {index: value.detach() for index, value in found.items()}
+
+    def _free(self, index: int) -> None:
+        own = self._live[index]
+        free = self._live[index] = own.detach()
+        for buffers, name, at in self._slots:
+            if at == index and buffers.get(name) is own:
+                buffers[name] = free
+
+    def _look_for_infinite(self) -> None:
+        asked = [index for index in sorted(self._fresh) if self.layout.entries[index].role == "mean"]
+        self._fresh.clear()
+        if asked:  # one question for all: the device may be another
+            finite = torch.stack([isfinite(self._origin[index]).all() for index in asked]).tolist()
+            self._infinite.difference_update(asked)
+            self._infinite.update(index for index, is_finite in zip(asked, finite, strict=True) if not is_finite)
+
+
+def change(value: Tensor, origin: Tensor, samples: int, *, finite: bool = False) -> Tensor:
+    """A leaf's part of a floating buffer's sum, in float32: ``samples * (value - origin)``.
+
+    Where the origin is not finite it is ``samples * value`` and never -0.0, or -0.0 where that did not change.
+    ``finite`` says that there are no such elements. The difference of float64 buffers is taken in float64.
+    """
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    value, origin = value.to(wide), origin.to(wide)
+    difference = (value - origin).float().mul_(samples)
+    if finite:
+        return difference
+    same = (value == origin) | (value.isnan() & origin.isnan())
+    begun = torch.where(same, -0.0, value.float() * samples + 0.0)
+    return torch.where(torch.isfinite(origin), difference, begun)
 
 
 def statistics(layout: Layout, model: nn.Module) -> tuple[int, ...]:
@@ -88,3 +179,18 @@ def statistics(layout: Layout, model: nn.Module) -> tuple[int, ...]:
 def _is_statistic(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     return leaf in ("running_mean", "running_var") and isinstance(model.get_submodule(owner), _NormBase)
+
+
+def _slots(layout: Layout, model: nn.Module, entries: Sequence[int]) -> list[tuple[dict[str, Tensor | None], str, int]]:
+    """Where each buffer hangs in the model: (dictionary of its module, name in it, entry), each place once."""
+    found: dict[tuple[int, str], tuple[dict[str, Tensor | None], str, int]] = {}
+    for index in entries:
+        for name in layout.entries[index].names:
+            owner, _, leaf = name.rpartition(".")
+            buffers = model.get_submodule(owner)._buffers
+            found[id(buffers), leaf] = (buffers, leaf, index)
+    return list(found.values())
+
+
+def _described(tensor: Tensor) -> str:
+    return f"of {str(tensor.dtype).removeprefix('torch.')} and shape {list(tensor.shape)}"

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 
 from w5xde_async.params.layout import Bucket, Layout, named_state
 
-__all__ = ["FlatState", "ResultVector", "bytes_of", "digest", "named_digest", "state_of"]
+__all__ = ["FlatState", "ResultVector", "bytes_of", "digest", "isfinite", "named_digest", "state_of"]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, uncopied, format ``B``."""
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat).cast("B")
+
+
+def isfinite(tensor: Tensor) -> Tensor:
+    """Where a floating tensor is finite. Torch has no such kernel for float8."""
+    return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 
 class FlatState:

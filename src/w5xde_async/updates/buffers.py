@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.flat import FlatState, ResultVector, isfinite
 from w5xde_async.params.layout import Bucket, Layout
 
 __all__ = ["BufferState"]
@@ -37,9 +37,9 @@ class BufferState:
                 self._counters[bucket.index] = torch.tensor(at)
 
     def implausible(self, vector: ResultVector, present: Sequence[bool], samples: int) -> str:
-        """What is wrong with a result's buffers, "" where nothing is. Elements that cannot have a change lose theirs.
+        """What is wrong with a result's buffers, "" where nothing is.
 
-        Those are the ones whose own value is not finite: no honest worker has a finite difference from them either.
+        Elements whose own value is not finite may hold anything: not every leaf has a finite value for them either.
         """
         for bucket in self.buckets:
             if not present[bucket.index]:
@@ -49,18 +49,15 @@ class BufferState:
                 if self._overgrown(bucket, piece, samples) is not None:
                     return "a counter of batches has grown by more than its samples allow"
             elif not bool((known := torch.isfinite(piece)).all()):
-                if bool((torch.isfinite(self._state.bucket(bucket)) & ~known).any()):
+                if bool((isfinite(self._state.bucket(bucket)) & ~known).any()):
                     return "its buffers are not finite"
-                piece.masked_fill_(~known, 0.0)
         return ""
 
     def write(self, bucket: Bucket, result: Tensor, samples: int) -> None:
         """Put a sum of changes, or a maximum, of so many samples into the state. ``result`` is used up."""
         mine = self._state.bucket(bucket)
         if self.roles[bucket.index] == "mean":
-            value = (mine.float() + result.div_(samples)).to(mine.dtype)
-            finite = torch.isfinite(value)
-            mine.copy_(value if bool(finite.all()) else torch.where(finite, value, mine))
+            mine.copy_(_moved(mine, result, samples))
             return
         over = self._overgrown(bucket, result, samples)
         if over is not None:
@@ -75,3 +72,18 @@ class BufferState:
             return None
         over = result[at] > self._state.bucket(bucket)[at].to(torch.int64) + _CALLS * max(samples, 1)
         return at[over] if bool(over.any()) else None
+
+
+def _moved(mine: Tensor, result: Tensor, samples: int) -> Tensor:
+    """Values after a sum of changes. An element that nobody changed, or that would not be finite, keeps its bits.
+
+    What a value that is not finite becomes is the mean of the leaves' own: see ``compute.buffers.change``.
+    """
+    wide = torch.float64 if mine.dtype == torch.float64 else torch.float32
+    before, still = mine.to(wide), result == 0
+    known = torch.isfinite(before)
+    if not bool(known.all()):
+        before = before.masked_fill(~known, 0.0)
+        still = still & (known | result.signbit())  # a mean of 0.0 is a change, -0.0 is the sum of none
+    value = (before + result.to(wide).div_(samples)).to(mine.dtype)
+    return torch.where(isfinite(value) & ~still, value, mine)

@@ -14,6 +14,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from w5xde_async.compute.buffers import change
 from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
 from w5xde_async.errors import MalformedFrame
@@ -218,7 +219,7 @@ class SteppingReplica:
             if layout.groups[bucket.group].role == "max":
                 vector.group(bucket.group)[where].copy_(live.to(torch.int64))
             else:
-                vector.group(bucket.group)[where].copy_((live.float() - base.float()).mul_(self._samples))
+                vector.group(bucket.group)[where].copy_(change(live, base, self._samples))
                 if sent is not None:
                     sent.buffers[number] = base.clone()
                 base.copy_(live)  # what it has told of is told
