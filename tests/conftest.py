@@ -37,6 +37,7 @@ _SETTLE_S = 2.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden anew instead of comparing")
+    parser.addoption("--all-differential", action="store_true", help="all that torch's databases have (minutes)")
     parser.addoption("--all-failpoints", action="store_true", help="die at every failpoint, several times each")
 
 

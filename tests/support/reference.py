@@ -106,9 +106,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
                 (loss.float() * (len(micro) * scale)).backward()
                 total += float(loss.detach()) * len(micro)
             leaf_losses.append((len(indices), total / len(indices)))
-            part: Sums = {
-                name: None if p.grad is None else p.grad.float().clone() for name, p in parameters.items()
-            }  # fmt: skip
+            part: Sums = {name: None if p.grad is None else _dense(p.grad) for name, p in parameters.items()}
             sums.append(part)
             left_behind = {name: module._buffers[leaf] for name, [(module, leaf), *_] in homes.items()}
             changes.append({name: _change(left_behind[name], start[name], len(indices)) for name in buffers})
@@ -142,6 +140,13 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             if result is not None:
                 b.copy_(_merged(b, result, plan.num_samples))
     return model, losses
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A leaf's gradient as the tree sums it: rows of a sparse one first; what it does not name adds nothing."""
+    if not gradient.is_sparse:
+        return gradient.float().clone()
+    return torch.full(gradient.shape, -0.0) + gradient.coalesce().float()
 
 
 def _put_back(buffers: dict[str, Tensor], homes: dict[str, list[Any]], start: dict[str, Tensor]) -> None:

@@ -158,6 +158,7 @@ class Engine:
         for index, parameter in self._parameters:
             single = len(self._grad_buckets) == 1
             parameter.register_post_accumulate_grad_hook(self._notes.append if single else partial(self._landed, index))
+        _add_sparse_ones_once([parameter for _, parameter in self._parameters])
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -441,6 +442,24 @@ def _run_backward(loss: Tensor, weight: Tensor) -> None:
     """``torch.autograd.backward(loss, weight)`` less its checks of arguments, which cost a tenth of a small leaf."""
     engine: Any = Variable._execution_engine
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _add_sparse_ones_once(parameters: Sequence[Any]) -> None:
+    """Have rows that a sparse gradient names several times summed before they land.
+
+    A leaf that lands on its left sibling's sum would otherwise be added row by row, which is not the tree's sum. The
+    first gradient shows whether a parameter's are sparse; those of the others lose their hook, which costs time.
+    """
+
+    def first(handles: list[Any], gradient: Tensor) -> Tensor | None:
+        if gradient.layout is torch.sparse_coo:
+            return gradient.coalesce()
+        handles[0].remove()
+        return None
+
+    for parameter in parameters:
+        handles: list[Any] = []
+        handles.append(parameter.register_hook(partial(first, handles)))
 
 
 def _add(left: Tensor, right: Tensor) -> None:

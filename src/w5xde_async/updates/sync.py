@@ -11,6 +11,7 @@ whose new value is not plausible (``updates.buffers``) stay as they are.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -190,12 +191,28 @@ def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     made = job.optimizer(model)
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError("optimizer", f"returned {type(made).__name__}, not a torch.optim.Optimizer")
-    if isinstance(made, torch.optim.LBFGS):
-        raise JobError("optimizer", "LBFGS evaluates the loss several times a step", "use an optimizer without closure")
+    name = type(made).__name__
+    if isinstance(made, torch.optim.LBFGS) or _needs_closure(made):
+        raise JobError("optimizer", f"{name} evaluates the loss several times a step", "use one without a closure")
+    if isinstance(made, torch.optim.SparseAdam):
+        raise JobError(
+            "optimizer", f"{name} takes sparse gradients alone; a step's sum is dense", "use Adam or Adagrad"
+        )
     known = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
         raise JobError("optimizer", "holds a parameter that is not the model's", "make it from model.parameters()")
     return made
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` without an argument would be an error."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature
+        return False
+    return False
 
 
 def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
