@@ -22,10 +22,15 @@ from torch import Tensor, nn
 from w5xde_async.errors import JobError
 from w5xde_async.randomness import random_state, seed_all
 
-__all__ = ["Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "step_function"]
+__all__ = [
+    "ENDLESS", "Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "shown_end", "step_function",
+]  # fmt: skip
 
 Precision = Literal["fp32", "bf16", "fp16"]
 StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
+
+#: ``max_steps`` of a run that goes on until somebody stops it: more than any run makes.
+ENDLESS = 1_000_000_000
 
 _LABELS = ("labels", "label", "targets", "target")
 
@@ -130,6 +135,11 @@ class Job:
     def leaf_samples(self) -> int:
         """Samples of one leaf."""
         return self.microbatch_samples * self.accumulate_grad_batches
+
+
+def shown_end(total_steps: int) -> int:
+    """The step at which a run ends as events tell it: 0 where it goes on until it is stopped."""
+    return 0 if total_steps >= ENDLESS else total_steps
 
 
 def build_model(job: Job, *, replica: bool = False) -> nn.Module:

@@ -287,8 +287,8 @@ def _folded(known: dict[str, Any] | None, kind: str, data: dict[str, Any]) -> di
 def _summary(found: dict[str, Any]) -> list[str]:
     run, status = found["run"], found["status"]
     step, total = status.get("step") or 0, status.get("total_steps") or 0
-    lines = [f"{run.get('run_name', '')}: {status.get('state')}, step {step:,} of {total:,}"
-             + (f" ({100 * step / total:.0f} %)" if total else "")]  # fmt: skip
+    lines = [f"{run.get('run_name', '')}: {status.get('state')}, step {step:,}"
+             + (f" of {total:,} ({100 * step / total:.0f} %)" if total else "")]  # fmt: skip
     parts = []
     if status.get("loss") is not None:
         parts.append(f"loss {float(status['loss']):.4f}")

@@ -410,3 +410,31 @@ def test_several_workers_on_one_machine(model: type[nn.Module], tmp_path: Path) 
     assert [event.name for event in joined] in (["local-0", "local-1"], ["local-1", "local-0"])
     with pytest.raises(UsageError, match="no memory profile"):
         orchestrator.memory_report()
+
+
+DAEMONS = """
+import sys, threading
+import torch
+from torch.utils.data import TensorDataset
+from w5xde_async.facade.w5xde import CentralServer, TrainingNode
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+data = TensorDataset(torch.randn(2000, 64), torch.randint(10, (2000,)))
+server = CentralServer(model, data, batch_size=64, port=0, checkpoint_dir=None, log="silent")
+threading.Thread(target=server.start, daemon=True).start()
+server.listening.wait()
+node = TrainingNode(model, ("localhost", server.port))
+pieces = threading.Semaphore(0)
+threading.Thread(target=node.train, args=[lambda loss, batch: pieces.release()], daemon=True).start()
+for _ in range(50):
+    pieces.acquire()
+print("the script ends")
+"""
+
+
+def test_a_script_may_end_while_daemon_threads_train(tmp_path: Path) -> None:
+    """Killed in the middle of an operation of torch's, such a thread would abort the process."""
+    (tmp_path / "daemons.py").write_text(DAEMONS)
+    ended = subprocess.run([sys.executable, "daemons.py"], cwd=tmp_path, timeout=100, capture_output=True, text=True,
+                           check=False)  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the script ends\n", "")

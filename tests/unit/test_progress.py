@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from w5xde_async.job import ENDLESS, shown_end
 from w5xde_async.telemetry.events import (
     BatchGrown,
     CheckpointFailed,
@@ -411,3 +412,16 @@ async def test_showing_is_fit_for_an_event_loop() -> None:
 def test_a_config_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="refresh_s"):
         ProgressConfig(refresh_s=0)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_that_goes_on_until_it_is_stopped_has_no_share_and_no_estimate(terminal: bool) -> None:
+    shown = Shown(terminal=terminal, color=False)
+    text = shown(replace(START, total_steps=shown_end(ENDLESS)))
+    assert "until stopped" in text
+    text += shown.steps(1, 100, every_s=0.1)
+    assert "%" not in text
+    assert "samples/s · 2 workers" in text
+    text += shown(replace(FINISHED, outcome="stopped", total_steps=0))
+    for word in ("ETA", "/0", "of 0", "1,000,000,000"):
+        assert word not in text

@@ -137,6 +137,22 @@ def test_sync_leaves_nothing_in_a_buffer(tmp_path: Path) -> None:
     recorder.close()
 
 
+def test_sync_puts_the_name_of_a_new_file_on_the_disk(tmp_path: Path) -> None:
+    """Where it was made, and where it has taken the place of one with steps that are done again."""
+    path = tmp_path / "metrics.jsonl"
+    for first in (0, 1):
+        synced: list[Path] = []
+        recorder = Recorder(path, resumed_step=first, flush_s=None, sync_directory=synced.append)
+        recorder(step(first + 1))
+        recorder(step(first + 2))
+        recorder.sync()
+        assert synced == [tmp_path]
+        recorder.sync()
+        assert synced == [tmp_path]  # once is enough
+        recorder.close()
+    assert [line["step"] for line in read(path)] == [1, 2, 3]
+
+
 def test_a_torn_last_line_is_cut_off_and_foreign_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe not json\n[1]\n{"step": "x"}\n{"step": 2, "lo')

@@ -46,6 +46,32 @@ def test_a_new_run_has_a_name_for_good_and_rising_terms(tmp_path: Path) -> None:
         assert json.loads((path / "run.json").read_text())["term"] == 3  # stored before it is returned
 
 
+class Noting(Filesystem):
+    """Notes which directories are made and whose names reach the disk, in order."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, Path]] = []
+
+    def make_directory(self, path: Path) -> None:
+        super().make_directory(path)
+        self.noted.append(("made", path))
+
+    def sync_directory(self, path: Path) -> None:
+        super().sync_directory(path)
+        self.noted.append(("synced", path))
+
+
+def test_the_names_of_new_directories_are_on_the_disk_before_anything_is_in_them(tmp_path: Path) -> None:
+    disk, path = Noting(), tmp_path / "runs" / "new"
+    RunDir.open(path, resume=True, filesystem=disk).close()
+    assert disk.noted[:4] == [
+        ("made", tmp_path / "runs"), ("synced", tmp_path), ("made", path), ("synced", tmp_path / "runs"),
+    ]  # fmt: skip
+    disk.noted.clear()
+    export_model(nn.Linear(1, 1), tmp_path / "out" / "model.safetensors", filesystem=disk)
+    assert disk.noted[:2] == [("made", tmp_path / "out"), ("synced", tmp_path)]
+
+
 def test_a_term_that_may_have_reached_the_disk_is_not_used_again(tmp_path: Path) -> None:
     with RunDir.open(tmp_path / "run", resume=True) as run:
         run._filesystem = FullDisk()

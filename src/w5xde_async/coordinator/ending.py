@@ -17,6 +17,7 @@ from w5xde_async.coordinator.phases import Phases, gone
 from w5xde_async.coordinator.preparation import Prepared
 from w5xde_async.coordinator.result import RunResult
 from w5xde_async.errors import DiskHangs, StoreError
+from w5xde_async.job import shown_end
 from w5xde_async.store.rundir import Superseded, export_model
 from w5xde_async.telemetry.events import Bus, RunFinished, Warned
 from w5xde_async.telemetry.plot import draw_loss
@@ -116,7 +117,7 @@ class Ending:
                 outcome=outcome,
                 reason=reason,
                 step=training.progress,
-                total_steps=max(training.total_steps, training.progress),
+                total_steps=shown_end(max(training.total_steps, training.progress)),
                 samples=training.samples_applied,
                 session_samples=training.samples_applied - self._samples_before,
                 loss=training.last_loss,

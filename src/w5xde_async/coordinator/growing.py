@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from w5xde_async.errors import UsageError
+from w5xde_async.job import shown_end
 from w5xde_async.params.reducer import Halves
 from w5xde_async.plan.batching import BatchPlan, halves
 from w5xde_async.plan.sampler import Sampler, StepPlan
@@ -80,7 +81,7 @@ class Growing:
         grown = self.plan.grow(first, self.growth.target_batch, factor)
         return BatchGrown(
             step=step.step + 1, after_step=first, batch_size_before=before, batch_size=grown.batch_size,
-            noise_scale=noise, rate_factor=factor, total_steps=self.total_steps,
+            noise_scale=noise, rate_factor=factor, total_steps=shown_end(self.total_steps),
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from w5xde_async.coordinator.assigning import Assigning
 from w5xde_async.coordinator.hosting import Hosting
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.training import Training
+from w5xde_async.job import shown_end
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.telemetry.events import RunReported, WorkerReported
 from w5xde_async.telemetry.memory import host_bytes
@@ -129,7 +130,7 @@ class Observer:
         sent, received = hosting.accounts.traffic(hosting.sessions.values())
         raw, encoded = hosting.downlink_bytes()
         return RunReported(
-            step=hosting.progress, total_steps=hosting.total_steps, samples=hosting.samples_applied,
+            step=hosting.progress, total_steps=shown_end(hosting.total_steps), samples=hosting.samples_applied,
             num_workers=len(hosting.sessions), num_joining=len(hosting.joining), leaves=counts.leaves,
             leaves_in_vain=counts.leaves_in_vain, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,

@@ -32,7 +32,7 @@ from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.showing import Showing
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import DiskHangs, LocalError, StoreError, W5xdeError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, shown_end
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
@@ -323,6 +323,7 @@ class Coordinator:
             self._recorder = Recorder(
                 prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed,
                 wall=self._runtime.wall, fence=prepared.run_dir.filesystem.fence,
+                sync_directory=prepared.run_dir.filesystem.sync_directory,
             )  # fmt: skip
             phases.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
@@ -364,7 +365,7 @@ class Coordinator:
             durability=config.durability,
             dashboard=self._showing.address,
             dashboard_link=self._showing.link,
-            total_steps=prepared.total_steps,
+            total_steps=shown_end(prepared.total_steps),
             steps_per_epoch=steps.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(
                 prepared.layout.vector_bytes,

@@ -8,11 +8,14 @@ one, Ctrl-C cancels the call once, which then ends in good order.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,6 +31,7 @@ from w5xde_async.worker.service import Departure, Worker
 __all__ = ["LogMode", "block_on", "find_token", "shown", "where_to_join", "working"]
 
 _T = TypeVar("_T")
+_EXIT_S = 30.0  #: how long a program that ends waits for calls in daemon threads
 LogMode = Literal["silent", "normal", "verbose"]
 
 
@@ -43,11 +47,84 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T
     else:
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _ended_at_exit() as running, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            return runner.run(main())
+            return runner.run(_noted(main, running))
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # where the loop stood is no news
+        except asyncio.CancelledError:
+            if running.cancelled:
+                raise SystemExit from None  # which ends a thread without a word
+            raise
+
+
+# -- calls that are still running when the program ends
+
+
+class _Running:
+    """A call in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self.ended = threading.Event()
+        self._place: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+
+    def begin(self) -> None:
+        """In its loop."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._place = (asyncio.get_running_loop(), task)
+        if self.cancelled:
+            task.cancel()
+
+    def cancel(self) -> None:
+        """From any thread: as Ctrl-C does in the main one."""
+        self.cancelled = True
+        if self._place is not None:
+            loop, task = self._place
+            with suppress(RuntimeError):  # it has ended just now
+                loop.call_soon_threadsafe(task.cancel)
+
+
+_in_daemons: set[_Running] = set()
+_registered = threading.Lock()  # taken for good
+
+
+async def _noted(main: Callable[[], Coroutine[Any, Any, _T]], running: _Running) -> _T:
+    running.begin()
+    return await main()
+
+
+@contextmanager
+def _ended_at_exit() -> Iterator[_Running]:
+    """In a daemon thread: have the call end in good order when the program does.
+
+    Python kills such threads where they stand. In the middle of one of torch's operations that aborts the process.
+    """
+    running = _Running()
+    if not threading.current_thread().daemon:
+        yield running
+        return
+    if _registered.acquire(blocking=False):
+        # What is registered with threading is called while thread pools still take work; atexit comes too late.
+        register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
+        with suppress(RuntimeError):  # the program is ending already
+            register(_end_all)
+    _in_daemons.add(running)
+    try:
+        yield running
+    finally:
+        _in_daemons.discard(running)
+        running.ended.set()
+
+
+def _end_all() -> None:
+    calls = _in_daemons.copy()
+    for running in calls:
+        running.cancel()
+    deadline = time.monotonic() + _EXIT_S
+    for running in calls:
+        running.ended.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -28,7 +28,7 @@ from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, find_token, shown, where_to_join, working
 from w5xde_async.facade.reading import BatchLoss
 from w5xde_async.facade.watching import Piece, Traffic, WatchedWorker
-from w5xde_async.job import Job
+from w5xde_async.job import ENDLESS, Job
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.randomness import random_state, seed_all
@@ -48,7 +48,6 @@ NetworkCallback = Callable[[int, int, float, float, int, int], object]
 """``(sent_bytes, received_bytes, comp_time, net_time, orig_size, comp_size)``: see ``TrainingNode.train``."""
 
 _DEFAULT_ADDRESS = ("localhost", 5555)
-_ENDLESS = 1_000_000_000  # steps: until somebody stops it
 _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
 _LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
@@ -126,7 +125,7 @@ class CentralServer:
             step=BatchLoss(criterion or nn.CrossEntropyLoss()),
             batch_size=batch_size,
             epochs=num_epochs,
-            max_steps=_ENDLESS if num_epochs is None and max_steps is None else max_steps,
+            max_steps=ENDLESS if num_epochs is None and max_steps is None else max_steps,
             seed=seed,
         )
         made = type(model).__name__

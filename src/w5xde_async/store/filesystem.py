@@ -57,6 +57,19 @@ class Filesystem:
         """Create one directory; ``FileExistsError`` when it is there."""
         path.mkdir()
 
+    def make_directories(self, path: Path) -> None:
+        """Create a directory and its missing parents; their names are on the disk then. One that is there will do."""
+        if path.is_dir():
+            return
+        if not path.parent.exists():
+            self.make_directories(path.parent)
+        try:
+            self.make_directory(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        self.sync_directory(path.parent)
+
     def create(self, path: Path) -> BinaryIO:
         """Open a new file for writing; it must not exist."""
         return path.open("xb", buffering=_WRITE_BUFFER_BYTES)

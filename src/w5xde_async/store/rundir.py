@@ -223,7 +223,7 @@ def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None 
         write_tensors(sink, model.state_dict())
 
     with disk_errors(path, "write the model"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        filesystem.make_directories(path.parent)
         replace_file(filesystem, path, fill)
     return nbytes
 
@@ -247,7 +247,7 @@ def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
 
 def _take_lock(path: Path, filesystem: Filesystem) -> IO[str]:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        filesystem.make_directories(path)
         lock = (path / _LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         # mkdir says "exists" of a file in the way; the person needs to hear what stands there.

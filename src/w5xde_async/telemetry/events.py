@@ -54,7 +54,8 @@ class Sample(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """The coordinator listens. The run ends at step ``total_steps``; ``resumed_step`` 0 is a fresh start.
+    """The coordinator listens. The run ends at step ``total_steps`` (0, here and in other events: when it is
+    stopped); ``resumed_step`` 0 is a fresh start.
 
     ``dashboard`` is where the run can be watched, ``dashboard_link`` the same with the token that it may need; both
     empty without a dashboard.

@@ -143,23 +143,27 @@ class Progress:
             self._next_at, self._next_step = now + self._config.refresh_s, sys.maxsize
         else:
             self._next_at = now + min(max((now - self._began) / 20, 5.0), 60.0)
-            self._next_step = event.step + max(1, (self._total_steps - self._first_step) // 10)
+            tenth = (self._total_steps - self._first_step) // 10 if self._total_steps else sys.maxsize
+            self._next_step = event.step + max(1, tenth)
         self._rates.update(now, event.step, self._samples)
         if bar:
             self._draw()
         elif not self._json:
             share = f" ({100 * event.step // self._total_steps} %)" if self._total_steps else ""
-            self._screen.write(f"step {event.step:,}/{self._total_steps:,}{share} · {self._status(0)}")
+            self._screen.write(f"step {self._done(event.step)}{share} · {self._status(0)}")
         elif self._config.mode != "verbose":
             self._screen.write(self._dated(event))
 
     def _draw(self) -> None:
         event = self._last
         step = event.step if event else self._first_step
-        done = f"{step:,}/{self._total_steps:,}"
+        done = self._done(step)
         self._screen.draw(
             step, [f"{done} · {self._status(terse)}" if event else self._idle(done) for terse in range(4)]
         )
+
+    def _done(self, step: int) -> str:
+        return f"{step:,}/{self._total_steps:,}" if self._total_steps else f"{step:,}"
 
     def _idle(self, done: str) -> str:
         return f"{done} · waiting: {wording.clean(self._waiting, limit=60)}" if self._waiting else done
@@ -339,7 +343,7 @@ class _Screen:
             return
         columns = self._columns() - 1  # a full last column makes some terminals wrap
         text = next((text for text in texts if len(text) + 16 <= columns), texts[-1])
-        width = min(columns - len(text) - 8, 40)
+        width = min(columns - len(text) - 8, 40) if self._bar.total else 0  # nothing is a share of no end
         with _LOCK:
             self._bar.n = step
             self._bar.ncols = columns

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
+from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import to_line, to_record
 
@@ -48,12 +49,14 @@ class Recorder:
         wall: Callable[[], float] = time.time,
         open_file: Callable[[Path], FileIO] = lambda path: FileIO(path, "ab"),
         fence: Callable[[], None] = lambda: None,
+        sync_directory: Callable[[Path], None] = lambda path: Filesystem().sync_directory(path),
     ) -> None:
         """Touches no disk yet. ``flush_s`` None starts no thread: the owner calls ``flush``.
 
         ``replayed`` are records of steps, the last ones before the resumed step, of which the file may lack some.
         At most ``capacity`` events wait to be written; those beyond are dropped and counted. ``fence`` raises
-        StoreError or OSError where nothing may be written any more: the file is another's.
+        StoreError or OSError where nothing may be written any more: the file is another's. ``sync_directory`` returns
+        when the names in a directory are on the disk.
         """
         self._path = path
         self._resumed_step = resumed_step
@@ -61,7 +64,7 @@ class Recorder:
         self._flush_s = flush_s
         self._capacity = capacity
         self._wall = wall
-        self._open_file, self._fence = open_file, fence
+        self._open_file, self._fence, self._sync_directory = open_file, fence, sync_directory
         self._pending: list[tuple[float, Event]] = []
         self._dropped = 0
         self._warned = False
@@ -69,7 +72,8 @@ class Recorder:
         self._wake = threading.Condition()  # guards the five above
         self._file: FileIO | None = None
         self._size = 0  # of the whole lines in the file
-        self._disk = threading.Lock()  # guards the two above; taken before _wake
+        self._named = False  # the file's name is on the disk
+        self._disk = threading.Lock()  # guards the three above; taken before _wake
         self._thread: threading.Thread | None = None
         if flush_s is not None:
             self._thread = threading.Thread(target=self._write_on, name="w5xde-recorder", daemon=True)
@@ -106,7 +110,7 @@ class Recorder:
         with self._disk:
             if self._file is not None:
                 with suppress(OSError):  # the next flush meets it too, and says so
-                    os.fsync(self._file.fileno())
+                    self._sync(self._file)
 
     def close(self) -> None:
         """Write the rest and let go of the file. Blocking; calling it twice is fine."""
@@ -119,9 +123,15 @@ class Recorder:
         with self._disk:
             if self._file is not None:
                 with suppress(OSError):
-                    os.fsync(self._file.fileno())
+                    self._sync(self._file)
                 self._file.close()
                 self._file = None
+
+    def _sync(self, file: FileIO) -> None:
+        os.fsync(file.fileno())
+        if not self._named:  # it was made, or put in the place of another, by this object
+            self._sync_directory(self._path.parent)
+            self._named = True
 
     def _write_on(self) -> None:
         while True:

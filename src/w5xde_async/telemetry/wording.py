@@ -138,7 +138,7 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
         row("model", _name(event.model), parameters, f"fingerprint {event.fingerprint[:16]}"),
         row("data", _name(event.dataset), _plural(event.num_samples, "sample"), batch),
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
-        row("steps", f"to step {_count(event.total_steps)}", epochs, resumed),
+        row("steps", f"to step {_count(event.total_steps)}" if event.total_steps else "until stopped", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
         row("memory", f"at most {event.memory_bound_bytes / 2**30:,.1f} GiB for workers, beside the model and samples"),
         row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
@@ -173,7 +173,9 @@ def line(event: object, paint: Paint) -> str | None:
         case BatchGrown():
             text = f"the batch grows from {_count(event.batch_size_before)} to {_count(event.batch_size)} samples"
             why = f"noise scale {_scale(event.noise_scale)}; learning rate x {event.rate_factor:.3g}"
-            ends = f"after step {_count(event.after_step)}; the run ends at step {_count(event.total_steps)}"
+            ends = f"after step {_count(event.after_step)}"
+            if event.total_steps:
+                ends += f"; the run ends at step {_count(event.total_steps)}"
             return f"{paint('good', '*')} {text}: {why}; {ends}"
         case Evaluated():
             took = paint("dim", f"({brief(event.seconds)})")
@@ -256,7 +258,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
         else ""
     )
     lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
-    lines.append(row("steps", f"{_count(event.step)} of {_count(event.total_steps)}", redone))
+    of = f" of {_count(event.total_steps)}" if event.total_steps else ""
+    lines.append(row("steps", f"{_count(event.step)}{of}", redone))
     lines.append(row("samples", _count(event.samples), rate))
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))

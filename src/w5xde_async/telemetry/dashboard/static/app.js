@@ -76,7 +76,7 @@ const drawStatus = () => {
   const uptime = number(status.uptime_s);
   const left = total - step, pace = uptime && step > begin ? (step - begin) / uptime : null;
   const eta = finished ? "" : pace ? `about ${duration(left / pace)} left` : "";
-  by("progress-text").textContent = total ? `${count(step)} of ${count(total)} steps · ${percent(step / total)}${eta ? ` · ${eta}` : ""}` : "";
+  by("progress-text").textContent = total ? `${count(step)} of ${count(total)} steps · ${percent(step / total)}${eta ? ` · ${eta}` : ""}` : `${count(step)} steps`;
   const last = evaluations[evaluations.length - 1];
   const vain = number(status.leaves_in_vain) || 0, leaves = number(status.leaves) || 0;
   const arithmetic = [...workers.values()].reduce((sum, worker) => sum + (number(worker.flops_per_s) || 0), 0);
