@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden anew instead of comparing")
     parser.addoption("--all-differential", action="store_true", help="all that torch's databases have (minutes)")
     parser.addoption("--all-failpoints", action="store_true", help="die at every failpoint, several times each")
+    parser.addoption("--every-lie", action="store_true", help="have members say every value in every field, not a few")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,6 +19,46 @@ ALL = sorted(MESSAGES.values(), key=lambda cls: cls.TYPE)
 by_name = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 
 _ints = st.integers(0, (1 << 63) - 1)
+_seconds = st.floats(0.0, 1e9)
+_counts = st.integers(0, 1 << 60)
+#: Fields whose type alone allows too much.
+BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
+    ("Welcome", "heartbeat_s"): st.floats(1e-3, 1e5),
+    ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
+    ("Ready", "threads"): st.integers(0, 1 << 16),
+    ("Done", "metric_names"): st.lists(st.text(st.characters(categories=["L", "N"]), max_size=5), unique=True).map(
+        tuple
+    ),
+    ("Done", "splits"): st.integers(0, 63),
+    ("Done", "compute_s"): _seconds,
+    ("Done", "wait_s"): _seconds,
+    ("Done", "encode_s"): _seconds,
+    ("Done", "raw_bytes"): _counts,
+    ("Drain", "grace_s"): _seconds,
+    ("Report", "host_bytes"): _counts,
+    ("Report", "device_bytes"): _counts,
+    ("Report", "device_total_bytes"): _counts,
+    ("Report", "cpu_s"): _seconds,
+    ("Report", "flops_per_leaf"): st.floats(0.0, 1e30),
+}
+#: Values that no such field takes, by its type.
+EXTREMES: dict[Any, list[Any]] = {
+    float: [float("nan"), float("inf"), float("-inf"), -1.0, -5e-324, 1.7e308],
+    int: [(1 << 63) - 1],
+    str: ["x" * (1 << 20)],
+    bytes: [bytes(1 << 10)],
+    tuple[str, ...]: [("a", "a"), ("a\n",), ("x" * 129,), tuple(map(str, range(65)))],
+}
+#: Fields that any value of their type may stand in: counted, or compared with what is known, before they are used.
+FREE = {
+    ("Lease", "structure"), ("Lease", "deadline_s"), ("Params", "loss_scale"), ("Hello", "protocol"),
+    ("Challenge", "protocol"), ("Refusal", "code"), ("Welcome", "term"), ("Welcome", "seed"),
+    ("Welcome", "microbatch_size"), ("Welcome", "accumulate"), ("Welcome", "bucket_bytes"), ("Params", "version"),
+    ("Params", "bucket"), ("Params", "num_buckets"), ("Lease", "lease"), ("Lease", "version"), ("Lease", "step"),
+    ("Lease", "start"), ("Result", "lease"), ("Result", "bucket"), ("Done", "lease"), ("Done", "version"),
+    ("Failed", "lease"), ("Failed", "leaf"), ("Verdict", "code"), ("Revoke", "lease"), ("Bye", "code"),
+    ("ProgramRequest", "form"), ("Submit", "lease"),
+}  # fmt: skip
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: _ints,
     float: st.floats(),
@@ -70,7 +110,8 @@ def over_the_wire(message: Message) -> Message:
 @by_name
 @given(data=st.data())
 def test_round_trip(cls: type[Message], data: st.DataObject):
-    message = cls(*[data.draw(VALUES[kind], name) for name, kind in hints(cls).items()])
+    fields = hints(cls).items()
+    message = cls(*[data.draw(BOUNDED.get((cls.__name__, name), VALUES[kind]), name) for name, kind in fields])
     back = over_the_wire(message)
     assert type(back) is cls
     assert repr(back) == repr(message)  # repr, because NaN is not equal to itself
@@ -83,6 +124,24 @@ def test_a_field_of_the_wrong_type_never_becomes_a_message(cls: type[Message]):
         for value in WRONG[kind]:
             with pytest.raises(MalformedFrame, match=rf"{cls.__name__}\.{name} "):
                 cls.parse((*right[:place], value, *right[place + 1 :]))
+
+
+@by_name
+def test_a_value_out_of_bounds_never_becomes_a_message(cls: type[Message]):
+    """Every field has bounds, or a reason to have none."""
+    right = sample(cls).fields()
+    for place, (name, kind) in enumerate(hints(cls).items()):
+        if (cls.__name__, name) in FREE:
+            continue
+        for value in EXTREMES.get(kind, []):
+            with pytest.raises(MalformedFrame, match=rf"{cls.__name__}\.{name} "):
+                cls.parse((*right[:place], value, *right[place + 1 :]))
+
+
+def test_bounds_are_of_fields_that_there_are():
+    with pytest.raises(ValueError, match="no field nonce"):
+        messages._message(99, nonce=lambda value: True)(type("Other", (Message,), {"__annotations__": {"x": int}}))
+    assert 99 not in MESSAGES
 
 
 @by_name

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Bucket
+from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
 __all__ = ["Block", "Emit", "Task"]
 
 Emit = Callable[[int, ResultVector], None]
 """Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
-
-MAX_METRICS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +68,10 @@ class Block:
     def note_metrics(self, metrics: Mapping[str, Any], share: float, *, first: bool) -> None:
         names = tuple(metrics)
         if self.metric_names is None:
-            if len(names) > MAX_METRICS or not all(type(name) is str for name in names):
-                raise TypeError(f"a step returns at most {MAX_METRICS} metrics with string names")
+            if len(names) > MOST_METRICS or not all(type(name) is str for name in names):
+                raise TypeError(f"a step returns at most {MOST_METRICS} metrics with string names")
+            if not all(name.isprintable() and len(name) <= METRIC_NAME for name in names):
+                raise ValueError(f"a metric's name is printable and has at most {METRIC_NAME} characters: {names}")
             self.metric_names = names
         if names != self.metric_names:
             raise TypeError(f"the step returned metrics {names} after {self.metric_names}; return the same every time")

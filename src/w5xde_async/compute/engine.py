@@ -46,8 +46,8 @@ class LeafError(W5xdeError):
     """The job's own code raised on one leaf. Fields: ``leaf`` (its number in the step), ``error``, ``traceback``."""
 
     def __init__(self, leaf: int, error: BaseException) -> None:
-        self.leaf, self.error = leaf, f"{type(error).__name__}: {error}"[:1000]
-        self.traceback = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
+        self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
+        self.traceback = _utf8("".join(traceback.format_exception(error))[-_MAX_TRACEBACK:])
         super().__init__(f"leaf {leaf}: {self.error}")
 
 
@@ -471,3 +471,8 @@ def _add(left: Tensor, right: Tensor) -> None:
 
 def _described(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _utf8(text: str) -> str:
+    """Fit for the wire: an exception's text may hold halves of characters (``surrogateescape``)."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -8,7 +8,6 @@ Everything here runs on the event loop's thread and never blocks.
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -126,6 +125,7 @@ class Hosting(ABC):
             config=config, sessions=self.sessions, joining=self._joining, membership=self.membership,
             ledger=ledger, revoke=self._revoke, warn=self._warn, overran=self.pacing.overran,
         )  # fmt: skip
+        self._leases = ledger
         self._failure: BaseException | None = None
         self._stopping = False
         self._stop_at = 0.0
@@ -307,9 +307,13 @@ class Hosting(ABC):
 
     def _note_coding(self, session: Session, member: Member, done: Done) -> None:
         """What a worker says of its codec, and what has come from it: every bucket on both sides, coded or not."""
-        member.encode_s += max(done.encode_s, 0.0) if math.isfinite(done.encode_s) else 0.0
+        member.encode_s = min(member.encode_s + done.encode_s, self.clock() - member.joined_at)
         member.encoded_bytes = session.result_bytes
-        member.raw_bytes = session.result_bytes if self.config.update.plain else member.raw_bytes + done.raw_bytes
+        member.raw_bytes = (
+            session.result_bytes
+            if self.config.update.plain
+            else member.raw_bytes + min(done.raw_bytes, self.layout.vector_bytes)
+        )
 
     def downlink_bytes(self) -> tuple[int, int]:
         """Bytes of the versions that a codec wrote, before and after it, each once however many took it."""
@@ -344,6 +348,11 @@ class Hosting(ABC):
             # Its leases may be given out again only once nothing writes into their memory any more.
             older.abort("the same worker has connected anew")
             await older.ended.wait()
+
+    def explains(self, session: Session, lease: int) -> bool:
+        """Whether the worker holds that lease."""
+        grant = self._leases.get(lease)
+        return grant is not None and grant.worker == session.worker_id
 
     def program(self, session: Session, request: ProgramRequest) -> None:
         """The worker asks for the program; it is answered now or later."""
@@ -381,7 +390,10 @@ class Hosting(ABC):
         return None
 
     def _compare_devices(self, ready: Ready) -> None:
-        self._devices.add((ready.device_name, ready.threads))
+        device = (ready.device_name, ready.threads)
+        if device in self._devices or len(self._devices) == 2:
+            return  # nothing new, or it was said
+        self._devices.add(device)
         if len(self._devices) == 2:
             listed = " and ".join(f"{name} with {threads} thread(s)" for name, threads in sorted(self._devices))
             self._warn(

@@ -11,7 +11,6 @@ then buckets are added as they come.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from w5xde_async.coordinator.aggregator import Aggregator, StepState
+from w5xde_async.coordinator.claims import Claims
 from w5xde_async.coordinator.dispatch import Dispatch
 from w5xde_async.coordinator.intake import Intake
 from w5xde_async.coordinator.judging import Candidate, Judging
@@ -35,6 +35,8 @@ from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
 
 __all__ = ["Results"]
+
+_MOST_NAMED = 1024
 
 
 class _Doubt(NamedTuple):
@@ -71,7 +73,8 @@ class Results:
             int, dict[int, str]
         ] = {}  # first leaf of a block that does not count yet -> bucket -> who
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
-        self._halved: set[str] = set()  # workers that had to halve microbatches; they were named once
+        self._claims = Claims(layout)
+        self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Place:
         """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
@@ -140,21 +143,27 @@ class Results:
         """True while something is received into the memory of an audit."""
         return any(place == -lease for place, _ in self._writing)
 
-    def done(self, session: Session, done: Done) -> Grant | None:
-        """A lease is done. Returns the other lease on its block, void from now on, where there was one."""
+    def done(self, session: Session, done: Done, *, owed: bool, member_s: float) -> Grant | None:
+        """A lease is done. Returns the other lease on its block, void from now on, where there was one.
+
+        ``owed``: the lease was taken from the worker, and this is the first that it says of it. ``member_s``: since it
+        joined.
+        """
         grant = self._ledger.get(done.lease)
         if grant is None or grant.worker != session.worker_id:
             past = self._ledger.past(session.worker_id, done.lease)
-            if past is not None and len(done.losses) == past.block.num_leaves and math.isfinite(done.compute_s):
-                self._dispatch.observe_late(past, max(done.compute_s, 0.0), self._clock())
+            if owed and past is not None and len(done.losses) == past.block.num_leaves:
+                now = self._clock()
+                self._dispatch.observe_late(past, min(done.compute_s, now - past.granted_at), now)
             if self._ledger.is_duplicate(done.lease):
                 self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
             else:
                 self._refuse(session, done, VerdictCode.STALE, "the lease had ended")
             return None
         self._current(grant)
-        self._check(grant, done)
         block = grant.block
+        elapsed_s = self._clock() - self._ledger.began_at(grant)
+        done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
         absent = set(done.absent)
         missing = set(self._ledger.missing(done.lease))
         place = -grant.lease if self._ledger.is_audit(done.lease) else block.start
@@ -180,9 +189,11 @@ class Results:
         if self._judging.passes(candidate, missing):
             self.count(candidate)
         if done.splits and session.worker_id not in self._halved:
-            self._halved.add(session.worker_id)
+            self._halved[session.worker_id] = None
+            if len(self._halved) > _MOST_NAMED:
+                del self._halved[next(iter(self._halved))]
             self._warn(
-                f"{session.name} lacks memory for a whole microbatch and computes it in {1 << done.splits} pieces: the "
+                f"{session.name} lacks memory for a whole microbatch and computes it in 2^{done.splits} pieces: the "
                 "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
             )
         self._wake()
@@ -233,18 +244,6 @@ class Results:
         if step is None or grant.step != step.plan.step:
             raise RemoteError(f"it answered for version {grant.step} before that version was published")
         return step
-
-    def _check(self, grant: Grant, done: Done) -> None:
-        leaves = grant.block.num_leaves
-        if len(done.losses) != leaves:
-            raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
-        if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
-            raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
-        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (done.compute_s, done.wait_s)):
-            raise RemoteError(f"it reported {done.compute_s} s of computing and {done.wait_s} s of waiting")
-        buckets = len(self._layout.result_buckets)
-        if done.absent and max(done.absent) >= buckets:
-            raise RemoteError(f"it reported bucket {max(done.absent)} of {buckets} as absent")
 
     def failed(self, session: Session, failed: Failed) -> None:
         """The job raised on a leaf of a lease."""

@@ -19,6 +19,7 @@ from functools import partial
 from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.assigning import Assigning
+from w5xde_async.coordinator.claims import Claims, seen
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.downlink import Downlink
 from w5xde_async.coordinator.hosting import Commit, Counts, NonFinite
@@ -74,6 +75,8 @@ class Rounds(Assigning):
         self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
         self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
         self._reports = StepReports()
+        self._claims = Claims(layout)
+        self._skipped: dict[str, int] = {}  # worker -> steps in a row that its own optimizer has skipped
         self._accepted: list[int] = []  # steps in the open round
         self._contributors: set[str] = set()
         self._refused: Counter[VerdictCode] = Counter()
@@ -237,6 +240,14 @@ class Rounds(Assigning):
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
 
+    def _count_own_steps(self, worker: str, *, skipped: bool) -> None:
+        """A worker's own optimizer skipped a step, or not. Training diverges where every worker says so: one alone may
+        be at fault, or lie."""
+        self._skipped[worker] = self._skipped.get(worker, 0) + 1 if skipped else 0
+        counts = [self._skipped.get(one, 0) for one in {*self._present(), worker}]
+        if all(counts) and sum(counts) >= self.config.max_nonfinite_steps:
+            self.fail(NonFinite(self.progress, sum(counts)))
+
     def _count_nonfinite(self, *, skipped: bool) -> None:
         self._nonfinite = self._nonfinite + 1 if skipped else 0
         if self._nonfinite >= self.config.max_nonfinite_steps:
@@ -337,6 +348,7 @@ class Rounds(Assigning):
         self.turns.leave(worker)
         self.pacing.forget(worker)
         self._submitting.forget(worker)
+        self._skipped.pop(worker, None)
         if culprit is not None and self._failure is None:
             self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
         return returned
@@ -367,16 +379,26 @@ class Rounds(Assigning):
 
     def done(self, session: Session, done: Done) -> None:
         worker, now = session.worker_id, self.clock()
-        member = self._answered(session, done.lease)
-        if member is not None:
-            self._note_coding(session, member, done)
+        member = self.membership.members.get(worker)
+        owed = member is not None and done.lease in member.owes
         grant = self.ledger.get(done.lease)
         if grant is None or grant.worker != worker:
-            self._stale(session, done)
+            self._answered(session, done.lease)
+            self._stale(session, done, owed=owed)
             self._schedule(worker)
             return
+        member_s = 0.0 if member is None else now - member.joined_at
+        elapsed_s = now - self.ledger.began_at(grant)
         if grant.step >= 0:
-            self._check(grant, done)
+            leaves = self._plan(grant.step).num_leaves
+            done = self._claims.check(session.principal, done, leaves, elapsed_s=elapsed_s, member_s=member_s)
+        else:
+            self._claims.check_lists(done)
+            done = seen(done, elapsed_s, member_s, self.layout.vector_bytes)
+        self._answered(session, done.lease)
+        if member is not None:
+            self._note_coding(session, member, done)
+        if grant.step >= 0:
             self._reports.keep(self._plan(grant.step), done)
             # Under local rules a result is asked for by a lease of its own, which has no deadline.
             taken_s = None if self._local else now - self.ledger.began_at(grant)
@@ -390,7 +412,7 @@ class Rounds(Assigning):
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             # Whose optimizer skipped the step has no result of it.
-            self._count_nonfinite(skipped=bool(done.absent) or not all(map(math.isfinite, done.losses)))
+            self._count_own_steps(worker, skipped=bool(done.absent) or not all(map(math.isfinite, done.losses)))
             self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
             self.loader.close_step(grant.step)
             self.turns.carried(worker, self._plan(grant.step).num_samples)
@@ -430,7 +452,7 @@ class Rounds(Assigning):
         self._inbox.append(submission)
         self._unjudged[grant.worker] += 1
 
-    def _stale(self, session: Session, done: Done) -> None:
+    def _stale(self, session: Session, done: Done, *, owed: bool) -> None:
         past = self.ledger.past(session.worker_id, done.lease)
         if not done.losses:
             return  # a lease that was revoked before it was begun
@@ -441,20 +463,12 @@ class Rounds(Assigning):
         reason = "its step had been computed" if duplicate else "the lease had ended"
         session.post(Verdict((done.lease,), code, reason))
         if past is not None and past.step >= 0:
-            self.pacing.observe_late(session.worker_id, 1, max(done.compute_s, 0.0), self.clock() - past.granted_at)
+            taken_s = self.clock() - past.granted_at
+            if owed:
+                self.pacing.observe_late(session.worker_id, 1, min(done.compute_s, taken_s), taken_s)
             if self._local:
                 # Its parameters have a step in them that another has been given: it begins anew.
                 session.abort("it computed a step that had been given to another")
-
-    def _check(self, grant: StreamGrant, done: Done) -> None:
-        leaves = self._plan(grant.step).num_leaves
-        if len(done.losses) != leaves:
-            raise RemoteError(f"it reported {len(done.losses)} losses for lease {done.lease} of {leaves} leaves")
-        if len(done.metrics) != leaves * len(done.metric_names) or len(done.metric_names) > 64:
-            raise RemoteError(f"it reported {len(done.metrics)} metrics for {leaves} leaves")
-        seconds = (done.compute_s, done.wait_s, done.encode_s)
-        if not all(math.isfinite(value) and value >= 0 for value in seconds):
-            raise RemoteError(f"it reported {done.compute_s} s of computing and {done.wait_s} s of waiting")
 
     def failed(self, session: Session, failed: Failed) -> None:
         self._answered(session, failed.lease)

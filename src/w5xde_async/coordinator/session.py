@@ -11,6 +11,7 @@ version takes the place of what is still unsent of an older one) and small messa
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,10 @@ from w5xde_async.wire.messages import (
 
 __all__ = ["Host", "Session", "quarantined"]
 
+logger = logging.getLogger(__name__)
+
 _MOST_MESSAGES = 256  # small ones that may wait for one worker
+_TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease explains
 _GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
 
 
@@ -67,6 +71,9 @@ class Host(Protocol):
 
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
+
+    def explains(self, session: Session, lease: int) -> bool:
+        """Whether the worker holds that lease."""
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> tuple[memoryview | None, bool]:
         """Memory for a result, None for what is dropped, and whether a lease explains it.
@@ -121,12 +128,19 @@ class Session:
         self._closing = self._mismatch = False
         self._scratch = bytearray()
         self._garbage = 0
+        self._talked, self._talked_at = 0.0, clock()
         self._end_reason = ""
 
     @property
     def place(self) -> tuple[str, bool]:
-        """Where it computes: on which host, and whether with the coordinator's program (see ``plan.attempts``)."""
-        return self.link.peer.rpartition(":")[0] or self.link.peer, self.code_free
+        """Where it computes: under which proven name or on which host, and whether with the coordinator's program (see
+        ``plan.attempts``)."""
+        return self.identity or self.link.peer.rpartition(":")[0] or self.link.peer, self.code_free
+
+    @property
+    def principal(self) -> str:
+        """Who it is, as far as that was proved: its own name, else the run's secret and its id."""
+        return self.identity or self.worker_id
 
     @property
     def vanished(self) -> bool:
@@ -153,14 +167,26 @@ class Session:
         except LinkLost as error:
             reason = self._end_reason or error.reason
             clean = self.state is State.CLOSED or self._closing
+        except W5xdeError:
+            raise
+        except Exception as error:
+            # Ours, not the worker's: it ends this session, so that the run goes on, and must not pass unseen.
+            logger.exception("session failed worker=%s peer=%s: a bug of the coordinator", self.name, self.link.peer)
+            reason = (
+                f"the coordinator failed on what it said, by a bug of its own ({type(error).__name__}: see its log)"
+            )
+            self.given_up = True
+            await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, reason, "")))
         except asyncio.CancelledError:
             reason, clean = self._end_reason or "coordinator closed", True
             raise
         finally:
             self.link.abort() if reason and not clean else None
-            if member or reason:
-                self._host.left(self, reason, clean=clean)
-            self.ended.set()
+            try:
+                if member or reason:
+                    self._host.left(self, reason, clean=clean)
+            finally:
+                self.ended.set()
 
     async def _greet(self) -> bool:
         received = await self.link.recv()
@@ -238,12 +264,18 @@ class Session:
                 continue
             self.state = advance(COORDINATOR, self.state, message)
             if type(message) is Done:
+                if not self._host.explains(self, message.lease):
+                    self._talk()
                 self._host.done(self, message)
             elif type(message) is Failed:
+                if not self._host.explains(self, message.lease):
+                    self._talk()
                 self._host.failed(self, message)
             elif type(message) is Heartbeat:
-                self.last_message = message.activity[:200]
+                self._talk()
+                self.last_message = _printable(message.activity, 200)
             elif type(message) is Report:
+                self._talk()
                 self.report = message
             elif type(message) is Drain:
                 self._host.draining(self, message)
@@ -251,6 +283,8 @@ class Session:
                 self._end_reason = _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH
             elif type(message) is ProgramRequest:
+                if self.code_free:
+                    raise RemoteError("it asked for the program twice on one link")
                 self.code_free = True
                 self._host.program(self, message)
             elif type(message) is Ready:
@@ -261,6 +295,14 @@ class Session:
                     await self._say(encode(refusal))
                     self._end_reason = refusal.reason
                     return
+
+    def _talk(self) -> None:
+        """A message that nothing explains. Some a second are usual; who keeps the loop busy with them is dropped."""
+        now = self._clock()
+        self._talked = max(0.0, self._talked - _TALK_RATE * (now - self._talked_at)) + 1
+        self._talked_at = now
+        if self._talked > _TALK_BURST:
+            raise RemoteError(f"it says more than {_TALK_RATE} things a second that no lease explains")
 
     def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
         self.state = advance(COORDINATOR, self.state, message)

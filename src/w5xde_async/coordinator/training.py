@@ -365,7 +365,10 @@ class Training(Hosting):
         self.results.arrived(session, result)
 
     def done(self, session: Session, done: Done) -> None:
-        other = self.results.done(session, done)
+        known = self.membership.members.get(session.worker_id)
+        owed = known is not None and done.lease in known.owes
+        member_s = 0.0 if known is None else self.clock() - known.joined_at
+        other = self.results.done(session, done, owed=owed, member_s=member_s)
         member = self._answered(session, done.lease)
         if member is not None:
             self._note_coding(session, member, done)

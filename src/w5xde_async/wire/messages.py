@@ -1,8 +1,11 @@
 """The messages: one frozen class each, their types checked on the way in.
 
 A message on the wire is its number and its fields in the order of the class. The annotation of a field is
-its check: a header whose field has another type never becomes a message. Numbers are never reused; any
-change of a field raises ``PROTOCOL_VERSION`` (docs/protocol.md says who may send what, when).
+its check: a header whose field has another type never becomes a message. Nor does one whose value is outside the
+bounds that ``@_message`` gives for it: a duration is finite and not negative, a text has a length, so that nothing
+behind this door has to ask again. What depends on the run (how many leaves a lease has) is for the receiver to check.
+Numbers are never reused; any change of a field raises ``PROTOCOL_VERSION`` (docs/protocol.md says who may send what,
+when).
 """
 
 from __future__ import annotations
@@ -54,8 +57,53 @@ def _int(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    # A float field may be NaN or infinite (a loss may be); a consumer that compares must say so itself.
+    # Without a bound a float may be NaN or infinite (a loss may be).
     return type(value) is float
+
+
+_Check = Callable[[Any], bool]
+
+
+def _at_most(most: int) -> _Check:
+    """A whole number from 0 to ``most``."""
+    return lambda value: type(value) is int and 0 <= value <= most
+
+
+def _between(least: float, most: float) -> _Check:
+    """A finite number in that range; NaN is in none."""
+    return lambda value: type(value) is float and least <= value <= most
+
+
+def _text(most: int) -> _Check:
+    """Text of at most that many characters."""
+    return lambda value: type(value) is str and len(value) <= most
+
+
+def _data(most: int) -> _Check:
+    """At most that many bytes."""
+    return lambda value: type(value) is bytes and len(value) <= most
+
+
+def _texts(count: int, most: int) -> _Check:
+    """At most ``count`` different texts, printable, of at most ``most`` characters."""
+
+    def check(value: Any) -> bool:
+        return (
+            type(value) is tuple
+            and len(value) <= count
+            and all(type(text) is str and len(text) <= most and text.isprintable() for text in value)
+            and len(set(value)) == len(value)
+        )
+
+    return check
+
+
+#: Longest texts: of a name, of a sentence, of an error's own words, of a traceback.
+NAME, SENTENCE, ERROR, TRACEBACK = 256, 1024, 4096, 65536
+#: Most metrics that a job may report of a leaf, and characters of the name of one.
+MOST_METRICS, METRIC_NAME = 64, 128
+_SECONDS = _between(0.0, 1e9)
+_BYTES = _at_most(1 << 60)
 
 
 _CHECKS: dict[Any, Callable[[Any], bool]] = {
@@ -102,13 +150,17 @@ _M = TypeVar("_M", bound="Message")
 
 
 @dataclass_transform(frozen_default=True)
-def _message(kind: int) -> Callable[[type[_M]], type[_M]]:
+def _message(kind: int, **bounds: _Check) -> Callable[[type[_M]], type[_M]]:
+    """Register a message under its number. ``bounds``: of fields whose type alone allows too much."""
+
     def register(cls: type[_M]) -> type[_M]:
         made: Any = dataclass(frozen=True, slots=True)(cls)
         hints = get_type_hints(made)
         names = [f.name for f in fields(made)]
+        if unknown := set(bounds) - set(names):
+            raise ValueError(f"{cls.__name__} has no field {min(unknown)}")
         made.TYPE = kind
-        made._checks = tuple((name, _CHECKS[hints[name]]) for name in names)
+        made._checks = tuple((name, bounds.get(name) or _CHECKS[hints[name]]) for name in names)
         made._getter = staticmethod(attrgetter(*names))
         if kind in MESSAGES:
             raise ValueError(f"message number {kind} is taken")
@@ -138,7 +190,7 @@ class ByeCode(IntEnum):
     MISMATCH = 4  # a worker built another model than the coordinator's
 
 
-@_message(1)
+@_message(1, nonce=_data(64), worker_id=_text(NAME), name=_text(NAME), software=_text(NAME), identity=_text(NAME))
 class Hello(Message):
     """Worker's first words. ``worker_id`` names the same worker over reconnects.
 
@@ -153,7 +205,7 @@ class Hello(Message):
     identity: str = ""
 
 
-@_message(2)
+@_message(2, nonce=_data(64), proof=_data(64))
 class Challenge(Message):
     """Coordinator's answer.
 
@@ -166,14 +218,14 @@ class Challenge(Message):
     proof: bytes
 
 
-@_message(3)
+@_message(3, proof=_data(64))
 class Proof(Message):
     """Worker's proof (HMAC over both nonces); empty without ``auth``."""
 
     proof: bytes
 
 
-@_message(4)
+@_message(4, reason=_text(SENTENCE), hint=_text(SENTENCE))
 class Refusal(Message):
     """REFUSED: the coordinator says no and closes. ``code`` is errors.RefusalCode."""
 
@@ -182,7 +234,18 @@ class Refusal(Message):
     hint: str
 
 
-@_message(5)
+@_message(
+    5,
+    run_id=_text(NAME),
+    run_name=_text(SENTENCE),
+    precision=_text(NAME),
+    fingerprint=_data(64),
+    heartbeat_s=_between(1e-3, 1e5),
+    silence_s=_between(1e-3, 1e6),
+    update=_text(NAME),
+    codec=_text(NAME),
+    downlink=_text(NAME),
+)
 class Welcome(Message):
     """The run, for a worker that has proved itself. Buffers: the layout (params.layout) and, under a rule of local
     steps, the inner optimizer (msgpack, compute.inner).
@@ -208,7 +271,14 @@ class Welcome(Message):
     feedback: bool = True
 
 
-@_message(6)
+@_message(
+    6,
+    fingerprint=_data(64),
+    device=_text(NAME),
+    device_name=_text(NAME),
+    threads=_at_most(1 << 16),
+    torch_version=_text(NAME),
+)
 class Ready(Message):
     """The worker has built the same model and wants work. ``threads`` counts its torch threads."""
 
@@ -264,7 +334,15 @@ class Result(Message):
     bucket: int
 
 
-@_message(10)
+@_message(
+    10,
+    metric_names=_texts(MOST_METRICS, METRIC_NAME),
+    splits=_at_most(63),
+    compute_s=_SECONDS,
+    wait_s=_SECONDS,
+    encode_s=_SECONDS,
+    raw_bytes=_BYTES,
+)
 class Done(Message):
     """The lease is computed and all its buckets are sent.
 
@@ -290,7 +368,7 @@ class Done(Message):
     raw_bytes: int = 0
 
 
-@_message(11)
+@_message(11, error=_text(ERROR), traceback=_text(TRACEBACK))
 class Failed(Message):
     """The job's own code raised on one leaf (``leaf`` is its number in the step)."""
 
@@ -300,7 +378,7 @@ class Failed(Message):
     traceback: str
 
 
-@_message(12)
+@_message(12, reason=_text(SENTENCE))
 class Verdict(Message):
     """What became of leases; ``code`` is VerdictCode. A worker may forget a lease only after its verdict."""
 
@@ -309,7 +387,7 @@ class Verdict(Message):
     reason: str
 
 
-@_message(13)
+@_message(13, reason=_text(SENTENCE))
 class Revoke(Message):
     """The lease is void; results for it will be stale."""
 
@@ -317,14 +395,14 @@ class Revoke(Message):
     reason: str
 
 
-@_message(14)
+@_message(14, activity=_text(SENTENCE))
 class Heartbeat(Message):
     """I am alive, and this is what I am doing."""
 
     activity: str
 
 
-@_message(15)
+@_message(15, reason=_text(SENTENCE), grace_s=_SECONDS)
 class Drain(Message):
     """From a worker: give me no more work, I am leaving. From the coordinator: finish what you hold, no more comes."""
 
@@ -332,7 +410,7 @@ class Drain(Message):
     grace_s: float
 
 
-@_message(16)
+@_message(16, reason=_text(SENTENCE))
 class Bye(Message):
     """The last message on a link. ``code`` is ByeCode."""
 
@@ -340,7 +418,7 @@ class Bye(Message):
     reason: str
 
 
-@_message(17)
+@_message(17, digest=_data(64))
 class ProgramRequest(Message):
     """From a worker without the job's code: the training step as a program. ``form`` is the one that it knows.
 
@@ -351,7 +429,7 @@ class ProgramRequest(Message):
     digest: bytes
 
 
-@_message(18)
+@_message(18, digest=_data(64))
 class Program(Message):
     """The training step. Buffers: the text, then its constants; none where the worker holds this ``digest`` already."""
 
@@ -368,7 +446,14 @@ class Submit(Message):
     buckets: tuple[int, ...]
 
 
-@_message(20)
+@_message(
+    20,
+    host_bytes=_BYTES,
+    device_bytes=_BYTES,
+    device_total_bytes=_BYTES,
+    cpu_s=_SECONDS,
+    flops_per_leaf=_between(0.0, 1e30),
+)
 class Report(Message):
     """What a worker's process uses, told with every heartbeat; 0 for what it does not know.
 
@@ -382,7 +467,7 @@ class Report(Message):
     flops_per_leaf: float
 
 
-@_message(21)
+@_message(21, codec=_text(NAME), downlink=_text(NAME))
 class Retune(Message):
     """To a worker: write results by another codec from the next lease on; deltas are written by ``downlink`` now."""
 
