@@ -128,6 +128,7 @@ class Session:
         self._closing = self._mismatch = False
         self._scratch = bytearray()
         self._garbage = 0
+        self._aggregating = False
         self._talked, self._talked_at = 0.0, clock()
         self._end_reason = ""
 
@@ -170,6 +171,8 @@ class Session:
         except W5xdeError:
             raise
         except Exception as error:
+            if self._aggregating:
+                raise  # perhaps halfway through a result: better no run than a wrong one
             # Ours, not the worker's: it ends this session, so that the run goes on, and must not pass unseen.
             logger.exception("session failed worker=%s peer=%s: a bug of the coordinator", self.name, self.link.peer)
             reason = (
@@ -260,13 +263,17 @@ class Session:
                 self.result_bytes += specs[0].nbytes
                 if placed is not None:
                     self._garbage = 0
+                    self._aggregating = True
                     self._host.arrived(self, message)
+                    self._aggregating = False
                 continue
             self.state = advance(COORDINATOR, self.state, message)
             if type(message) is Done:
                 if not self._host.explains(self, message.lease):
                     self._talk()
+                self._aggregating = True
                 self._host.done(self, message)
+                self._aggregating = False
             elif type(message) is Failed:
                 if not self._host.explains(self, message.lease):
                     self._talk()
