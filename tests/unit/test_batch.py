@@ -52,6 +52,12 @@ def test_there_and_back(batch: Any) -> None:
         ([torch.eye(2).to_sparse()], r"batch\[0\] is a torch.sparse_coo tensor"),
         ({"ids": {3}}, r"batch\['ids'\] is a set"),
         (b"raw", "batch is a bytes"),
+        ([0, 1 << 64], r"batch\[1\] is 18446744073709551616..., more than 64 bits"),
+        ("\ud800", "not Unicode text"),
+        (["x" * 300_000], "300012 bytes of numbers and strings outside of tensors"),
+        ((torch.zeros(2, dtype=torch.float8_e8m0fnu),), r"batch\[0\] is of torch.float8_e8m0fnu"),
+        (torch.zeros([1] * 17), "batch has 17 axes"),
+        ([torch.zeros(1)] * 2049, "more than 2048 tensors"),
     ],
 )
 def test_what_cannot_travel_is_named(batch: Any, words: str) -> None:

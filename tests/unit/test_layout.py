@@ -15,6 +15,8 @@ from torch import nn
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params import layout as layout_module
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
+from w5xde_async.store.tensors import DTYPE_NAMES
+from w5xde_async.wire.frame import DTYPE_BYTES
 
 
 class Everything(nn.Module):
@@ -171,6 +173,41 @@ def with_tensor(tensor: torch.Tensor, *, buffer: bool = False) -> nn.Module:
     return module
 
 
+def sharing(piece: slice) -> nn.Module:
+    """A parameter, and a buffer that is a piece of the same memory."""
+    memory, module = torch.zeros(12), nn.Module()
+    module.first = nn.Parameter(memory[:6])
+    module.register_buffer("second", memory[piece])
+    return module
+
+
+def test_pieces_of_one_memory_that_do_not_meet_are_fine() -> None:
+    assert len(Layout.of(sharing(slice(6, 12))).entries) == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [
+        ("_MAX_ENTRIES", 3, "4 tensors, more than 3"), ("_MAX_NAME_PARTS", 7, "more than 7 parts"),
+        ("_MAX_BUCKETS", 0, "more than 0 buckets"), ("MAX_LAYOUT_BYTES", 80, "names of its tensors"),
+    ],
+)  # fmt: skip
+def test_what_the_other_side_would_refuse_is_refused_here(
+    limit: str, most: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    Layout.of(module)
+    monkeypatch.setattr(layout_module, limit, most)
+    with pytest.raises(ValueError, match=words):
+        Layout.of(module)
+
+
+def test_every_dtype_of_a_layout_travels_and_can_be_saved() -> None:
+    for dtype in layout_module._DTYPES:
+        assert str(dtype).removeprefix("torch.") in DTYPE_BYTES
+        assert dtype in DTYPE_NAMES
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
@@ -179,8 +216,22 @@ def with_tensor(tensor: torch.Tensor, *, buffer: bool = False) -> nn.Module:
         (with_tensor(torch.zeros(2, dtype=torch.complex64), buffer=True), "'it' is complex64"),
         (with_tensor(torch.eye(2).to_sparse(), buffer=True), "'it' is not dense"),
         (lazy(), "'weight' is lazy"),
+        (with_tensor(torch.zeros(4, dtype=torch.float8_e8m0fnu), buffer=True), "'it' is float8_e8m0fnu"),
+        (with_tensor(torch.zeros([1] * 65)), "'it' has 65 axes"),
+        (sharing(slice(0, 6)), "'first' and 'second' share memory"),
+        (sharing(slice(3, 9)), "'first' and 'second' share memory"),
     ],
-    ids=["float64", "complex parameter", "complex buffer", "sparse", "lazy"],
+    ids=[
+        "float64",
+        "complex parameter",
+        "complex buffer",
+        "sparse",
+        "lazy",
+        "float8_e8m0fnu",
+        "axes",
+        "alias",
+        "overlap",
+    ],
 )
 def test_what_cannot_be_trained_is_named(module: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):

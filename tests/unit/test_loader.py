@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -283,6 +284,19 @@ async def test_blocks_are_bounded_by_bytes_and_buffers(monkeypatch: pytest.Monke
         assert reader.loader.max_block_leaves == 2  # 80 bytes a leaf
     async with reading(TensorDataset(X, Y)) as reader:
         assert reader.loader.max_block_leaves == 256
+
+
+async def test_blocks_are_bounded_by_the_largest_leaf_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("w5xde_async.coordinator.loader._LEASE_BYTES", 4000)
+
+    sizes = itertools.chain([10], itertools.repeat(200))
+    loader = Loader(job(Rows(), collate=lambda samples: torch.zeros(next(sizes))), sampler())
+    reader = Reader(loader, sampler())
+    reader.open(0)
+    await reader.block(0, 0, 1)
+    await reader.block(0, 1, 8)
+    assert (loader.leaf_bytes, loader.max_block_leaves) == (800, 5)
+    await loader.aclose()
 
 
 async def test_closing_in_the_middle_of_reading() -> None:

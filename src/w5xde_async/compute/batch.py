@@ -15,14 +15,21 @@ from torch import Tensor
 
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import ALIGN_BYTES
+from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES
 
 __all__ = ["flatten", "leaves_of", "map_tensors", "rows", "unflatten"]
 
 _MAX_DEPTH = 32
+_MAX_TENSORS = 2048
+_MAX_STRUCTURE_BYTES = 256 << 10  # it travels in a header, which has 1 MiB for everything
+_DTYPES = {getattr(torch, name) for name in DTYPE_BYTES}
 
 
 def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
-    """``(structure, tensors)`` of a batch. Raises TypeError naming the place of what cannot travel."""
+    """``(structure, tensors)`` of a batch. Raises TypeError naming the place of what cannot travel.
+
+    What is taken here no worker refuses.
+    """
     tensors: list[Tensor] = []
 
     def walk(value: Any, path: str, depth: int) -> Any:
@@ -31,6 +38,12 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 raise TypeError(f"batch{path} is a {value.layout} tensor; give a dense one")
+            if value.dtype not in _DTYPES:
+                raise TypeError(f"batch{path} is of {value.dtype}, which does not travel; convert it in collate=...")
+            if value.dim() > MAX_AXES:
+                raise TypeError(f"batch{path} has {value.dim()} axes; at most {MAX_AXES} travel: reshape it")
+            if len(tensors) == _MAX_TENSORS:
+                raise TypeError(f"the batch holds more than {_MAX_TENSORS} tensors; stack them in collate=...")
             tensors.append(value.detach())
             return ["t"]
         if type(value) is tuple or type(value) is list:
@@ -40,6 +53,8 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
             if not all(type(key) is str for key in value):
                 raise TypeError(f"batch{path} has keys that are not strings")
             return ["d", [[key, walk(item, f"{path}[{key!r}]", depth + 1)] for key, item in value.items()]]
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            raise TypeError(f"batch{path} is {value!r:.40}..., more than 64 bits; give a tensor or a string")
         if value is None or type(value) in (bool, int, float, str):
             return ["v", value]
         raise TypeError(
@@ -47,7 +62,15 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
             "lists and dicts (convert it in collate=...)"
         )
 
-    structure: bytes = msgpack.packb(walk(batch, "", 0))
+    try:
+        structure: bytes = msgpack.packb(walk(batch, "", 0))
+    except UnicodeEncodeError as error:
+        raise TypeError(f"the batch holds a string that is not Unicode text: {error.object!r:.60}") from None
+    if len(structure) > _MAX_STRUCTURE_BYTES:
+        raise TypeError(
+            f"the batch holds {len(structure)} bytes of numbers and strings outside of tensors, at most "
+            f"{_MAX_STRUCTURE_BYTES} travel; make tensors of them in collate=..."
+        )
     return structure, tensors
 
 

@@ -133,7 +133,7 @@ class Loader:
 
     @property
     def leaf_bytes(self) -> int:
-        """Bytes of one leaf's batch, as far as known."""
+        """Bytes of the largest leaf's batch so far."""
         return self._leaf_bytes
 
     @property
@@ -275,10 +275,9 @@ class Loader:
             if self._chunks.get((step, number)) is chunk:  # else its step was closed meanwhile
                 self._held_leaves += chunk.num_leaves
                 self._tell(step, chunk)
-            if not self._leaf_bytes:
-                total = sum(tensor.numel() * tensor.element_size() for tensor in chunk.tensors)
-                self._leaf_bytes = max(1, total // chunk.num_leaves)
-                self._tensors_per_leaf = max(1, len(chunk.tensors))
+            total = sum(tensor.numel() * tensor.element_size() for tensor in chunk.tensors)
+            self._leaf_bytes = max(1, self._leaf_bytes, total // chunk.num_leaves)  # leaves may grow
+            self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(chunk.tensors))
             self.on_ready()
             self._prefetch()
 
@@ -302,7 +301,7 @@ class Loader:
     def _read_here(self, indices: Any, seed: int) -> _Read:
         if self._gather:
             at = torch.from_numpy(np.array(indices))
-            tensors = tuple([tensor[at] for tensor in self._job.dataset.tensors])
+            tensors = tuple([_on_host(tensor[at.to(tensor.device)]) for tensor in self._job.dataset.tensors])
             return _Read(flatten(tensors)[0], tensors)
         if self._random is None:
             return self._probe(indices, seed)
@@ -335,7 +334,12 @@ def _fetch(job: Job, indices: Any) -> _Read:
     many = getattr(job.dataset, "__getitems__", None)
     samples = many(numbers) if many is not None else [job.dataset[number] for number in numbers]
     structure, tensors = flatten((job.collate or default_collate)(samples))
-    return _Read(structure, tuple([tensor.cpu().contiguous() for tensor in tensors]))
+    return _Read(structure, tuple(map(_on_host, tensors)))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """In this machine's memory, as it is sent: a dataset's tensors may lie on an accelerator."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _chunk_leaves(job: Job) -> int:

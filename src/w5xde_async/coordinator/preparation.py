@@ -17,7 +17,9 @@ from typing import Any
 import msgpack
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.inner import Schedule, describe_inner
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
@@ -107,6 +109,7 @@ def prepare(
     epochs, max_steps = _limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
     total_steps = min(ends if max_steps is None else [*ends, max_steps])
+    _check_dataset(job)
     model = build_model(job)
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
@@ -156,6 +159,15 @@ def prepare(
         raise
     _order(prepared, config)
     return prepared
+
+
+def _check_dataset(job: Job) -> None:
+    """Whether its samples can travel, where that is seen without reading any. Others are read before any lease."""
+    if type(job.dataset) is TensorDataset and job.collate is None:
+        try:
+            flatten(tuple([tensor[:1] for tensor in job.dataset.tensors]))
+        except TypeError as error:
+            raise JobError("dataset", str(error), "convert its tensors") from error
 
 
 def _order(prepared: Prepared, config: CoordinatorConfig) -> None:

@@ -21,9 +21,10 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,15 +32,22 @@ from torch import Tensor, nn
 
 from w5xde_async.errors import MalformedFrame
 
-__all__ = ["ALIGN_BYTES", "Bucket", "Entry", "Group", "Layout", "named_state"]
+__all__ = ["ALIGN_BYTES", "MAX_LAYOUT_BYTES", "Bucket", "Entry", "Group", "Layout", "named_state"]
 
 ALIGN_BYTES = 64
+MAX_LAYOUT_BYTES = 64 << 20  #: of a layout's description
 # Of a layout that came over a network:
 _MAX_BUCKETS = 1 << 20
 _MAX_ENTRIES = 1 << 17
 _MAX_NAME_PARTS = 1 << 20  # of all names together; each may become a module
 _MAX_AXES, _MAX_EXTENT = 64, 1 << 48
 _ROLES = ("grad", "mean", "max", "frozen")
+#: Of frozen parameters and buffers: what travels and what a checkpoint holds.
+_DTYPES = frozenset((
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
+    torch.float8_e5m2, torch.float8_e5m2fnuz, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+))  # fmt: skip
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -123,7 +131,14 @@ class Layout:
         staged: list[tuple[tuple[str, ...], str, torch.dtype, tuple[int, ...]]] = []
         for names, tensor, is_parameter in found.values():
             staged.append((tuple(names), _role(names[0], tensor, is_parameter), tensor.dtype, tuple(tensor.shape)))
-        return cls._build(staged, bucket_bytes)
+        _check_shared_memory(module)
+        if len(staged) > _MAX_ENTRIES:
+            raise ValueError(f"it has {len(staged):,} tensors, more than {_MAX_ENTRIES:,}; stack some of them")
+        _check_size([(names, shape) for names, _, _, shape in staged], bucket_bytes)
+        layout = cls._build(staged, bucket_bytes)
+        if len(layout.describe()) > MAX_LAYOUT_BYTES:
+            raise ValueError(f"the names of its tensors come to more than {MAX_LAYOUT_BYTES >> 20} MiB; shorten them")
+        return layout
 
     @classmethod
     def _build(
@@ -213,23 +228,17 @@ class Layout:
             if len(document["entries"]) > _MAX_ENTRIES:
                 raise ValueError(f"more than {_MAX_ENTRIES} entries in the layout")
             staged = []
-            num_parts = 0
             for names, role, dtype, shape in document["entries"]:
                 known = getattr(torch, dtype) if isinstance(dtype, str) and dtype.isidentifier() else None
                 if role not in _ROLES or not isinstance(known, torch.dtype) or not names:
                     raise ValueError("an entry of the layout")
                 if len(shape) > _MAX_AXES or not all(type(e) is int and 0 <= e <= _MAX_EXTENT for e in shape):
                     raise ValueError("a shape of the layout")
-                names = tuple(map(str, names))
-                num_parts += sum(name.count(".") + 1 for name in names)
-                if num_parts > _MAX_NAME_PARTS:
-                    raise ValueError(f"the layout's names have more than {_MAX_NAME_PARTS} parts")
-                staged.append((names, role, known, tuple(shape)))
+                staged.append((tuple(map(str, names)), role, known, tuple(shape)))
             bucket_bytes = document["bucket_bytes"]
             if type(bucket_bytes) is not int or bucket_bytes < ALIGN_BYTES:
                 raise ValueError("bucket_bytes of the layout")
-            if sum(8 * math.prod(shape) for _, _, _, shape in staged) > _MAX_BUCKETS * bucket_bytes:
-                raise ValueError(f"more than {_MAX_BUCKETS} buckets in the layout")
+            _check_size([(names, shape) for names, _, _, shape in staged], bucket_bytes)
             return cls._build(staged, bucket_bytes)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MalformedFrame(f"layout: {error}") from None
@@ -261,6 +270,36 @@ _ROLE_WORDS = {
 }
 
 
+def _check_size(tensors: Sequence[tuple[tuple[str, ...], tuple[int, ...]]], bucket_bytes: int) -> None:
+    """What one side takes the other takes too. Raises ValueError."""
+    if sum(name.count(".") + 1 for names, _ in tensors for name in names) > _MAX_NAME_PARTS:
+        raise ValueError(f"the layout's names have more than {_MAX_NAME_PARTS} parts")
+    if sum(8 * math.prod(shape) for _, shape in tensors) > _MAX_BUCKETS * bucket_bytes:
+        raise ValueError(f"more than {_MAX_BUCKETS} buckets in the layout; larger ones (bucket_bytes) make fewer")
+
+
+def _check_shared_memory(module: nn.Module) -> None:
+    """Every tensor of a module gets memory of its own: two that share some would come apart. Raises ValueError."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found.setdefault(id(tensor), (name, tensor))
+    pieces: list[tuple[str, int, int, int, str]] = []
+    for name, tensor in found.values():
+        if tensor.layout is torch.strided and tensor.numel() and not nn.parameter.is_lazy(tensor):
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            end = begin + tensor.numel() * tensor.element_size()
+            if reach + 1 == tensor.numel():  # of others nothing is known: their elements may lie between each other
+                pieces.append((str(tensor.device), tensor.untyped_storage().data_ptr(), begin, end, name))
+    pieces.sort()
+    for before, after in pairwise(pieces):
+        if before[:2] == after[:2] and after[2] < before[3]:
+            raise ValueError(
+                f"tensors {before[4]!r} and {after[4]!r} share memory without being one tensor, and would come apart; "
+                "tie them (a.weight = b.weight), or clone one"
+            )
+
+
 def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"tensor {name!r} is not dense ({tensor.layout}); only dense tensors can be trained here")
@@ -268,6 +307,10 @@ def _role(name: str, tensor: Tensor, is_parameter: bool) -> str:
         raise ValueError(f"tensor {name!r} is lazy and has no shape yet; run one forward pass before training")
     if tensor.dtype.is_complex:
         raise ValueError(f"tensor {name!r} is {_dtype_name(tensor.dtype)}; store it as two real tensors")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"tensor {name!r} is {_dtype_name(tensor.dtype)}, which neither travels nor can be saved")
+    if tensor.dim() > _MAX_AXES:
+        raise ValueError(f"tensor {name!r} has {tensor.dim()} axes, at most {_MAX_AXES} are possible")
     if is_parameter and tensor.requires_grad:
         if tensor.dtype not in _GRADIENT_DTYPES:
             raise ValueError(

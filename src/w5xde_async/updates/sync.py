@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job
@@ -181,10 +181,35 @@ class SyncRule:
         if (state["scale"] is None) != (self.scale is None):
             raise ValueError("the checkpoint and the job do not agree on fp16 loss scaling")
         self.optimizer.load_state_dict(state["optimizer"])
+        _keep_dtypes(self.optimizer, state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scale is not None:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give the state of ``optimizer`` the dtypes back that it was ``saved`` with.
+
+    ``load_state_dict`` casts every tensor but ``step`` to its parameter's dtype. A float32 scalar (``mu_product`` of
+    NAdam, ``eta`` and ``mu`` of ASGD) or a float32 copy of a bfloat16 parameter would be rounded at every restart.
+    """
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        if index in saved["state"]:
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], saved["state"][index])
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """``loaded``, with a copy of ``saved`` in place of each tensor whose dtype differs."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
+        return saved.detach().to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        return {key: _as_saved(value, saved.get(key)) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and isinstance(saved, (list, tuple)) and len(loaded) == len(saved):
+        return type(loaded)(map(_as_saved, loaded, saved))
+    return loaded
 
 
 def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ __all__ = [
     "DTYPE_BYTES",
     "HANDSHAKE_CAPS",
     "LENGTH_BYTES",
+    "MAX_AXES",
     "SESSION_CAPS",
     "Buffer",
     "BufferSpec",
@@ -43,11 +44,12 @@ _PACKER = msgpack.Packer(use_bin_type=True)
 
 #: Bytes of one element; also the list of dtypes that the wire knows (names as torch prints them).
 DTYPE_BYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "bool": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
-_MAX_AXES = 16
+MAX_AXES = 16
 _MAX_SPAN = 1 << 46  # product of the extents but for zeros, beside which the byte count says nothing of them
 
 
@@ -136,7 +138,7 @@ def _spec(message: str, raw: Any, caps: Caps) -> BufferSpec:
     itemsize = DTYPE_BYTES.get(dtype)
     if itemsize is None:
         raise MalformedFrame(f"{message}: unknown dtype of buffer {name[:64]!r}")
-    if type(shape) is not tuple or len(shape) > _MAX_AXES:
+    if type(shape) is not tuple or len(shape) > MAX_AXES:
         raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
     numel = span = 1
     for extent in shape:

@@ -13,7 +13,7 @@ from w5xde_async.compute.program.form import FORM, Document
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UnexpectedMessage, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import MAX_LAYOUT_BYTES, Layout
 from w5xde_async.updates.config import LOCAL_RULES, RULES
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
@@ -32,7 +32,6 @@ from w5xde_async.wire.messages import (
 
 __all__ = ["Joined", "fetch_program", "join", "refused"]
 
-_MAX_LAYOUT_BYTES = 64 << 20
 _MAX_INNER_BYTES = 1 << 20
 
 
@@ -108,7 +107,7 @@ async def join(
         names = tuple(spec.name for spec in specs)
         if type(message) is not Welcome or names not in (("layout",), ("layout", "inner")):
             raise MalformedFrame(f"{type(message).__name__} came with buffers in place of WELCOME")
-        for spec, most in zip(specs, (_MAX_LAYOUT_BYTES, _MAX_INNER_BYTES), strict=False):
+        for spec, most in zip(specs, (MAX_LAYOUT_BYTES, _MAX_INNER_BYTES), strict=False):
             if spec.dtype != "uint8" or spec.nbytes > most:
                 raise MalformedFrame(f"WELCOME's {spec.name} of {spec.nbytes} bytes")
             texts.append(bytearray(spec.nbytes))
