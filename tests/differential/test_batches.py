@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from tests.support import reference
-from tests.support.cluster import settings, train
+from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job
+from w5xde_async.plan.pacing import PacingConfig
 
 DTYPES = [
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
@@ -67,6 +69,30 @@ async def test_every_type_arrives(tensors: bool) -> None:
     dataset = TensorDataset(*found) if tensors else Rows({str(i): column for i, column in enumerate(found)})
     wanted = job(dataset, 3 * len(found))
     result = await train(lambda: wanted, workers=2, code_free=False)
+    assert result.digest == reference.digest(wanted)
+
+
+class Growing(Dataset[Tensor]):
+    """Samples of which later ones are larger."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4 if index < 20 else 20_000, 3), 0.5)
+
+
+async def test_leaves_that_grow_are_leased_in_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker would leave for good over a lease that is larger than its memory limit."""
+    monkeypatch.setattr("w5xde_async.coordinator.loader._LEASE_BYTES", 500_000)
+    config = dataclasses.replace(QUICK_WORKER, memory_limit_bytes=1_200_000)
+    monkeypatch.setattr("tests.support.cluster.QUICK_WORKER", config)
+    wanted = dataclasses.replace(
+        job(Growing(), 3), step=lambda model, batch: model(batch.mean(1)).square().mean(), microbatch_size=1,
+        batch_size=40, max_steps=4, shuffle=False,
+    )  # fmt: skip
+    result = await train(lambda: wanted, code_free=False, prefetch_leaves=1,
+                         pacing=PacingConfig(target_lease_s=60.0))  # fmt: skip
     assert result.digest == reference.digest(wanted)
 
 

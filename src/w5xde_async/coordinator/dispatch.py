@@ -57,6 +57,7 @@ class Dispatch:
         self.num_backups = 0
         self.holds_back = False  #: nothing more of the current step is leased: too much of it waits for judgement
         self.at_most_half = False  #: no lease holds leaves of both halves of its step, which are measured
+        self.gave_back = False  #: a lease was too large to be sent: its leaves are to be leased anew
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
     def takes_work(self, worker: str, does: bool) -> None:
@@ -123,11 +124,21 @@ class Dispatch:
                 self._awaiting.setdefault((grant.step, grant.block), []).append(grant)
                 continue
             self.unread.pop(grant.lease, None)
+            if data.too_large and self._untouched(grant):
+                self._ledger.give_back(grant.lease)
+                self.gave_back = True
+                continue
             message = Lease(
                 grant.lease, grant.step, grant.step, grant.block.start, data.samples, grant.deadline_s, data.packed,
                 data.structure,
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
+
+    def _untouched(self, grant: Grant) -> bool:
+        """Whether nobody else is at the lease's block, and nothing of it has come."""
+        ledger = self._ledger
+        alone = not (ledger.is_audit(grant.lease) or ledger.contested(grant.lease))
+        return alone and len(ledger.missing(grant.lease)) == ledger.num_buckets
 
     def _look_again(self) -> None:
         refused, self._refused = self._refused, {}

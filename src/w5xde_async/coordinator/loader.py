@@ -55,6 +55,11 @@ class BlockData(NamedTuple):
     samples: tuple[int, ...]
     buffers: list[tuple[BufferSpec, Buffer]]
 
+    @property
+    def too_large(self) -> bool:
+        """Whether its leaves have come out so much larger than those before that smaller blocks are to be leased."""
+        return len(self.samples) > 1 and sum(spec.nbytes for spec, _ in self.buffers) > _LEASE_BYTES
+
 
 @dataclass(slots=True)
 class _Chunk:

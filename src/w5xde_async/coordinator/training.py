@@ -342,6 +342,7 @@ class Training(Hosting):
         for worker, lease in self.dispatch.leases(steps, now, has_credit=self._has_credit, again=only is None):
             self.sessions[worker].post_lease(lease.message, lease.buffers)
         self._look_again_at(self.dispatch.look_again_at, now)
+        self._lease_anew()
 
     def _look_again_at(self, at: float, now: float) -> None:
         """Schedule again at that time, and at no other that was said before."""
@@ -355,6 +356,12 @@ class Training(Hosting):
         if self._failure is None:
             for worker, lease in self.dispatch.read():
                 self.sessions[worker].post_lease(lease.message, lease.buffers)
+            self._lease_anew()
+
+    def _lease_anew(self) -> None:
+        if self.dispatch.gave_back:
+            self.dispatch.gave_back = False
+            asyncio.get_running_loop().call_soon(self._schedule)
 
     # -- session.Host --------------------------------------------------------------------------------------
 
