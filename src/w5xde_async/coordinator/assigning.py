@@ -205,14 +205,18 @@ class Assigning(Hosting):
         return all(waiting.lease != grant.lease for waiting, _ in self._waiting.get(grant.worker, ()))
 
     def _waits(self, grant: StreamGrant) -> bool:
-        """Whether a worker has not been sent yet what a lease needs: its time begins when it has."""
+        """Whether a worker has not been sent yet what a lease needs: its time begins when it has.
+
+        That is the lease, and a version that will do. Newer versions that the worker is not sent change nothing.
+        """
         session = self.sessions.get(grant.worker)
         if session is None:
             return False
         if grant.step < 0:
             return session.receiving == grant.lease  # while its bytes come it is at it, however long the line takes
-        version = self._oldest.get(grant.lease, 0)
-        return version > self.version or bool(session.unsent) or session.outbox.lease_bytes > 0
+        if session.outbox.lease_bytes > 0 or not self._was_sent(grant):
+            return True
+        return self.downlink is not None and not self.downlink.has_left(session, self._oldest.get(grant.lease, 0))
 
     def _allowed_s(self, grant: StreamGrant) -> float:
         pacing = self.pacing if grant.step >= 0 else self._submitting

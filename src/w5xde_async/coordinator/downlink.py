@@ -27,7 +27,7 @@ from w5xde_async.codecs.codec import BytePool, Codec
 from w5xde_async.coordinator.session import Session
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
-from w5xde_async.updates.forms import form_of, is_coded
+from w5xde_async.updates.forms import form_of, is_coded_down
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
@@ -52,6 +52,7 @@ class _Way:
     queued: dict[int, int] = field(default_factory=dict)  # version that has not left yet -> its bytes, as deltas
     newest: dict[int, int] = field(default_factory=dict)  # bucket -> version on its way that brings its newest value
     behind: bool = False  # it is to be sent what it lacks
+    left: int = -1  # the newest version that has left whole
 
 
 class Downlink:
@@ -71,7 +72,7 @@ class Downlink:
                 mine.copy_(theirs)
         self._pool = BytePool()
         self._encoders = {
-            b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded(layout, b)
+            b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded_down(layout, b)
         }
         self._ways: dict[Session, _Way] = {}
         self._made = 0  # versions that ``advance`` has made
@@ -151,6 +152,11 @@ class Downlink:
             if not way.queued:
                 self.wake()
 
+    def has_left(self, session: Session, version: int) -> bool:
+        """Whether ``version`` or a newer one has been sent to the worker whole."""
+        way = self._ways.get(session)
+        return way is not None and way.left >= version
+
     @property
     def due(self) -> list[Session]:
         """Those that are to be sent what they lack, now."""
@@ -220,6 +226,7 @@ class Downlink:
                     session.unsent.discard(bucket)
                 if ends:
                     del way.queued[version]
+                    way.left = version
                     if way.behind and not way.queued and session in self._ways:
                         self.wake()
 

@@ -1,7 +1,7 @@
 """The dataset's side: leaves collated ahead of need, kept until their results are in.
 
 A **chunk** is a run of leaves that is read in one go: one leaf of an ordinary dataset, many of a TensorDataset (whose
-rows are gathered at once). Chunks are read by threads or processes, in order, ``prefetch_leaves`` ahead; a block that
+rows are gathered at once; all of a step's where leases are whole steps, since no lease spans two chunks). Chunks are read by threads or processes, in order, ``prefetch_leaves`` ahead; a block that
 is leased pulls its own chunks forward. A chunk is forgotten when all its leaves are finished, so a block can be
 leased again without reading it again.
 
@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.errors import LeafFailed
+from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
-from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
 
 __all__ = ["BlockData", "Loader"]
 
@@ -106,12 +106,18 @@ class Loader:
         prefetch_leaves: int = 64,
         reference: str | None = None,
         make_pool: Callable[[int, str], Executor] = thread_pool,
+        whole_steps: bool = False,
     ) -> None:
-        """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes."""
+        """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes.
+
+        ``whole_steps``: every lease is a step, however many leaves and bytes it has.
+        """
         self._sampler, self._job = sampler, job
         self._prefetch_leaves = prefetch_leaves
         self._gather = type(job.dataset) is TensorDataset and job.collate is None
-        self._chunk_leaves = _chunk_leaves(job) if self._gather else 1
+        self._chunk_leaves = 1
+        if self._gather:
+            self._chunk_leaves = -(-sampler.batch_size // job.leaf_samples) if whole_steps else _chunk_leaves(job)
         self._leaf_bytes = 0
         self._tensors_per_leaf = 1
         self._opened: dict[int, _Opened] = {}
@@ -209,6 +215,15 @@ class Loader:
             self.on_error(self._failure(step, differing, error))
             return None
         flat = [tensor for chunk in chunks for tensor in chunk.tensors]
+        if len(flat) > SESSION_CAPS.buffers:  # only a lease that is a whole step can have so many
+            self.on_error(
+                JobError(
+                    "batch_size",
+                    f"a step of {len(samples)} leaves has {len(flat)} tensors, and a lease at most {SESSION_CAPS.buffers}",
+                    "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync",
+                )
+            )
+            return None
         return BlockData(structure, False, samples, [_buffer(tensor) for tensor in flat])
 
     async def aclose(self) -> None:

@@ -102,6 +102,7 @@ class Phases:
         loader = Loader(
             prepared.job, prepared.steps, threads=config.loader_threads, processes=config.loader_processes,
             prefetch_leaves=config.prefetch_leaves, reference=self._reference or None, make_pool=self._runtime.executor,
+            whole_steps=config.update.rule != "sync",
         )  # fmt: skip
         training = make_training(prepared, loader, self._name, config, self._bus, self._runtime)
         if self._tuning is not None:

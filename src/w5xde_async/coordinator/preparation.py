@@ -48,6 +48,8 @@ from w5xde_async.updates.sync import SyncRule
 
 __all__ = ["Prepared", "change_rule", "prepare", "record_of"]
 
+_MOST_LEAVES = 1 << 15  # losses and metrics of so many fit into a header
+
 
 @dataclass(slots=True)
 class Prepared:
@@ -185,6 +187,7 @@ def _rule(
     _check_precision(job, update)
     if update.rule == "sync":
         return rule, None, b""
+    _check_leaves(job)
     gate = NormGateConfig(deviations=config.norm_gate) if config.norm_gate else None
     outer = make_rule(update, rule, state, min_workers=config.min_workers, gate=gate)
     if not update.local:
@@ -205,6 +208,17 @@ def _check_precision(job: Job, update: UpdateConfig) -> None:
         )
 
 
+def _check_leaves(job: Job) -> None:
+    """Under every rule but sync one lease is a whole step, and its DONE has numbers of every leaf."""
+    leaves = -(-job.batch_size // job.leaf_samples)
+    if leaves > _MOST_LEAVES:
+        raise JobError(
+            "batch_size",
+            f"a step has {leaves} leaves; a worker that is given whole steps takes at most {_MOST_LEAVES}",
+            "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync",
+        )
+
+
 def _possible(
     job: Job, update: UpdateConfig, model: nn.Module, layout: Layout, state: FlatState
 ) -> frozenset[tuple[str, str]]:
@@ -216,6 +230,7 @@ def _possible(
             _check_precision(job, wanted)
             if wanted.rule != "sync":
                 check_trainable(layout)
+                _check_leaves(job)
             if wanted.local:
                 describe_inner(optimizer, layout, model)
         except (JobError, UsageError):

@@ -30,7 +30,7 @@ from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.step_reports import StepReports
 from w5xde_async.coordinator.updating import Submission, Updating
-from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError
+from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.ledger import Culprit
@@ -83,7 +83,7 @@ class Rounds(Assigning):
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
         self._leaves = self._leaves_in_vain = self._nonfinite = 0
         self._began_at = self._last_commit = clock()
-        self._committed = len(self.ledger.done)
+        self._committed = self._followed = len(self.ledger.done)
 
     @property
     def progress(self) -> int:
@@ -115,14 +115,29 @@ class Rounds(Assigning):
                     await self._commit(fragment)
                 else:
                     await self._sleep(look)
-        if self._failure is None and not self._stopping:
-            for fragment in range(len(self._buckets)):  # what came after the last round that closed
+        await self._close_rounds()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _close_rounds(self) -> None:
+        """Commit what came after the last round that closed: at the end of the data, and at a stop or a failure too.
+
+        An open round is a whole one of fewer results. So whatever counts as done is in a version, in a checkpoint and
+        in a line of the metrics, and nobody computes it again.
+        """
+        if self.aggregator.torn:
+            return
+        failure, self._failure = self._failure, None
+        try:
+            for fragment in range(len(self._buckets)):
                 if self.rule.pending(fragment):
                     await self._commit(fragment)
             if self._accepted:  # steps of which no fragment was left to commit
                 await self._commit(0)
-        if self._failure is not None:
-            raise self._failure
+            self._follow()
+        except UpdateFailed as error:
+            self._failure = error
+        self._failure = failure or self._failure
 
     def _ended(self) -> bool:
         if self._inbox:
@@ -184,7 +199,7 @@ class Rounds(Assigning):
         self._stalenesses.append(max(0, self.version - given.version))
         counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
         given_up: tuple[int, ...] = ()
-        if outcome is not None and code is VerdictCode.REJECTED and not self._local:
+        if outcome is not None and code is VerdictCode.REJECTED and not self._streams:
             given_up = self.ledger.refuse(given.lease, given.worker, self._most_tries(outcome))
         else:
             self.ledger.settle(given.lease, accepted=counts)
@@ -239,6 +254,7 @@ class Rounds(Assigning):
             self._count_nonfinite(skipped=True)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
+        self._follow()
 
     def _count_own_steps(self, worker: str, *, skipped: bool) -> None:
         """A worker's own optimizer skipped a step, or not. Training diverges where every worker says so: one alone may
@@ -283,6 +299,7 @@ class Rounds(Assigning):
                 self._count_nonfinite(skipped=skipped)
             steps, self._accepted = self._accepted, []
             self._note(applied, waited, steps)
+            self._follow()
         self._schedule()
 
     def _unblock(self, worker: str) -> None:
@@ -297,7 +314,7 @@ class Rounds(Assigning):
         now = self.clock()
         stalenesses, self._stalenesses = self._stalenesses, []
         summary = self._reports.take(steps)
-        before, self._committed = self._committed, self._committed + len(steps)
+        self._committed += len(steps)
         seconds, self._last_commit = now - self._last_commit, now
         if summary is None:
             return
@@ -317,7 +334,12 @@ class Rounds(Assigning):
             )  # fmt: skip
             self.bus.publish(event)
         failpoint("commit.after")
-        self.on_commit(Commit(step=self.progress, before=before))
+
+    def _follow(self) -> None:
+        """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told."""
+        if not self._accepted and self.progress > self._followed:
+            before, self._followed = self._followed, self.progress
+            self.on_commit(Commit(step=self.progress, before=before))
 
     def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
         """Of the workers' optimizers where they have some, else of our own."""
@@ -400,7 +422,7 @@ class Rounds(Assigning):
             self._note_coding(session, member, done)
         if grant.step >= 0:
             self._reports.keep(self._plan(grant.step), done)
-            # Under local rules a result is asked for by a lease of its own, which has no deadline.
+            # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
             taken_s = None if self._local else now - self.ledger.began_at(grant)
             self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
             if member is not None:

@@ -14,6 +14,7 @@ import asyncio
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -35,6 +36,7 @@ from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.publisher import Publisher
 from w5xde_async.coordinator.results import Results
 from w5xde_async.coordinator.session import Session
+from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Auditor
@@ -231,7 +233,7 @@ class Training(Hosting):
         began = self.clock()
         pieces = None
         if self.downlink is not None:
-            pieces = await self.aggregator.submit(partial(self.downlink.advance, applied.changed))
+            pieces = await self._advance(self.downlink, applied.changed)
         failpoint("publish.before")
         self.version += 1
         self.ledger.close(step.plan.step)
@@ -240,6 +242,18 @@ class Training(Hosting):
         self._publish(applied.changed, step.applied, pieces)
         failpoint("publish.after")
         self._note(step, applied, phases_s | {"publish": self.clock() - began})
+
+    async def _advance(self, downlink: Downlink, changed: Sequence[int]) -> Sequence[Piece]:
+        """What tells workers of the update that was applied just now. Raises UpdateFailed: then the parameters are of
+        no version that anybody has counted, and none of them is saved."""
+        try:
+            return await self.aggregator.submit(partial(downlink.advance, changed))
+        except BaseException as error:
+            self.aggregator.torn = True
+            if not isinstance(error, Exception):
+                raise
+            lines = await self.aggregator.submit(partial(traceback.format_exception, error))  # reads source files
+            raise UpdateFailed(self.version, error, "".join(lines)[-8000:]) from error
 
     def _publish(
         self, changed: Sequence[int], applied: dict[Session, list[int]], pieces: Sequence[Piece] | None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -67,7 +68,7 @@ class Updating:
     async def offer(self, given: Submission, counted: int) -> Outcome:
         """Decode a result and offer it to the rule; ``counted``: samples of its steps.
 
-        Raises MalformedFrame.
+        Raises MalformedFrame (nothing has changed), UpdateFailed.
         """
         untouched = frozenset(given.untouched)
 
@@ -82,12 +83,18 @@ class Updating:
                     fragment=given.fragment, vector=vector, present=present, untouched=untouched,
                     workers=given.workers,
                 )  # fmt: skip
-                return self.rule.offer(contribution)
+                with self._whole():
+                    return self.rule.offer(contribution)
             finally:
                 self._pool.give(vector)
                 self._intake.release(given.parts)
 
-        return await self.submit(call)
+        try:
+            return await self.submit(call)
+        except Exception as error:
+            if self.torn:
+                raise await self._failed(len(self.rule.done), error) from error
+            raise
 
     async def commit(self, fragment: int, step: int) -> tuple[Applied | None, list[Piece]]:
         """The next version: what was applied, and what tells workers of it. Raises UpdateFailed."""
@@ -95,18 +102,30 @@ class Updating:
         def call() -> tuple[Applied | None, list[Piece]]:
             began = self._clock()
             failpoint("apply.before")
-            applied = self.rule.commit(fragment)
-            failpoint("apply.after")
-            pieces = [] if applied is None else self.downlink.advance(applied.changed)
+            with self._whole():
+                applied = self.rule.commit(fragment)
+                failpoint("apply.after")
+                pieces = [] if applied is None else self.downlink.advance(applied.changed)
             self.apply_s += self._clock() - began
             return applied, pieces
 
         try:
             return await self.submit(call)
         except Exception as error:
+            raise await self._failed(step, error) from error
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done in it is done whole, or the rule and its parameters count as ``torn``."""
+        try:
+            yield
+        except BaseException:
             self.torn = True
-            lines = await self.submit(partial(traceback.format_exception, error))  # reads source files
-            raise UpdateFailed(step, error, "".join(lines)[-8000:]) from error
+            raise
+
+    async def _failed(self, step: int, error: Exception) -> UpdateFailed:
+        lines = await self.submit(partial(traceback.format_exception, error))  # reads source files
+        return UpdateFailed(step, error, "".join(lines)[-8000:])
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of every tensor, by entry name. To be submitted."""

@@ -47,19 +47,18 @@ class Admission:
     """The checks in front of one rule. Its only state is the gate's."""
 
     def __init__(
-        self, *, max_staleness: int | None, exponent: float, gate: NormGate | None, per_sample: bool = False
+        self, *, max_staleness: int | None, exponent: float, gate: NormGate | None, scale: bool = True
     ) -> None:
         """``max_staleness`` in versions, None for no bound; ``exponent`` of the staleness weight.
 
-        ``per_sample``: the gate sees norms divided by samples, and refuses without scaling. For Deltas, whose length
-        depends on how many steps their worker made.
+        ``scale`` False: the gate refuses without scaling. For Deltas, of which every step is to count.
         """
         if max_staleness is not None and max_staleness < 0:
             raise ValueError("max_staleness is at least 0, or None for no bound")
         if not exponent >= 0:
             raise ValueError("the exponent of the staleness weight is at least 0")
         self.max_staleness, self.exponent, self.gate = max_staleness, exponent, gate
-        self._per_sample = per_sample
+        self._scale = scale
 
     def judge(self, vector: Tensor, *, samples: int, staleness: int) -> Outcome:
         """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
@@ -77,12 +76,12 @@ class Admission:
         if not math.isfinite(norm):
             return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
         if self.gate is not None:
-            size = norm / samples if self._per_sample else norm
-            factor = self.gate.judge(size)
+            bound = self.gate.bound(samples)
+            factor = self.gate.judge(norm, samples)
             if factor == 0.0:
-                reason = f"its norm {size:.3g} is over the bound {self.gate.bound:.3g}"
+                reason = f"its norm {norm:.3g} is over the bound {bound:.3g}"
                 return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm)
-            if factor != 1.0 and not self._per_sample:
+            if factor != 1.0 and self._scale:
                 vector.mul_(factor)
         weight = staleness_weight(staleness, self.exponent)
         return Outcome(verdict=VerdictCode.APPLIED, weight=weight, norm=norm)

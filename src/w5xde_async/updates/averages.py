@@ -28,6 +28,10 @@ class Average(Protocol):
     def count(self) -> int:
         """Results since the last ``take``."""
 
+    @property
+    def full(self) -> bool:
+        """Whether there is room for no more of them: ``take`` is to follow."""
+
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
         """Count one result: a mean over ``samples``, with a staleness ``weight``. ``vector`` is read, not kept."""
 
@@ -54,6 +58,8 @@ class WeightedMean:
     def __init__(self, numel: int) -> None:
         self._sum = torch.zeros(numel)
         self._unit = self._samples = self._count = 0
+
+    full = False
 
     @property
     def count(self) -> int:
@@ -103,6 +109,8 @@ class RadialDirectionalAverage:
         self._lengths = torch.zeros(len(self._tensors), dtype=torch.float64)
         self._weight = 0.0
         self._count = 0
+
+    full = False
 
     @property
     def count(self) -> int:

@@ -65,6 +65,18 @@ class BufferState:
         # Entries that no leaf changed hold the maximum's neutral element.
         mine.copy_(torch.where(result == _UNCHANGED, mine.to(torch.int64), result))
 
+    def differs(self, bucket: Bucket, value: Tensor) -> Tensor:
+        """Where float32 values are not those of the state."""
+        mine = self._state.bucket(bucket).float()
+        return (value != mine) & ~(value.isnan() & mine.isnan())
+
+    def approach(self, bucket: Bucket, value: Tensor, where: Tensor, part: float) -> None:
+        """Go ``part`` of the way to ``value``, ``where`` that is set; other elements keep their bits."""
+        mine = self._state.bucket(bucket)
+        known = mine.float()
+        value = torch.where(torch.isfinite(known), known.lerp(value, part), value) if part < 1.0 else value
+        mine.copy_(torch.where(where & torch.isfinite(value), value.to(mine.dtype), mine))
+
     def _overgrown(self, bucket: Bucket, result: Tensor, samples: int) -> Tensor | None:
         """Where counters of batches have grown too far; None where none has."""
         at = self._counters.get(bucket.index)

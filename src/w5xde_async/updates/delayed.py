@@ -66,7 +66,7 @@ class DelayedNesterovRule:
         check_vector(parameters)
         self.parameters, self.config = parameters, config
         self.admission = Admission(
-            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate, per_sample=True
+            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate, scale=False
         )  # fmt: skip
         self._momentum = torch.zeros_like(parameters)
         self._buffer = torch.zeros_like(parameters)

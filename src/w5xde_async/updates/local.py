@@ -80,7 +80,7 @@ class LocalStepsRule:
         self.parameters, self.config = parameters, config
         self.average: Average = WeightedMean(parameters.numel()) if average is None else average
         self.admission = Admission(
-            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate, per_sample=True
+            max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate, scale=False
         )  # fmt: skip
         self._momentum = torch.zeros_like(parameters)
 
@@ -96,6 +96,11 @@ class LocalStepsRule:
     def pending(self) -> int:
         """Deltas in the open round."""
         return self.average.count
+
+    @property
+    def full(self) -> bool:
+        """Whether the open round has room for no more Deltas: it is to be closed."""
+        return self.average.full
 
     @torch.no_grad()
     def close(self) -> float | None:

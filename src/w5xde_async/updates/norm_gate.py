@@ -1,14 +1,22 @@
 """A gate against results of an unusual size, learned from those that were accepted.
 
 A norm over median + k * MAD of the last accepted norms is refused; an accepted one over the median is scaled down to
-it. MAD is the median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a
+it. Results are not of one length, so like is compared with like: each known norm counts as long as it may be for the
+samples of the one that is judged, and as it came where that is shorter. With n samples here and n_i there:
+
+    mean gradients   norm_i max(1, sqrt(n_i / n))    fewer samples have more noise in their mean
+    Deltas           norm_i max(1, n / n_i)          more steps go further, at most in proportion; a walk that turns
+                                                     back or noise make it less, and a short one is no longer than a
+                                                     long one
+
+Neither a short last batch nor the short last piece of a worker that leaves is over the bound for its length. MAD is the median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a
 mean and a standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual
 size and wrong direction (a sign flip): for those, the averages of ``robust``, or re-execution of the block.
 
 Two limits, on purpose. The first ``warmup`` results pass with no check of size: nothing is known yet. And training
 may change its gradients' size for good, after which a gate that learns only from what it accepts would refuse for ever:
 after ``reopen_after`` refusals in a row it forgets and learns anew.
-State: ``window`` numbers and one counter.
+State: ``window`` pairs of numbers and one counter.
 
 ``BlockGate`` is the same test for the synchronous tree, where nothing may be scaled down or left out (the bits of an
 honest run are the same with and without it): it only says which blocks somebody else should compute too.
@@ -57,21 +65,20 @@ class NormGateConfig:
 
 
 class NormGate:
-    """One gate for one kind of vector: gradients of one step size, or Deltas of one number of inner steps."""
+    """One gate for one kind of vector: mean gradients, or (``deltas``) how far workers went."""
 
-    def __init__(self, config: NormGateConfig | None = None) -> None:
-        self.config = config or NormGateConfig()
-        self._accepted: deque[float] = deque(maxlen=self.config.window)
+    def __init__(self, config: NormGateConfig | None = None, *, deltas: bool = False) -> None:
+        self.config, self._deltas = config or NormGateConfig(), deltas
+        self._accepted: deque[tuple[float, int]] = deque(maxlen=self.config.window)
         self._refused_in_row = 0
 
-    @property
-    def bound(self) -> float:
-        """The largest norm that is accepted now; infinite while the gate warms up."""
-        return self._median_and_bound()[1]
+    def bound(self, samples: int = 1) -> float:
+        """The largest norm of so many samples that is accepted now; infinite while the gate warms up."""
+        return self._median_and_bound(samples)[1]
 
-    def judge(self, norm: float) -> float:
+    def judge(self, norm: float, samples: int = 1) -> float:
         """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused."""
-        median, bound = self._median_and_bound()
+        median, bound = self._median_and_bound(samples)
         if norm > bound:
             self._refused_in_row += 1
             if self._refused_in_row == self.config.reopen_after:
@@ -80,22 +87,33 @@ class NormGate:
             return 0.0
         self._refused_in_row = 0
         # The norm as it came: clipped ones would pull the median down, and the median the next ones.
-        self._accepted.append(norm)
+        self._accepted.append((norm, samples))
         return median / norm if norm > median else 1.0
 
-    def _median_and_bound(self) -> tuple[float, float]:
+    def _median_and_bound(self, samples: int) -> tuple[float, float]:
         if len(self._accepted) < self.config.warmup:
             return float("inf"), float("inf")
-        median, mad = median_and_mad(self._accepted)
+        median, mad = median_and_mad([norm * self._longer(samples / known) for norm, known in self._accepted])
         return median, median + self.config.deviations * max(mad, self.config.least_spread * median)
+
+    def _longer(self, samples: float) -> float:
+        """How many times longer a result of so many times the samples may be."""
+        return max(1.0, samples if self._deltas else 1 / math.sqrt(samples))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and numbers."""
-        return {"accepted": list(self._accepted), "refused_in_row": self._refused_in_row}
+        return {
+            "accepted": [norm for norm, _ in self._accepted], "samples": [samples for _, samples in self._accepted],
+            "refused_in_row": self._refused_in_row,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        self._accepted = deque(state["accepted"], maxlen=self.config.window)
+        norms = [float(norm) for norm in state["accepted"]]
+        samples = state.get("samples")  # older checkpoints have none: what they know is learned anew
+        self._accepted = deque(maxlen=self.config.window)
+        if samples is not None:
+            self._accepted.extend(zip(norms, map(int, samples), strict=True))
         self._refused_in_row = int(state["refused_in_row"])
 
 

@@ -93,12 +93,18 @@ def bucket_fragments(layout: Layout, num_fragments: int) -> tuple[tuple[int, ...
 
 
 class _Buffers:
-    """Means and maxima of buffers over the contributions since the last commit."""
+    """Means and maxima of buffers over the contributions since the last commit.
 
-    def __init__(self, layout: Layout, state: FlatState) -> None:
-        self._state = BufferState(layout, state)
+    ``values``: floating buffers come as they are at their worker, not as sums of changes. A mean of values lies between
+    them whenever they began. Changes do not: two that began at the same value, one after the other, make a running
+    variance negative.
+    """
+
+    def __init__(self, layout: Layout, state: FlatState, *, values: bool) -> None:
+        self._state, self._values = BufferState(layout, state), values
         self._sums: dict[int, Tensor] = {}
         self._samples: dict[int, int] = {}
+        self._moved: dict[int, Tensor] = {}  # with ``values``: where one of them was another than the state's
 
     def refusal(self, given: Contribution) -> str:
         """Why the contribution's buffers do not count; "" where they do."""
@@ -109,6 +115,11 @@ class _Buffers:
             if not given.present[bucket.index]:
                 continue
             piece, known = given.vector.buckets[bucket.index], self._sums.get(bucket.index)
+            if self._values and self._state.roles[bucket.index] == "mean":
+                moved = self._state.differs(bucket, piece)
+                before = self._moved.get(bucket.index)
+                self._moved[bucket.index] = moved if before is None else moved | before
+                piece.mul_(given.samples)
             if known is None:
                 self._sums[bucket.index] = piece.clone()
             elif self._state.roles[bucket.index] == "max":
@@ -117,28 +128,36 @@ class _Buffers:
                 known.add_(piece)
             self._samples[bucket.index] = self._samples.get(bucket.index, 0) + given.samples
 
-    def apply(self) -> list[int]:
-        """Put them into the state; the buckets that changed."""
+    def apply(self, part: float = 1.0) -> list[int]:
+        """Put them into the state; the buckets that changed. ``part``: of the way to a mean of values."""
         for bucket in self._state.buckets:
             value = self._sums.get(bucket.index)
-            if value is not None:
-                self._state.write(bucket, value, self._samples[bucket.index])
+            if value is None:
+                continue
+            moved, samples = self._moved.get(bucket.index), self._samples[bucket.index]
+            if moved is None:
+                self._state.write(bucket, value, samples)
+            else:
+                self._state.approach(bucket, value.div_(samples), moved, part)
         changed = list(self._sums)
-        self._sums, self._samples = {}, {}
+        self._sums, self._samples, self._moved = {}, {}, {}
         return changed
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "samples": dict(self._samples)}
+        return {"sums": dict(self._sums), "samples": dict(self._samples), "moved": dict(self._moved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = {int(index): value.clone() for index, value in state["sums"].items()}
         self._samples = {int(index): int(value) for index, value in state["samples"].items()}
+        self._moved = {int(index): value.clone() for index, value in state.get("moved", {}).items()}
 
 
 class OuterRule(ABC):
     """A rule that takes contributions as they come. ``version`` counts commits."""
 
     name: str
+    local = True
+    """Contributions are how far a worker's parameters went, not gradients."""
     loss_scale = 1.0
     scheduler: Any = None
     oldest = 0  #: no result of a version before this will be offered any more
@@ -150,7 +169,7 @@ class OuterRule(ABC):
         self.group = check_trainable(layout)
         self.done = DoneSteps()
         self.samples = self.version = 0
-        self._buffers = _Buffers(layout, state)
+        self._buffers = _Buffers(layout, state, values=self.local)
 
     @property
     def parameters(self) -> Tensor:
@@ -212,8 +231,8 @@ class OuterRule(ABC):
     def _staleness(self, given: Contribution) -> int:
         return self.version - given.version
 
-    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float) -> Applied:
-        changed = tuple(sorted({*buckets, *self._buffers.apply()}))
+    def _applied(self, buckets: Iterable[int], norm: float, learning_rate: float, part: float = 1.0) -> Applied:
+        changed = tuple(sorted({*buckets, *self._buffers.apply(part)}))
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=changed)
 
     @property
@@ -241,6 +260,7 @@ class _Asynchronous(OuterRule):
     """``updates.asynchronous`` with the job's own optimizer."""
 
     name = "async"
+    local = False
 
     def __init__(self, inner: SyncRule, state: FlatState, config: UpdateConfig, gate: NormGate | None) -> None:
         super().__init__(inner.layout, state, inner.optimizer)
@@ -352,7 +372,7 @@ class _Fragmented(OuterRule):
 
     @property
     def due(self) -> bool:
-        return False
+        return self._rule.full(0)  # an average that keeps its results goes with one fragment alone
 
     def _staleness(self, given: Contribution) -> int:
         return 0  # ``StreamingRule`` counts versions by fragment
@@ -361,8 +381,6 @@ class _Fragmented(OuterRule):
         return self._rule.pending(fragment)
 
     def _offer(self, given: Contribution, staleness: int) -> Outcome:
-        if self._rule.pending(given.fragment) >= _ROWS:
-            return Outcome(verdict=VerdictCode.STALE, reason=f"the round has {_ROWS} results already")
         base = self._history.get(given.version)
         if base is None:
             return Outcome(verdict=VerdictCode.STALE, reason=f"it began at version {given.version}")
@@ -409,6 +427,7 @@ class _Delayed(OuterRule):
         )  # fmt: skip
         self._rule = DelayedNesterovRule(self.parameters, made, gate=gate)
         self._norm: float | None = None
+        self._part = 1.0  # of the buffers, as of the last Delta
 
     @property
     def due(self) -> bool:
@@ -418,12 +437,12 @@ class _Delayed(OuterRule):
         delta, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
         outcome = self._rule.offer(delta, samples=given.samples, staleness=staleness, workers=workers)
         if outcome.accepted:
-            self._norm = outcome.norm
+            self._norm, self._part = outcome.norm, 1.0 / (self._rule.config.period or workers)
         return outcome
 
     def _commit(self, fragment: int) -> Applied | None:
         norm, self._norm = self._norm, None
-        return None if norm is None else self._applied(self._trained, norm, self._learning_rate)
+        return None if norm is None else self._applied(self._trained, norm, self._learning_rate, self._part)
 
     def _rule_state(self) -> dict[str, Any]:
         return self._rule.state_dict()
@@ -439,15 +458,17 @@ def make_rule(
 
     ``gate`` None lets results of any finite size through. Raises JobError where the model does not fit.
     """
-    if gate is not None and config.local:  # per sample, Deltas of one step and of ten differ up to threefold
+    if gate is not None and config.local:  # Deltas of as many steps differ more from each other than mean gradients do
         gate = replace(gate, least_spread=max(gate.least_spread, _LOCAL_SPREAD))
-    made = None if gate is None else NormGate(gate)
+    made = None if gate is None else NormGate(gate, deltas=config.local)
     layout, optimizer = inner.layout, inner.optimizer
     if config.rule == "async":
         return _Asynchronous(inner, state, config, made)
     if config.rule == "async-local":
         return _Delayed(layout, state, optimizer, config, made, min_workers)
-    return _Fragmented(config.rule, layout, state, optimizer, config, None if gate is None else partial(NormGate, gate))
+    return _Fragmented(
+        config.rule, layout, state, optimizer, config, None if gate is None else partial(NormGate, gate, deltas=True)
+    )
 
 
 def _average(config: UpdateConfig, layout: Layout, group: int, numel: int, fragment: Fragment | None = None) -> Average:

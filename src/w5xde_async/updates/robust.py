@@ -44,6 +44,10 @@ class _Buffered:
     def count(self) -> int:
         return self._count
 
+    @property
+    def full(self) -> bool:
+        return self._count == len(self._rows)
+
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
         if self._count == len(self._rows):
             raise ValueError(f"more than {self._count} results in one buffer")

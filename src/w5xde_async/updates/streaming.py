@@ -78,6 +78,10 @@ class StreamingRule:
         """Deltas in the fragment's open turn."""
         return self._rules[fragment].pending
 
+    def full(self, fragment: int) -> bool:
+        """Whether the open turn has room for no more Deltas: it is to be closed."""
+        return self._rules[fragment].full
+
     def close(self, fragment: int) -> float | None:
         """End the fragment's turn: step, one version more, D's norm. None, and nothing changed, with no Delta."""
         norm = self._rules[fragment].close()

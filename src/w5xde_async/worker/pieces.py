@@ -17,7 +17,7 @@ from w5xde_async.codecs.codec import Codec
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
-from w5xde_async.updates.forms import form_of, is_coded
+from w5xde_async.updates.forms import form_of, is_coded_down
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease, Params, Submit
 from w5xde_async.worker.inbox import HeldLease, Inbox, Version
@@ -49,7 +49,7 @@ class PieceInbox(Inbox):
     ) -> None:
         super().__init__(layout, incoming, memory_limit_bytes)
         self._codecs = {known.name: known for known in codec.alternatives}
-        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded(layout, b)}
+        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded_down(layout, b)}
         self._exact = exact
         self._placed: Piece | None = None
         self._kept: dict[int, list[Piece]] = {}  # bucket -> what is to be done to it, in order
@@ -141,7 +141,7 @@ class Published:
         self.state = FlatState(layout)
         self.version = -1
         self.loss_scale = 1.0
-        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded(layout, b)}
+        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded_down(layout, b)}
         self.touched: set[int] = set()
         """Buckets that changed since somebody cleared this."""
         self.newest: dict[int, int] = {}

@@ -14,7 +14,6 @@ import msgpack
 import torch
 from torch import Tensor
 
-from w5xde_async.compute.buffers import change
 from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
 from w5xde_async.errors import MalformedFrame
@@ -32,12 +31,10 @@ _MOST_INNER = 1 << 20  # bytes of a description
 
 
 class _Sent(NamedTuple):
-    """A fragment's Delta that no verdict has come for; buffers (by bucket) as they were last told of before it."""
+    """A fragment's Delta that no verdict has come for."""
 
     fragment: int
     delta: Tensor
-    buffers: dict[int, Tensor]
-    samples: int
 
 
 class Replica(Protocol):
@@ -92,6 +89,9 @@ class FollowingReplica:
 class SteppingReplica:
     """Parameters of its own, which ``published`` ones take the place of when a lease asks for a newer version.
 
+    What is in a Delta that was refused is leased again, to whoever comes: the replica forgets it and begins anew at its
+    next lease, unless it has done so already.
+
     Where fragments stream, steps in a refused Delta are not leased again (other fragments have them): the replica keeps
     what it went for the next one. Refused a second time in a row it is left to the mixing, or a replica that has gone
     astray would never come back. What counted is in no Delta again, whether the new values are here yet or not.
@@ -114,10 +114,12 @@ class SteppingReplica:
         self._rule = SyncRule(engine.model, layout, self._live, self._optimizer, clip=clip)
         self._base = [group.clone() for group in self._live.groups]
         self._group = next(group.index for group in layout.groups if group.role == "grad")
-        self._samples = self._steps = 0  # samples since buffers were submitted last; inner steps
+        self._steps = 0  # inner steps
         self._streaming: StreamingReplica | None = None
         self._sent_at: dict[int, int] = {}  # fragment -> published version when it was sent
         self._fragment_version: dict[int, int] = {}
+        self._begun = 0  # how often the replica has begun at published parameters
+        self._submitted: dict[int, int] = {}  # lease of a whole Delta -> that count when it was made, until the verdict
         self._awaited: dict[int, _Sent] = {}  # by lease, until the verdict
         self._counted: dict[int, Tensor] = {}  # fragment -> its Delta, which was accepted and is not mixed in
         self._kept: set[int] = set()  # fragments whose last Delta was refused
@@ -155,7 +157,6 @@ class SteppingReplica:
         else:
             outcome = replace(outcome, absent=())
         self._steps += 1
-        self._samples += samples
         if self._streaming is not None:
             self._deliver()
             self._mixed(self._streaming.mix(self._steps))
@@ -169,7 +170,7 @@ class SteppingReplica:
             base.copy_(published)
         self._engine.refresh(range(len(self._layout.buckets)))
         self.version = self.published.version
-        self._samples = 0
+        self._begun += 1
         if self._fragments:
             self._streaming = StreamingReplica(self._live.groups[self._group], self._fragments, self._overlap)
             self._fragment_version = dict.fromkeys(range(len(self._fragments)), self.version)
@@ -197,16 +198,16 @@ class SteppingReplica:
             self._begin()
         layout, vector, version = self._layout, ResultVector(self._layout), self.version
         trained = [number for number in buckets if layout.buckets[number].group == self._group]
-        sent: _Sent | None = None
         if self._streaming is not None and trained:
             if trained not in self._buckets:
                 raise MalformedFrame(f"SUBMIT for buckets {trained[:8]}, which are no fragment")
             index = self._buckets.index(trained)
             version = self._fragment_version[index]
             delta = self._send(index)
-            self._awaited[lease] = sent = _Sent(index, delta, {}, self._samples)
+            self._awaited[lease] = _Sent(index, delta)
             self._fragments[index].scatter_(vector.group(self._group), delta.cpu())
         else:
+            self._submitted[lease] = self._begun
             for number in trained:
                 at = layout.buckets[number]
                 where = slice(at.offset, at.offset + at.numel)
@@ -215,21 +216,16 @@ class SteppingReplica:
         for number in set(buckets) - set(trained):
             bucket = layout.buckets[number]
             where = slice(bucket.offset, bucket.offset + bucket.numel)
-            live, base = self._live.groups[bucket.group][where], self._base[bucket.group][where]
-            if layout.groups[bucket.group].role == "max":
-                vector.group(bucket.group)[where].copy_(live.to(torch.int64))
-            else:
-                vector.group(bucket.group)[where].copy_(change(live, base, self._samples))
-                if sent is not None:
-                    sent.buffers[number] = base.clone()
-                base.copy_(live)  # what it has told of is told
-        if len(trained) < len(buckets):
-            self._samples = 0
+            vector.group(bucket.group)[where].copy_(self._live.groups[bucket.group][where])  # buffers as they are
         return vector, version
 
     @torch.no_grad()
     def settle(self, leases: Sequence[int], code: int) -> None:
         for lease in leases:
+            if self._submitted.pop(lease, None) == self._begun and code not in (
+                VerdictCode.APPLIED, VerdictCode.DUPLICATE
+            ):  # fmt: skip
+                self.version = -1
             sent = self._awaited.pop(lease, None)
             if sent is None:
                 continue
@@ -244,16 +240,11 @@ class SteppingReplica:
                 self.version = -1  # nothing finite would ever come of it: it begins anew
                 self._optimizer.state.clear()
                 return
-            for number, before in sent.buffers.items():
-                bucket = self._layout.buckets[number]
-                self._base[bucket.group][bucket.offset : bucket.offset + bucket.numel].copy_(before)
             if index in self._kept:
                 self._kept.discard(index)
                 continue
             self._kept.add(index)
             streaming.keep(index, sent.delta)
-            if sent.buffers:
-                self._samples += sent.samples
 
     def _send(self, index: int) -> Tensor:
         streaming = self._streaming
