@@ -30,6 +30,7 @@ from w5xde_async.store.checkpoint import Record, SavedCheckpoint
 from w5xde_async.store.journal import Position
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Evaluated, Warned
+from w5xde_async.updates.outer import OuterRule
 
 __all__ = ["Following"]
 
@@ -46,7 +47,7 @@ class Following:
         self.save_error: W5xdeError | None = None
         self._wanted = self._asked = False
         self.before_save: Callable[[], None] = lambda: None  # blocks; runs before a checkpoint is written
-        self._saved_step = prepared.saved_step
+        self._saved_step, self._saved_version = prepared.saved_step, self._rule_version()
         self._retry_at = self._remind_at = self._retry_s = 0.0  # after a failure
         self._evaluated_step = -1
         self._saving: asyncio.Task[None] | None = None
@@ -83,7 +84,8 @@ class Following:
             await asyncio.wait([self._saving])
         version = self._training.progress
         stands = version and not self._training.aggregator.torn
-        if stands and self._prepared.store is not None and self._saved_step != version:
+        saved = self._saved_step == version and self._saved_version == self._rule_version()
+        if stands and self._prepared.store is not None and not saved:
             await self._save(version, self._rotate(version))
 
     async def evaluate_last(self) -> None:
@@ -107,6 +109,11 @@ class Following:
         """Wait for the evaluation's thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
+    def _rule_version(self) -> int:
+        """Of a rule whose versions are not its steps: fragments that stream have some without a step of their own."""
+        rule = self._prepared.rule
+        return rule.version if isinstance(rule, OuterRule) else 0
+
     def _again(self) -> bool:
         """Whether a disk that failed is to be tried again."""
         journaling = self._training.journaling
@@ -123,16 +130,16 @@ class Following:
         loop = asyncio.get_running_loop()
         samples = self._training.samples_applied
 
-        def copy() -> tuple[Record, float]:
+        def copy() -> tuple[Record, float, int]:
             began = time.perf_counter()
-            return record_of(self._prepared, step, samples), time.perf_counter() - began
+            return record_of(self._prepared, step, samples), time.perf_counter() - began, self._rule_version()
 
         def write() -> tuple[SavedCheckpoint, int]:
             self.before_save()
             return store.save(record), min(store.steps())
 
         try:
-            record, pause_s = await self._training.aggregator.submit(copy)
+            record, pause_s, version = await self._training.aggregator.submit(copy)
         except Exception as error:  # whatever a state_dict() raises: no later checkpoint would fare better
             what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
@@ -157,7 +164,7 @@ class Following:
             self.save_error = error
             return
         self.save_error, self._retry_s = None, 0.0
-        self._saved_step = max(self._saved_step, step)
+        self._saved_step, self._saved_version = max(self._saved_step, step), version
         if self._training.journaling is not None:
             self._training.journaling.saved(step, oldest)
         self._bus.publish(

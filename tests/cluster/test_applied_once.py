@@ -1,0 +1,188 @@
+"""How often each sample was applied, read from the model itself (``support.oracle``): once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from tests.support.oracle import BATCH, PLAIN, applied, job, listening
+
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.telemetry.events import CheckpointSaved, Event, RunFinished
+from w5xde_async.updates.norm_gate import NormGate
+from w5xde_async.worker.service import Worker
+
+SAMPLES = 256
+STEPS = SAMPLES // BATCH
+ONCE = [[1.0] * SAMPLES] * 2
+LOCAL = ["local", "streaming", "async-local"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def run(rule: str, workers: int, path: Path | None = None, **kwargs: Any) -> tuple[RunResult, list[Event]]:
+    events: list[Event] = []
+    result = await train(job, workers=workers, run_dir=path, events=events, update=PLAIN[rule], **kwargs)
+    return result, events
+
+
+@pytest.mark.parametrize("rule", PLAIN)
+async def test_one_worker(rule: str, tmp_path: Path) -> None:
+    """With every default of the coordinator, its norm gate too; the last piece is shorter than the others."""
+    result, events = await run(rule, 1, tmp_path / "run")
+    assert result.model_path is not None
+    assert applied(result.model_path) == ONCE
+    (ended,) = [event for event in events if isinstance(event, RunFinished)]
+    assert (ended.samples, ended.leaves_in_vain) == (SAMPLES, 0)
+
+
+@pytest.mark.parametrize("rule", ["async", "local", "async-local"])
+async def test_three_workers(rule: str) -> None:
+    with listening() as heard:
+        await run(rule, 3)
+    assert heard.times() == ONCE
+
+
+async def test_streaming_has_each_sample_at_most_once_in_each_fragment() -> None:
+    """Nothing is kept of the local values, so that a Delta has nothing in it but its worker's own steps."""
+    with listening() as heard:
+        update = replace(PLAIN["streaming"], mixing=0.0)
+        await train(job, workers=3, update=update)
+    assert {count for copy in heard.times() for count in copy} <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rule", ["async", *LOCAL])
+async def test_refusals(rule: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is computed again by somebody, and by nobody twice (streaming: kept for the next one)."""
+    judge, calls = NormGate.judge, Counter[str]()
+
+    def refuse(gate: NormGate, *arguments: Any) -> float:
+        calls["all"] += 1
+        return 0.0 if calls["all"] in (2, 3, 5, 9) else judge(gate, *arguments)
+
+    monkeypatch.setattr(NormGate, "judge", refuse)
+    with listening() as heard:
+        _, events = await run(rule, workers)
+    assert heard.refused == 4
+    (ended,) = [event for event in events if isinstance(event, RunFinished)]
+    assert ended.samples == SAMPLES
+    if rule != "streaming":
+        assert heard.times() == ONCE
+    elif workers == 1:
+        assert max(count for copy in heard.times() for count in copy) <= 1.01
+
+
+@pytest.mark.parametrize("rule", ["async", "local", "async-local"])
+async def test_workers_that_drain_vanish_and_come(rule: str) -> None:
+    commits = Commits()
+    with listening() as heard:
+        async with Coordinator(job(), config=settings(update=PLAIN[rule]), bus=commits.bus) as coordinator:
+            workers: list[Worker] = []
+            tasks: list[asyncio.Task[object]] = []
+
+            def start() -> None:
+                workers.append(Worker(coordinator.address, job=job(), config=QUICK_WORKER))
+                tasks.append(asyncio.create_task(workers[-1].run()))
+
+            start()
+            start()
+            for number in range(4):
+                await commits.reach(min(2 + 4 * number, STEPS))
+                if number % 2:
+                    workers[number].drain("test")
+                else:
+                    tasks[number].cancel()
+                start()
+            assert (await coordinator.wait()).outcome == "finished"
+            await asyncio.gather(*tasks, return_exceptions=True)
+    assert heard.times() == ONCE
+
+
+def told(path: Path) -> tuple[int, int]:
+    """Samples of the steps that metrics.jsonl has, and the last step."""
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "step_committed"]
+    return sum(record["samples"] for record in steps), max((record["step"] for record in steps), default=0)
+
+
+async def part(path: Path, rule: str, until: Callable[[Commits], Any] | None, **kwargs: Any) -> RunResult:
+    """One coordinator and one worker, stopped when ``until`` returns."""
+    commits = Commits()
+    config = settings(update=PLAIN[rule], checkpoint_every=1, keep_checkpoints=100, **kwargs)
+    async with Coordinator(job(), run_dir=path, config=config, bus=commits.bus) as coordinator:
+        worker = Worker(coordinator.address, job=job(), config=QUICK_WORKER)
+        task = asyncio.create_task(worker.run())
+        if until is not None:
+            await until(commits)
+            coordinator.request_stop("test")
+        result = await coordinator.wait()
+        worker.drain()
+        await task
+    return result
+
+
+@pytest.mark.parametrize("rule", PLAIN)
+async def test_stopped_and_resumed(rule: str, tmp_path: Path) -> None:
+    """As Ctrl-C does it. What was accepted is in the parameters, the counts and the lines, and is not done again."""
+    path, step = tmp_path / "run", 0
+    for number in range(3):
+        with listening() as heard:
+            stopped = await part(path, rule, lambda commits, at=4 + 8 * number: commits.reach(at))
+        assert stopped.model_path is not None
+        done = applied(stopped.model_path)
+        assert {count for copy in done for count in copy} <= {0.0, 1.0}
+        assert [sum(copy) for copy in done] == [BATCH * stopped.step] * 2, "what was accepted is in the model"
+        assert told(path) == (BATCH * stopped.step, stopped.step)
+        if rule not in ("sync", "streaming"):
+            assert sum(heard.times()[0]) == BATCH * (stopped.step - step), "nothing accepted is done again"
+        step = stopped.step
+    result = await part(path, rule, None)
+    assert result.model_path is not None
+    assert (result.outcome, applied(result.model_path)) == ("finished", ONCE)
+    assert told(path) == (SAMPLES, STEPS)
+
+
+@pytest.mark.parametrize("rule", PLAIN)
+async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -> None:
+    """The run directory as it was on the disk in the middle of the run is what a kill leaves."""
+    path, killed = tmp_path / "run", tmp_path / "killed"
+
+    async def until(commits: Commits) -> None:
+        saved = asyncio.Event()
+
+        def see(event: Event) -> None:
+            if isinstance(event, CheckpointSaved) and event.step >= STEPS // 3:
+                saved.set()
+
+        commits.bus.subscribe(see)
+        await saved.wait()
+        await asyncio.to_thread(shutil.copytree, path, killed, ignore=shutil.ignore_patterns(".tmp-*"))
+
+    await part(path, rule, until)
+    result = await part(killed, rule, None)
+    assert result.model_path is not None
+    assert (result.outcome, applied(result.model_path)) == ("finished", ONCE)
+    assert told(killed) == (SAMPLES, STEPS)
+
+
+def test_the_oracle_tells_twice_from_once() -> None:
+    made = job().model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=float(BATCH))
+    for ids in (torch.arange(8), torch.arange(4, 12)):
+        optimizer.zero_grad()
+        job().loss(made(ids), ids).backward()
+        optimizer.step()
+    assert applied(made, 13)[0] == [1.0] * 4 + [2.0] * 4 + [1.0] * 4 + [0.0]
