@@ -1,9 +1,9 @@
 """The dataset's side: leaves collated ahead of need, kept until their results are in.
 
 A **chunk** is a run of leaves that is read in one go: one leaf of an ordinary dataset, many of a TensorDataset (whose
-rows are gathered at once; all of a step's where leases are whole steps, since no lease spans two chunks). Chunks are read by threads or processes, in order, ``prefetch_leaves`` ahead; a block that
-is leased pulls its own chunks forward. A chunk is forgotten when all its leaves are finished, so a block can be
-leased again without reading it again.
+rows are gathered at once; all of a step's where leases are whole steps, since no lease spans two chunks). Chunks are
+read by threads or processes, in order, ``prefetch_leaves`` ahead; a block that is leased pulls its own chunks forward.
+A chunk is forgotten when all its leaves are finished, so a block can be leased again without reading it again.
 
 A chunk exists from when it is asked for: opening a step costs nothing for each of its leaves, and no call costs more
 than the chunks that it names.
@@ -219,7 +219,7 @@ class Loader:
             self.on_error(
                 JobError(
                     "batch_size",
-                    f"a step of {len(samples)} leaves has {len(flat)} tensors, and a lease at most {SESSION_CAPS.buffers}",
+                    f"a step of {len(samples)} leaves has {len(flat)} tensors, a lease at most {SESSION_CAPS.buffers}",
                     "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync",
                 )
             )

@@ -9,9 +9,10 @@ samples of the one that is judged, and as it came where that is shorter. With n 
                                                      back or noise make it less, and a short one is no longer than a
                                                      long one
 
-Neither a short last batch nor the short last piece of a worker that leaves is over the bound for its length. MAD is the median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a
-mean and a standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual
-size and wrong direction (a sign flip): for those, the averages of ``robust``, or re-execution of the block.
+Neither a short last batch nor the short last piece of a worker that leaves is over the bound for its length. MAD is the
+median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a mean and a
+standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual size and
+wrong direction (a sign flip): for those, the averages of ``robust``, or re-execution of the block.
 
 Two limits, on purpose. The first ``warmup`` results pass with no check of size: nothing is known yet. And training
 may change its gradients' size for good, after which a gate that learns only from what it accepts would refuse for ever:
