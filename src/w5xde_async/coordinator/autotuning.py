@@ -132,7 +132,9 @@ class Autotuning:
         choice, update = self.choice, training.config.update
         if choice is None:
             return False
-        return choice.update != update.rule or (update.plain and choice.codec != "raw")
+        # Exact sync has another form of results and parameters than sync with a codec, there and back.
+        formed = choice.update == "sync" and (choice.codec == "raw") != (update.codec == "raw")
+        return choice.update != update.rule or formed
 
     def _look_again(self, training: Training | Rounds) -> bool:
         situation = self.situation(training)

@@ -240,10 +240,15 @@ def _possible(
 
 
 def change_rule(prepared: Prepared, config: CoordinatorConfig, update: UpdateConfig, step: int, samples: int) -> None:
-    """Go on by another rule, from the parameters as they are after ``step`` steps. Optimizers begin afresh.
+    """Go on by another rule, from the parameters as they are after ``step`` steps.
 
-    Raises JobError where the job does not fit it; then nothing has changed.
+    Optimizers begin afresh, but for that of sync where only the form of results changes: its state and its schedule are
+    those of the steps so far. Raises JobError where the job does not fit the rule; then nothing has changed.
     """
+    if update.rule == "sync" and isinstance(prepared.rule, SyncRule):
+        _check_precision(prepared.job, update)
+        prepared.update, prepared.first_step, prepared.samples = update, step, samples
+        return
     made = _rule(prepared.job, config, update, prepared.model, prepared.layout, prepared.state)
     if made[1] is not None:
         made[1].rows(step, 1)

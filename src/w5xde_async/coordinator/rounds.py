@@ -159,7 +159,7 @@ class Rounds(Assigning):
     def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
         super().retune(codec, downlink, inner_steps)
         self.intake.allow(make_codec(codec))
-        if self.downlink.deltas and downlink != "raw":
+        if self.downlink.deltas:
             self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
         self.turns.inner_steps = max(inner_steps, 1)
 

@@ -161,7 +161,7 @@ class Training(Hosting):
         super().retune(codec, downlink, inner_steps)
         if self.results.intake is not None:
             self.results.intake.allow(make_codec(codec))
-        if self.downlink is not None and downlink != "raw":
+        if self.downlink is not None:
             self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
 
     async def aclose(self) -> None:
