@@ -27,7 +27,7 @@ from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted,
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.wire.frame import BufferSpec, encode
-from w5xde_async.wire.messages import Done, Failed, Lease, Result, Verdict, VerdictCode, Welcome
+from w5xde_async.wire.messages import Done, Failed, Lease, Result, Submit, Verdict, VerdictCode, Welcome
 from w5xde_async.worker.service import Worker
 
 
@@ -52,9 +52,11 @@ class AsyncRun(Run):
             prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule,
         )  # fmt: skip
         assert isinstance(prepared.rule, OuterRule)
+        inner = prepared.inner
         self.rounds = Rounds(
             sampler=prepared.sampler, loader=Loader(made, prepared.sampler), layout=prepared.layout,
-            state=prepared.state, rule=prepared.rule, schedule=None, welcome=welcome, welcome_buffers=[],
+            state=prepared.state, rule=prepared.rule, schedule=prepared.schedule, welcome=welcome,
+            welcome_buffers=[(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else [],
             config=self.config, bus=bus, total_steps=steps, clock=lambda: self.now,
         )  # fmt: skip
         self.training: Any = self.rounds
@@ -274,3 +276,71 @@ async def test_residuals_that_were_lost_are_counted() -> None:
         result = await coordinator.wait()
         await second
     assert result.residuals_lost == 1
+
+
+async def submit(worker: Scripted, number: int) -> Submit:
+    """Answer its ``number``-th request for a Delta, every value one."""
+    async with asyncio.timeout(5):
+        while len(worker.all(Submit)) <= number:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    asked = worker.all(Submit)[number]
+    for bucket in asked.buckets:
+        data = torch.ones(worker.run.prepared.layout.result_buckets[bucket].numel).numpy().tobytes()
+        spec = BufferSpec("", "float32", (len(data) // 4,), "raw", len(data))
+        await worker.link.send(encode(Result(asked.lease, bucket), [(spec, data)]))
+    version = worker.session.current_version
+    await worker.link.send(encode(Done(asked.lease, (), (), (), (), (), 0, 0.0, 0.0, version)))
+    await settle()
+    return asked
+
+
+def by_steps(rule: str) -> UpdateConfig:
+    return UpdateConfig(rule=rule, inner_steps=1, outer_lr=1.0, outer_momentum=0.0)
+
+
+async def test_a_worker_that_hangs_in_its_step_is_overdue_though_others_have_newer_versions() -> None:
+    async with rounds(steps=8, silence_s=1e6) as run:
+        one, two = await run.worker("one"), await run.worker("two")
+        hung = await newest(two, 1)
+        for number in range(1, 4):
+            assert (await answer(one, await newest(one, number))).code == VerdictCode.APPLIED
+        await run.pass_time(601.0)
+        assert two.revoked() == [hung.lease]
+
+
+@pytest.mark.parametrize("hangs_at", ["step", "submission"])
+@pytest.mark.parametrize("rule", ["local", "async-local"])
+async def test_a_worker_of_local_steps_that_hangs_is_overdue(rule: str, hangs_at: str) -> None:
+    async with rounds(steps=8, silence_s=5000.0, update=by_steps(rule)) as run:
+        one, two = await run.worker("one"), await run.worker("two")
+        lease = await two.lease()
+        if hangs_at == "submission":
+            await two.done(lease)
+        await one.done(await one.lease())
+        await submit(one, 0)
+        for _ in range(11):
+            await run.pass_time(500.0)
+            await one.beat()
+            if not two.ended():
+                await two.beat()
+        assert two.ended()
+        assert not one.ended()
+
+
+async def test_a_refused_delta_is_known_to_be_leased_again() -> None:
+    """Nothing else was committed meanwhile: no newer version tells the worker to begin anew, its verdict does."""
+    async with rounds(steps=3, update=by_steps("async-local"), norm_gate=6.0) as run:
+        one = await run.worker("one")
+        gate = run.rounds.rule._rule.admission.gate  # type: ignore[attr-defined]
+        for _ in range(gate.config.warmup):
+            gate.judge(1e-3, 4)
+        first = await one.lease()
+        await one.done(first)
+        asked = await submit(one, 0)
+        async with asyncio.timeout(5):
+            while not one.all(Verdict):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        (verdict,) = one.all(Verdict)
+        assert (verdict.leases, verdict.code) == ((asked.lease,), VerdictCode.REJECTED)
+        again = await one.lease(1)
+        assert again.step == first.step

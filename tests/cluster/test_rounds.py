@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.autotuning import Autotuning
 from w5xde_async.coordinator.rounds import Rounds
@@ -272,3 +274,74 @@ async def test_a_model_in_half_precision_has_the_synchronous_rule_alone() -> Non
         await Coordinator(jobs.odd(), config=config).start()
     with pytest.raises(JobError, match="fp16 scales its losses"):
         await Coordinator(jobs.fp16(), config=config).start()
+
+
+WIDE: dict[str, dict[str, Any]] = {name: RULES[name] for name in ("async", "local", "streaming", "async-local")}
+
+
+@pytest.mark.parametrize("update", WIDE.values(), ids=WIDE)
+async def test_a_step_whose_data_fill_several_chunks_is_one_lease(update: dict[str, Any]) -> None:
+    """A chunk of the dataset is at most 4 MiB; a step here has 6."""
+
+    def wide() -> Job:
+        x = torch.zeros(1024, 3072)
+        x[:, 0] = torch.arange(1024) / 1024
+        return Job(
+            model=lambda: nn.Linear(3072, 24), dataset=TensorDataset(x, x[:, :1].expand(-1, 24)), batch_size=512,
+            loss=nn.functional.mse_loss, microbatch_size=64, max_steps=6,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )  # fmt: skip
+
+    events: list[Event] = []
+    result = await train(wide, workers=2, events=events, update=UpdateConfig(**update))
+    assert result.step == 6
+    assert sum(event.samples for event in events if isinstance(event, StepCommitted)) == 6 * 512
+
+
+async def test_a_step_that_fits_into_no_lease_is_refused_by_name() -> None:
+    class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.zeros(1), torch.zeros(1)
+
+    def many(dataset: Any, batch_size: int) -> Job:
+        return Job(
+            model=lambda: nn.Linear(1, 1), dataset=dataset, loss=nn.functional.mse_loss, batch_size=batch_size,
+            microbatch_size=1, max_steps=2, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )  # fmt: skip
+
+    config = settings(update=UpdateConfig(rule="local"))
+    points = TensorDataset(torch.zeros(40_000, 1), torch.zeros(40_000, 1))
+    with pytest.raises(JobError, match=r"a step has 40000 leaves.*raise microbatch_size"):
+        await Coordinator(many(points, 40_000), config=config).start()
+    async with Coordinator(many(Pairs(), 5000), config=config) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=many(Pairs(), 5000), config=QUICK_WORKER).run())
+        with pytest.raises(JobError, match=r"10000 tensors.*raise microbatch_size"):
+            await coordinator.wait()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+@pytest.mark.parametrize("rule", ["local", "streaming", "async-local", "async"])
+async def test_running_statistics_lie_between_those_of_the_workers(rule: str) -> None:
+    """With every default. Changes that began at one variance and were added one after the other made it negative."""
+
+    def still() -> Job:
+        x = torch.linspace(-0.1, 0.1, 512).reshape(-1, 1).repeat(1, 4)
+        return Job(
+            model=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)), dataset=TensorDataset(x, x[:, :1]),
+            loss=nn.functional.mse_loss, batch_size=32, microbatch_size=8, epochs=3,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        )  # fmt: skip
+
+    job = still()
+    async with Coordinator(job, config=settings(update=UpdateConfig(rule=rule), min_workers=4)) as coordinator:
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=still(), config=QUICK_WORKER).run()) for _ in range(4)
+        ]
+        await coordinator.wait()
+        await asyncio.gather(*running)
+        assert coordinator._prepared is not None
+        variance = coordinator._prepared.model.state_dict()["0.running_var"]
+    assert bool(((variance > 0) & (variance <= 1)).all())

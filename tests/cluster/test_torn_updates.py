@@ -34,12 +34,12 @@ class Mixed(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 64)
         self.narrow = nn.Linear(64, 64).to(torch.bfloat16)
-        self.half = nn.Parameter(torch.ones(64, dtype=torch.float16))
+        self.tiny = nn.Parameter(torch.ones(64, dtype=torch.float16))
         self.head = nn.Linear(64, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.narrow(torch.relu(self.first(x)).to(torch.bfloat16)).float()
-        out: Tensor = self.head(hidden * self.half.float())
+        out: Tensor = self.head(hidden * self.tiny.float())
         return out
 
 

@@ -279,3 +279,24 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
     layout = Layout.of(model)
     with pytest.raises(JobError, match="no trainable parameter"):
         SyncRule.of(job(), model, layout, FlatState(layout))
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_state_of_half_precision_parameters_keeps_its_dtype(name: str) -> None:
+    """torch casts all of it to the parameter's dtype: a float32 product of momenta would be rounded at each restart."""
+    make: Any = getattr(torch.optim, name)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = make([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        return made
+
+    first, second = Bench(optimizer=optimizer), Bench(optimizer=optimizer)
+    for step in range(3):
+        first.apply(gradients(step))
+    skeleton, tensors = pack_state(first.rule.state_dict())
+    second.rule.load_state_dict(unpack_state(skeleton, {key: tensor.clone() for key, tensor in tensors.items()}))
+    second.state.copy_from(first.model)
+    for step in range(3, 6):
+        first.apply(gradients(step))
+        second.apply(gradients(step))
+    assert first.state.digest() == second.state.digest()

@@ -271,3 +271,26 @@ def test_a_restored_gate_judges_alike() -> None:
     second.load_state_dict(stored(first.state_dict()))
     assert seen + [second.judge(norm) for norm in norms[25:]] == expected
     assert 0.0 in expected
+
+
+def test_a_short_batch_is_compared_with_what_its_noise_may_be() -> None:
+    gate = NormGate()
+    assert all(gate.judge(1.0, samples=64) for _ in range(20))
+    assert gate.judge(7.9, samples=1) == pytest.approx(1.0)  # noise alone: as much longer as the root of 64
+    assert gate.judge(11.0, samples=1) == 0.0
+    assert gate.judge(2.0, samples=64) == 0.0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_a_short_last_piece_of_a_worker_is_not_odd(power: float) -> None:
+    """Whether steps of a worker add up (1) or turn about (0.5): ten samples after pieces of 500 and of 50 pass."""
+    gate = NormGate(NormGateConfig(least_spread=0.5), deltas=True)
+    for samples in [500] * 20 + [50, 10] * 5:
+        assert gate.judge((samples / 500) ** power, samples)
+    assert gate.judge(100.0, 500) == gate.judge(100.0, 10) == 0.0
+
+
+def test_what_an_older_gate_knew_is_learned_anew() -> None:
+    gate = NormGate()
+    gate.load_state_dict({"accepted": [0.1] * 20, "refused_in_row": 3})
+    assert gate.bound() == math.inf
