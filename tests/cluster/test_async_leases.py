@@ -308,25 +308,6 @@ async def test_a_worker_that_hangs_in_its_step_is_overdue_though_others_have_new
         assert two.revoked() == [hung.lease]
 
 
-@pytest.mark.parametrize("hangs_at", ["step", "submission"])
-@pytest.mark.parametrize("rule", ["local", "async-local"])
-async def test_a_worker_of_local_steps_that_hangs_is_overdue(rule: str, hangs_at: str) -> None:
-    async with rounds(steps=8, silence_s=5000.0, update=by_steps(rule)) as run:
-        one, two = await run.worker("one"), await run.worker("two")
-        lease = await two.lease()
-        if hangs_at == "submission":
-            await two.done(lease)
-        await one.done(await one.lease())
-        await submit(one, 0)
-        for _ in range(11):
-            await run.pass_time(500.0)
-            await one.beat()
-            if not two.ended():
-                await two.beat()
-        assert two.ended()
-        assert not one.ended()
-
-
 async def test_a_refused_delta_is_known_to_be_leased_again() -> None:
     """Nothing else was committed meanwhile: no newer version tells the worker to begin anew, its verdict does."""
     async with rounds(steps=3, update=by_steps("async-local"), norm_gate=6.0) as run:
