@@ -61,6 +61,9 @@ class Assigning(Hosting):
         self._plans: dict[int, StepPlan] = {}
         # Granted and not sent yet, with the oldest version that will do: their data is being read.
         self._waiting: dict[str, deque[tuple[StreamGrant, int]]] = {}
+        self._reading: dict[int, dict[str, None]] = {}  # step whose data is being read -> who waits for it
+        self._opened = self.ledger.cursor  # steps below have been opened
+        self._over = False  # nothing was left to lease the last time
         self._unjudged: Counter[str] = Counter()  # results of each worker that wait to be judged
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
         self.ledger.waits, self.ledger.allowed_s = self._waits, self._allowed_s
@@ -69,8 +72,9 @@ class Assigning(Hosting):
         self._begun = False
 
     def _data_came(self) -> None:
-        self.loader.came()
-        self._schedule()
+        for step, _ in self.loader.came():
+            for worker in self._reading.pop(step, ()):
+                self._send_waiting(worker)
 
     def _plan(self, step: int) -> StepPlan:
         """For its numbers alone: a step that is done has no indices any more."""
@@ -80,47 +84,58 @@ class Assigning(Hosting):
     def _schedule(self, only: str | None = None) -> None:
         if self._failure is not None:
             return
-        ready = [member.worker_id for member in self.membership.ready()]
         if not self._begun:
-            if len(ready) < self.config.min_workers:
-                self.bus.publish(Waiting(reason=f"{len(ready)} of {self.config.min_workers} workers"))
+            ready = self.membership.num_ready
+            if ready < self.config.min_workers:
+                self.bus.publish(Waiting(reason=f"{ready} of {self.config.min_workers} workers"))
                 return
             self._begun = True
-        planned = self._open_ahead(len(ready))
+        planned = self._open_ahead(self.membership.num_ready)
         now = self.clock()
         self._forget_leases()
+        workers = (
+            tuple(self.membership.ready_ids) if only is None else (only,) if self.membership.is_ready(only) else ()
+        )
         for room in range(self.pacing.config.leases_ahead if planned else 0):
-            for worker in ready:
-                if only is None or worker == only:
-                    self._grant(worker, ready, room, now)
+            for worker in workers:
+                self._grant(worker, room, now)
         if only is None and not self._local and not self._stopping and self.ledger.exhausted:
-            self._back_up(ready, now)
-        for worker in tuple(self._waiting):
+            self._back_up(workers, now)
+        for worker in tuple(self._waiting) if only is None else (only,):
             self._send_waiting(worker)
         if self._local:
-            self._ask_the_rest()
+            self._ask_the_rest(only)
         self._wake.set()
 
     def _open_ahead(self, num_workers: int) -> bool:
         """Have the data of the next steps read. False where their order is still being computed."""
         if self._stopping:
             return True
-        for step in self.ledger.upcoming(num_workers * self.pacing.config.leases_ahead + 1):
-            if step not in self._plans:
-                if not self._ordering.ready(step, self.total_steps):
-                    return False
-                plan = self._plans[step] = self.sampler.plan(step)
-                self.loader.open(plan)
+        count = num_workers * self.pacing.config.leases_ahead + 1
+        # Each step once on the way up; those that have come back are few, and read when they are leased if not before.
+        while self._opened < min(self.ledger.cursor + count, self.ledger.total_steps):
+            if self._opened not in self.ledger.done and not self._open(self._opened):
+                return False
+            self._opened += 1
+        return all(self._open(step) for step in self.ledger.upcoming(1))
+
+    def _open(self, step: int) -> bool:
+        """Have a step's data read. False where its order is still being computed."""
+        if step not in self._plans:
+            if not self._ordering.ready(step, self.total_steps):
+                return False
+            plan = self._plans[step] = self.sampler.plan(step)
+            self.loader.open(plan)
         return True
 
-    def _grant(self, worker: str, ready: Sequence[str], room: int, now: float) -> None:
+    def _grant(self, worker: str, room: int, now: float) -> None:
         pace = self.turns.of(worker)
         if self._stopping or pace.blocked or not self._has_credit(worker):
             return
         if self.ledger.num_steps_held(worker) + (0 if self._local else self._unjudged[worker]) > room:
             return  # what waits to be judged is not newer parameters yet: more of it would only be staler
         deadline_s = self.pacing.deadline_s(worker, 1)
-        grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=ready)
+        grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=self.membership.ready_ids)
         if grant is None:
             return
         if grant.step not in self._plans:
@@ -171,13 +186,16 @@ class Assigning(Hosting):
             pace.min_version = self.version + 1
         self._waiting.setdefault(worker, deque()).append((grant, 0))
 
-    def _ask_the_rest(self) -> None:
-        """Where no more steps come, workers submit what they have."""
-        leaving = {m.worker_id for m in self.membership.members.values() if m.standing is Standing.DRAINING}
-        over = self._stopping or self.ledger.exhausted
+    def _ask_the_rest(self, only: str | None = None) -> None:
+        """Where no more steps come, workers submit what they have (``only``: of whom alone that may be new)."""
+        members, over = self.membership.members, self._stopping or self.ledger.exhausted
+        everybody = only is None or over != self._over
+        self._over = over
         now = self.clock()
-        for worker in tuple(self.sessions):
-            if worker not in leaving and not over:
+        for worker in tuple(self.sessions) if everybody else (only,):
+            if worker not in self.sessions:
+                continue
+            if not over and members[worker].standing is not Standing.DRAINING:
                 continue
             asked, held = self.turns.fragments_asked(worker), self.ledger.num_steps_held(worker)
             for fragment in range(len(self._buckets)):
@@ -243,6 +261,7 @@ class Assigning(Hosting):
             plan = self._plans[grant.step]
             data = self.loader.data(grant.step, Block(0, plan.num_leaves))
             if data is None:
+                self._reading.setdefault(grant.step, {})[worker] = None
                 return
             waiting.popleft()
             if not self._local:

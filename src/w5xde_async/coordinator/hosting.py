@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -107,6 +108,8 @@ class Hosting(ABC):
         self.last_loss: float | None = None
         self.sessions: dict[str, Session] = {}
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
+        self._admitted: dict[Session, str] = {}  # those two and their ids
+        self._ids: Counter[str] = Counter()
         self.membership = Membership(config.silence_s, self._takes_work)
         self.pacing = Pacing(config.pacing)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
@@ -327,9 +330,11 @@ class Hosting(ABC):
         """A worker has proved itself; None lets it in."""
         if self._stopping or self._failure is not None:
             return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
-        others = {known.worker_id for known in (*self.sessions.values(), *self._joining)} - {session.worker_id}
-        if len(others) >= self.config.max_workers:
+        others = len(self._ids) - (session.worker_id in self._ids)
+        if others >= self.config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
+        self._admitted[session] = session.worker_id
+        self._ids[session.worker_id] += 1
         self._joining[session] = session.admitted_at = self.clock()
         session.taken = (session.link.bytes_sent, session.admitted_at)
         return None
@@ -405,6 +410,10 @@ class Hosting(ABC):
         """A session has ended, whoever ended it."""
         self.accounts.close(session)
         self._forget(session)
+        if (admitted := self._admitted.pop(session, None)) is not None:
+            self._ids[admitted] -= 1
+            if not self._ids[admitted]:
+                del self._ids[admitted]
         self._joining.pop(session, None)
         member = self.membership.leave(session.worker_id, session.incarnation)
         if self.sessions.get(session.worker_id) is not session:

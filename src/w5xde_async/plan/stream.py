@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +119,14 @@ class StreamLedger:
         """Every step is done."""
         return len(self.done) >= self.total_steps
 
+    @property
+    def cursor(self) -> int:
+        """The first step that was never leased."""
+        return self._cursor
+
     def upcoming(self, count: int) -> list[int]:
         """The next ``count`` steps that would be leased, in order."""
-        found = heapq.nsmallest(count, self._free)
+        found = heapq.nsmallest(count, self._free) if self._free else []
         step = self._cursor
         while len(found) < count and step < self.total_steps:
             if step not in self.done:
@@ -170,9 +175,8 @@ class StreamLedger:
         """True when that lease ended because its step's result had come, from it or from the other worker on it."""
         return self._past.get(lease, (None, False))[1]
 
-    def grant(self, worker: str, *, now: float, deadline_s: float, others: Iterable[str] = ()) -> StreamGrant | None:
+    def grant(self, worker: str, *, now: float, deadline_s: float, others: Collection[str] = ()) -> StreamGrant | None:
         """Lease ``worker`` the next step; one that it failed on is left to ``others`` while there are any."""
-        others = set(others) - {worker}
         shunned = []
         step: int | None = None
         while self._free:

@@ -27,6 +27,9 @@ from w5xde_async.updates.norm_gate import median_and_mad
 
 __all__ = ["Decision", "Quorum", "QuorumConfig"]
 
+#: The grace goes through all ages that are known: where a round has more workers than this, not with every result.
+_NEWS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuorumConfig:
@@ -60,6 +63,8 @@ class Quorum:
         self._first = True
         self._expected: set[str] = set()
         self._arrived: set[str] = set()
+        self._look_again: float | None = None  # what ``decide`` said last, and how much has changed since
+        self._news = 0
 
     def open(self, now: float, workers: Collection[str]) -> None:
         """A round begins with these workers. One that is still at its last work is late there and not expected here."""
@@ -67,12 +72,14 @@ class Quorum:
             for worker in self._ages.keys() - set(workers) - self._began.keys():
                 del self._ages[worker]
         self._first = False
+        self._look_again = None
         self._expected = {worker for worker in workers if worker not in self._began}
         self._arrived = set()
         self._began.update(dict.fromkeys(self._expected, now))
 
     def joined(self, worker: str, now: float) -> None:
         """A worker takes part in the open round from now on."""
+        self._look_again = None
         self._expected.add(worker)
         self._began[worker] = now
 
@@ -86,6 +93,7 @@ class Quorum:
 
     def left(self, worker: str) -> None:
         """A worker is gone: nobody waits for it, and the quorum is one of those that stay."""
+        self._look_again = None
         self._began.pop(worker, None)
         self._ages.pop(worker, None)
         if worker not in self._arrived:
@@ -97,6 +105,7 @@ class Quorum:
         if began is None:
             return False
         self._ages.setdefault(worker, deque(maxlen=self.config.window)).append(now - began)
+        self._news += 1
         if worker in self._expected:
             self._arrived.add(worker)
             return True
@@ -127,10 +136,14 @@ class Quorum:
             return Decision(close=True, reason=f"all {expected} results are in")
         if here < self.needed:
             return Decision(close=False, reason=f"{counted}, {self.needed} are a quorum")
+        if self._look_again is not None and now < self._look_again and self._news < expected / _NEWS:
+            return Decision(close=False, reason=f"{counted}, and grace", look_again=self._look_again)
+        self._news, self._look_again = 0, None
         grace_s = self.grace_s
         waited = [self._began[worker] for worker in self._expected - self._arrived if self._usual_s(worker) <= grace_s]
         ends = max(waited, default=now) + grace_s
         if waited and now < ends:
+            self._look_again = ends
             return Decision(close=False, reason=f"{counted}, grace for {len(waited)} more", look_again=ends)
         return Decision(close=True, reason=f"{counted}, and nobody else is within the grace of {grace_s:.3g} s")
 
