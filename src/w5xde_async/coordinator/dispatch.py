@@ -261,6 +261,9 @@ class Dispatch:
     def _first_late(self, step: int) -> tuple[float, int] | None:
         """Which lease of ``step`` is late first, and from when; None where that cannot be said of any."""
         ledger = self._ledger
+        if self._pacing.fastest_leaf_s is None:
+            self._late_step = -1  # all of them are to be looked at when something is known of somebody's speed
+            return None
         if self._late_step != step:
             self._late_step, self._late = step, []
             self._timed = dict.fromkeys(grant.worker for grant in ledger.leases_on(step))
@@ -280,8 +283,6 @@ class Dispatch:
                     heapq.heapreplace(self._late, (now_at, lease))
                     continue
             heapq.heappop(self._late)
-        if self._pacing.fastest_leaf_s is None:
-            self._late_step = -1  # all of them are to be looked at again when something is known of somebody's speed
         return None
 
     def _late_at(self, lease: Grant) -> float | None:
