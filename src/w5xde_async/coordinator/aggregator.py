@@ -42,6 +42,8 @@ INLINE_WEIGH_BYTES = 4 << 20
 #: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
 _INLINE_UPDATE_BYTES = 64 << 10
 _INLINE_UPDATE_S = 0.0005
+#: Result vectors of so much are kept for the next blocks: making a small one takes longer than filling it.
+_SPARE_BYTES = 16 << 20
 
 
 _T = TypeVar("_T")
@@ -113,7 +115,9 @@ class Aggregator:
         self.torn = False  # an update broke off: the parameters are not those of any version
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
         self._last: Future[Any] | None = None
-        self._reducer = Reducer(layout, VectorPool(layout))
+        # Never more than were out at once, so the stated memory holds; of large ones a few, of small ones all.
+        spare = max(4, _SPARE_BYTES // max(1, layout.vector_bytes))
+        self._reducer = Reducer(layout, VectorPool(layout, spare=spare))
         self._inbox: list[_Arrival] = []
         self._second: dict[int, ResultVector] = {}  # audit's lease -> what it has brought
         self._update_s = math.inf  # what the last update took
