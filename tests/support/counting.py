@@ -5,8 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import w5xde_async
+
+_COUNTED = (str(Path(w5xde_async.__file__).parent), __file__)
 
 __all__ = ["Name", "Operations", "operations"]
 
@@ -20,7 +25,10 @@ class Operations:
 
 @contextmanager
 def operations() -> Iterator[Operations]:
-    """Count this thread's bytecodes. What runs in C counts once; ``Name`` makes its loops over keys visible."""
+    """Count this thread's bytecodes in the project's code and in ``Name``, which makes C's loops over ids visible.
+
+    What runs in C counts once. Nothing else counts: asyncio's debug mode, for one, formats tracebacks.
+    """
     counted = Operations()
 
     def local(frame: FrameType, event: str, arg: Any) -> Any:
@@ -29,6 +37,8 @@ def operations() -> Iterator[Operations]:
         return local
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_COUNTED):
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return local
 
