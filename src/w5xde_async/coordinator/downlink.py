@@ -75,6 +75,7 @@ class Downlink:
             b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded_down(layout, b)
         }
         self._ways: dict[Session, _Way] = {}
+        self._behind: dict[Session, _Way] = {}  # those that are behind
         self._made = 0  # versions that ``advance`` has made
         self.sent = 0  #: versions that ``send`` has sent
         self.raw_bytes = self.encoded_bytes = 0  #: of the deltas, before and after
@@ -143,12 +144,14 @@ class Downlink:
     def forget(self, session: Session) -> None:
         """The session has ended."""
         self._ways.pop(session, None)
+        self._behind.pop(session, None)
 
     def catch_up(self, session: Session) -> None:
         """The worker is to be sent what it lacks when all that is on its way to it has left."""
         way = self._ways.get(session)
         if way is not None:  # it may have left
             way.behind = True
+            self._behind[session] = way
             if not way.queued:
                 self.wake()
 
@@ -160,7 +163,7 @@ class Downlink:
     @property
     def due(self) -> list[Session]:
         """Those that are to be sent what they lack, now."""
-        return [session for session, way in self._ways.items() if way.behind and not way.queued]
+        return [session for session, way in self._behind.items() if not way.queued]
 
     def lacks(self, sessions: Iterable[Session]) -> list[int]:
         """Buckets whose newest value one of them or another, all of them ``due``, has not been sent."""
@@ -191,6 +194,7 @@ class Downlink:
             if lacking not in frames:
                 frames[lacking] = self._frames(version, [piece for piece in pieces if piece.bucket in session.unsent])
             way.behind = False
+            self._behind.pop(session, None)
             self._post(session, way, version, frames[lacking], 0)
 
     def skip(self, sessions: Iterable[Session], pieces: Sequence[Piece]) -> None:

@@ -260,6 +260,8 @@ class Rounds(Assigning):
         """A worker's own optimizer skipped a step, or not. Training diverges where every worker says so: one alone may
         be at fault, or lie."""
         self._skipped[worker] = self._skipped.get(worker, 0) + 1 if skipped else 0
+        if not skipped:
+            return  # with nearly every step; nobody else need be looked at
         counts = [self._skipped.get(one, 0) for one in {*self._present(), worker}]
         if all(counts) and sum(counts) >= self.config.max_nonfinite_steps:
             self.fail(NonFinite(self.progress, sum(counts)))
