@@ -79,6 +79,8 @@ class RefusalCode(IntEnum):
     SHUTTING_DOWN = 7
     NO_PROGRAM = 8
     QUARANTINED = 9
+    RUN_FINISHED = 10
+    RUN_FAILED = 11
 
 
 _REFUSAL_EXIT = {
@@ -180,15 +182,15 @@ class LinkLost(W5xdeError):
 
 
 class Unreachable(LinkLost):
-    """Nothing answered within the deadline."""
+    """Nothing answered within the deadline. ``heard``: what a coordinator that was lost did when last heard of."""
 
-    def __init__(self, peer: str, reason: str, waited_s: float) -> None:
+    def __init__(self, peer: str, reason: str, waited_s: float, heard: str = "") -> None:
         super().__init__(peer, reason)
-        self.waited_s = waited_s
-        self.args = (
-            f"no coordinator reachable at {peer} within {waited_s:.0f} s ({reason}); check the address, "
-            "that the coordinator runs, and the firewall between",
-        )
+        self.waited_s, self.heard = waited_s, heard
+        advice = "check the address, that the coordinator runs, and the firewall between"
+        if heard:
+            advice = f"when it was last heard of it was at {heard}, and it may have ended since"
+        self.args = (f"no coordinator reachable at {peer} within {waited_s:.0f} s ({reason}); {advice}",)
 
 
 class Refused(W5xdeError):

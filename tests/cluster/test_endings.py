@@ -12,11 +12,17 @@ import pytest
 import torch
 from tests.support import jobs, reference
 from tests.support.cluster import settings, train
+from tests.support.proxy import FaultProxy
+from tests.support.scripted import scripted, settle
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import JobError, LocalError, StoreError, Unreachable, UpdateFailed
+from w5xde_async.errors import JobError, LocalError, RefusalCode, Refused, StoreError, Unreachable, UpdateFailed
+from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Bye, ByeCode, Refusal
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, RunFailed, Worker
 
@@ -144,3 +150,69 @@ async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -
         await coordinator.wait()
         assert await waiting is Departure.FINISHED
         assert await working is Departure.FINISHED
+
+
+async def test_who_loses_its_link_right_before_the_end_hears_of_it() -> None:
+    """Its link breaks between the last commit and the last message, and it comes back to a run that is finished."""
+
+    def short() -> Job:
+        return replace(jobs.mlp_sgd(), max_steps=3)
+
+    bus = Bus()
+    async with Coordinator(short(), config=settings(min_workers=2), bus=bus) as coordinator:
+        proxy = FaultProxy((coordinator.host, coordinator.port))
+        await proxy.start()
+        broken = []
+
+        def see(event: Event) -> None:
+            if isinstance(event, StepCommitted) and event.step == 3:
+                broken.append(proxy.reset())
+
+        bus.subscribe(see)
+        addresses = f"127.0.0.1:{proxy.port}", coordinator.address
+        workers = [Worker(address, job=short(), config=WORKER) for address in addresses]
+        working = [asyncio.create_task(worker.run()) for worker in workers]
+        result = await coordinator.wait()
+        assert await asyncio.gather(*working) == [Departure.FINISHED] * 2
+        await proxy.aclose()
+    assert (result.outcome, broken) == ("finished", [1])
+
+
+@pytest.mark.parametrize(
+    ("code", "heard"),
+    [
+        (ByeCode.FINISHED, RefusalCode.RUN_FINISHED),
+        (ByeCode.FAILED, RefusalCode.RUN_FAILED),
+        (ByeCode.STOPPING, RefusalCode.SHUTTING_DOWN),
+    ],
+)
+async def test_who_comes_after_the_last_message_is_told_the_same(code: ByeCode, heard: RefusalCode) -> None:
+    async with scripted() as run:
+        lost, late = await run.worker("lost"), await run.worker("late", ready=False)
+        lost.link.abort()
+        await settle()
+        run.training.say_goodbye(code, "it is over")
+        waiting = run.task(run.training.wait_for_lost())
+        await settle()
+        assert not waiting.done()
+        await late.ready()  # it had been let in before, and has built its model now
+        assert [message.code for message in late.all(Refusal)] == [heard]
+        with pytest.raises(Refused, match="it is over") as told:
+            await run.worker("lost")
+        assert told.value.code is heard
+        await asyncio.wait_for(waiting, 5)
+        assert not run.training.sessions
+
+
+async def test_nobody_waits_for_those_who_left_in_good_order() -> None:
+    async with scripted() as run:
+        worker = await run.worker("one")
+        await worker.link.send(encode(Bye(ByeCode.LEAVING, "")))
+        await settle()
+        await asyncio.wait_for(run.training.wait_for_lost(), 0.1)
+
+
+def test_a_worker_that_gives_up_says_what_it_heard_last() -> None:
+    text = str(Unreachable("host:1", "Connection refused", 300.0, "step 998 of 1000"))
+    assert "step 998 of 1000" in text
+    assert "check the address" in str(Unreachable("host:1", "Connection refused", 300.0))

@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,6 +46,10 @@ from w5xde_async.wire.messages import (
 )
 
 __all__ = ["Commit", "Counts", "Hosting", "NonFinite"]
+
+#: A worker whose link has ended tries again every 2.5 s at most, once it has found that.
+_RETURN_S = 5.0
+_MOST_LOST = 512
 
 
 class NonFinite(W5xdeError):
@@ -132,6 +137,9 @@ class Hosting(ABC):
         self._failure: BaseException | None = None
         self._stopping = False
         self._stop_at = 0.0
+        self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
+        self._lost: dict[str, float] = {}  # workers whose link ended without their goodbye, not back yet -> when
+        self._returned = asyncio.Event()
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
         self._retuned: Retune | None = None
@@ -206,10 +214,23 @@ class Hosting(ABC):
     # -- the run -------------------------------------------------------------------------------------------
 
     def say_goodbye(self, code: ByeCode, reason: str) -> None:
-        """Send every worker the last message, those that are building their model too."""
+        """Send every worker the last message, those that are building their model too, and those that come later."""
+        codes = {ByeCode.FINISHED: RefusalCode.RUN_FINISHED, ByeCode.FAILED: RefusalCode.RUN_FAILED}
+        self._last_word = Refusal(codes.get(code, RefusalCode.SHUTTING_DOWN), reason, "")
         for session in (*self.sessions.values(), *self._joining):
             session.outbox.supersede(1 << 62)  # nobody computes with these parameters any more
             session.say_goodbye(code, reason)
+
+    async def wait_for_lost(self) -> None:
+        """Return when those whose link has just ended are back for the last word, or have had the time for it.
+
+        Else a worker that loses its link right before the end would look for the coordinator until its patience ends.
+        """
+        while (left_s := max(self._lost.values(), default=-math.inf) + _RETURN_S - self.clock()) > 0:
+            self._returned.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._returned.wait()
 
     def stop(self) -> None:
         """End after the step under way, or after ``grace_s`` where that takes longer."""
@@ -328,6 +349,9 @@ class Hosting(ABC):
 
     def admit(self, session: Session) -> Refusal | None:
         """A worker has proved itself; None lets it in."""
+        if self._last_word is not None:
+            self._is_back(session.worker_id)
+            return self._last_word
         if self._stopping or self._failure is not None:
             return Refusal(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", "it may come back; try again")
         others = len(self._ids) - (session.worker_id in self._ids)
@@ -365,6 +389,9 @@ class Hosting(ABC):
 
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
+        self._is_back(session.worker_id)
+        if self._last_word is not None:
+            return self._last_word
         if ready.fingerprint != self.layout.fingerprint:
             return Refusal(
                 RefusalCode.MODEL_MISMATCH,
@@ -394,6 +421,10 @@ class Hosting(ABC):
         self._schedule()
         return None
 
+    def _is_back(self, worker: str) -> None:
+        if self._lost.pop(worker, None) is not None:
+            self._returned.set()
+
     def _compare_devices(self, ready: Ready) -> None:
         device = (ready.device_name, ready.threads)
         if device in self._devices or len(self._devices) == 2:
@@ -421,6 +452,11 @@ class Hosting(ABC):
                 self._warn(f"{session.name or session.link.peer} did not join: {reason}")
             return
         del self.sessions[session.worker_id]
+        if session.state is not State.CLOSED and session.worker_id not in self._put_out_ids:
+            self._lost.pop(session.worker_id, None)
+            self._lost[session.worker_id] = self.clock()
+            if len(self._lost) > _MOST_LOST:
+                del self._lost[next(iter(self._lost))]
         if not clean and self._keeps_residuals and member is not None and member.leaves:
             self.accounts.residuals_lost += 1
             self._warn(

@@ -385,11 +385,15 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(self._tick(phases), name="tick")
 
+                told = ByeCode.STOPPING
+
                 async def say_goodbye(code: ByeCode, reason: str) -> None:
+                    nonlocal told
+                    told = code
                     phases.training.say_goodbye(code, reason)
                     ticking.cancel()  # not before: a last checkpoint may take longer than a worker bears silence
-                    if self._listener is not None:
-                        await self._listener.stop_accepting()
+                    if self._listener is not None and code is ByeCode.STOPPING:
+                        await self._listener.stop_accepting()  # else who comes now is told that it is over
 
                 try:
                     await phases.run(tasks)
@@ -404,6 +408,8 @@ class Coordinator:
                 except Exception as error:
                     failure = failure or error
                 ticking.cancel()
+                if told is not ByeCode.STOPPING:
+                    await phases.training.wait_for_lost()
         finally:
             await self._close()
         failure = failure or self._patience.error or phases.following.save_error

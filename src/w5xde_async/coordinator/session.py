@@ -287,7 +287,7 @@ class Session:
             elif type(message) is Drain:
                 self._host.draining(self, message)
             elif type(message) is Bye:
-                self._end_reason = _printable(message.reason, 300)
+                self._end_reason = self._end_reason or _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH
             elif type(message) is ProgramRequest:
                 if self.code_free:

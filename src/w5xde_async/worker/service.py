@@ -120,6 +120,7 @@ class Worker:
         self._joining: asyncio.Task[Joined] | None = None
         self._terms: dict[str, int] = {}  # run -> the highest term served
         self._running = False
+        self._heard = ""  # what the last coordinator said that it did
         self._in_vain = 0  # links in a row that ended without a goodbye and without a lease that was applied
 
     async def run(self) -> Departure:
@@ -174,6 +175,8 @@ class Worker:
         self._joining = asyncio.create_task(self._join(), name="join")
         try:
             joined = await self._joining
+        except Refused as error:
+            return _last_word(error)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if self._leaving() and not (current and current.cancelling()):
@@ -202,10 +205,12 @@ class Worker:
             return await serving.run(lambda: self._prepare(welcome, layout, serving))
         except ProgramRefused:
             raise  # the next attempt would get the same one
+        except Refused as error:
+            return _last_word(error)
         except LinkLost as error:
             if self._leaving():
                 return Departure.DRAINED
-            logger.warning("coordinator lost, connecting again reason=%s", error.reason)
+            logger.warning("coordinator lost, connecting again reason=%s was_at=%s", error.reason, serving.heard)
             self._in_vain += 1
             return None
         except RemoteError as error:
@@ -214,6 +219,7 @@ class Worker:
             return None
         finally:
             self._serving = None
+            self._heard = serving.heard or self._heard
             if serving.leases_applied:
                 self._in_vain = 0
             self.leases_done += serving.leases_done
@@ -238,7 +244,7 @@ class Worker:
                     return await self._try_to_join(max(limit - (clock() - began), 0.5))
         except (LinkLost, _NotNow, RemoteError) as error:
             reason = error.reason if isinstance(error, LinkLost) else str(error)
-            raise Unreachable(format_address(self.host, self.port), reason, limit) from error
+            raise Unreachable(format_address(self.host, self.port), reason, limit, self._heard) from error
         raise LocalError("retrying ended without a result")
 
     async def _try_to_join(self, left_s: float) -> Joined:
@@ -385,6 +391,15 @@ class Worker:
     def _set_threads(self) -> None:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+
+
+def _last_word(refused: Refused) -> Departure:
+    """A worker that came after the end is told what the others heard in BYE. Raises RunFailed, and other refusals."""
+    if refused.code is RefusalCode.RUN_FINISHED:
+        return Departure.FINISHED
+    if refused.code is RefusalCode.RUN_FAILED:
+        raise RunFailed(refused.reason) from None
+    raise refused
 
 
 def _pause_s(in_vain: int) -> float:

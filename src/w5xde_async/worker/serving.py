@@ -112,6 +112,8 @@ class Serving:
         self._failure: BaseException | None = None
         self._flops_per_leaf: float | None = None  # None: not counted yet
         self._idle_since = self._clock()
+        self._bye: Bye | None = None  # the coordinator's last message
+        self.heard = ""  #: what the coordinator said that it does, last
 
     async def run(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
@@ -130,13 +132,15 @@ class Serving:
                     await self._prepare(prepare)
                     return await self._read()
                 except Dismissed as dismissed:
-                    return self._goodbye(dismissed.bye)
+                    return await self._dismissed(dismissed.bye)
                 except OverMemoryLimit as error:
                     raise await self._too_small(error) from None
                 finally:
                     for task in helpers:
                         task.cancel()
         except BaseExceptionGroup as group:
+            if self._bye is not None and self._failure is None:
+                return self._goodbye(self._bye)  # the link ended before it had our answer
             # What broke the compute thread ended the link; the lost link is only what follows from it.
             raise self._failure or _first(group) from None
         finally:
@@ -162,11 +166,7 @@ class Serving:
         """Say goodbye: connecting again would bring the same lease."""
         needed, limit = f"{error.nbytes / 2**20:.1f} MiB", f"{error.limit / 2**20:.1f} MiB"
         text = f"the leases of this run hold {needed} of batches at once, more than the {limit} of --memory-limit"
-        said = asyncio.Event()
-        self.outbox.post(encode(Bye(ByeCode.LEAVING, text)), sent=said.set)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_PARTING_S):
-                await said.wait()
+        await self._part(text)
         return UsageError(f"{text}; raise --memory-limit, or lower the job's microbatch_size")
 
     async def _prepare(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> None:
@@ -233,12 +233,14 @@ class Serving:
                     self._other(message)
                 elif type(message) is Revoke:
                     self._revoke(message.lease)
+                elif type(message) is Heartbeat:
+                    self.heard = "".join(filter(str.isprintable, message.activity[:100]))
                 elif type(message) is Drain:
                     self._activity = "draining"
                 elif type(message) is Refusal:
                     raise refused(message)
                 elif type(message) is Bye:
-                    return self._goodbye(message)
+                    return await self._dismissed(message)
                 else:
                     self._other(message)
 
@@ -255,6 +257,20 @@ class Serving:
         if type(message) is Lease:
             return self._inbox.place_lease(message, specs)
         raise MalformedFrame(f"{type(message).__name__} came with buffers")
+
+    async def _dismissed(self, bye: Bye) -> Departure | None:
+        """Let the coordinator know that its last message was heard: it waits for nobody who has heard it."""
+        self._bye = bye
+        await self._part("heard")
+        return self._goodbye(bye)
+
+    async def _part(self, reason: str) -> None:
+        """Our own last message; nobody waits long for it to leave."""
+        said = asyncio.Event()
+        self.outbox.post(encode(Bye(ByeCode.LEAVING, reason)), sent=said.set)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PARTING_S):
+                await said.wait()
 
     def _goodbye(self, bye: Bye) -> Departure | None:
         if bye.code == ByeCode.FINISHED:
