@@ -24,7 +24,7 @@ Memory: one vector for the residuals, two more (and the encoded bytes) for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -108,8 +108,10 @@ class Feedback:
         self._pending.setdefault(key, {})[bucket] = _Pending(encoded, error, taken, finite)
         return encoded
 
-    def settle(self, key: Hashable, outcome: Outcome) -> bool:
+    def settle(self, key: Hashable, outcome: Outcome, counted: Collection[int] | None = None) -> bool:
         """A verdict came for all buckets of ``key``; False, and nothing done, where none is pending under it.
+
+        ``counted``: buckets that ``outcome`` is for; the others are leased again.
 
         Only when the link holds none of its bytes any more: their buffers go back to the pool.
         """
@@ -119,7 +121,8 @@ class Feedback:
         for bucket, pending in submission.items():
             back: Tensor | None
             encoded = pending.encoded
-            if outcome is Outcome.LEASED_AGAIN or not pending.finite:
+            again = outcome is Outcome.LEASED_AGAIN or (counted is not None and bucket not in counted)
+            if again or not pending.finite:
                 back, rest = pending.taken, [pending.error]
             else:
                 back, rest = pending.error, [pending.taken] if pending.taken is not None else []

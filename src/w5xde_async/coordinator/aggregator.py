@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from w5xde_async.coordinator.session import Session
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
@@ -66,7 +65,6 @@ class StepState:
     began: float
     metrics: dict[str, list[float]] = field(default_factory=dict)
     untouched: set[int] | None = None
-    applied: dict[Session, list[int]] = field(default_factory=dict)
     reduce_s: float = 0.0
     root: ResultVector | None = None  # a copy of the sum as the rule got it, and which buckets are in it
     present: list[bool] = field(default_factory=list)
@@ -83,16 +81,14 @@ class StepState:
         """One value a leaf, weighted by samples, added in leaf order."""
         return sum(n * value for n, value in zip(self.samples, values, strict=True)) / self.plan.num_samples
 
-    def note(self, session: Session | None, block: Block, done: Done) -> None:
-        """A block is finished: keep what its DONE says. ``session`` None: it was computed here."""
+    def note(self, block: Block, done: Done) -> None:
+        """A block is finished: keep what its DONE says."""
         self.losses[block.start : block.stop] = done.losses
         for index, name in enumerate(done.metric_names):
             values = self.metrics.setdefault(name, [float("nan")] * self.plan.num_leaves)
             values[block.start : block.stop] = done.metrics[index :: len(done.metric_names)]
         untouched = set(done.untouched)
         self.untouched = untouched if self.untouched is None else self.untouched & untouched
-        if session is not None:
-            self.applied.setdefault(session, []).append(done.lease)
 
 
 class Aggregator:

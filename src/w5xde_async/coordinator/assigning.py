@@ -49,6 +49,7 @@ class Assigning(Hosting):
         )  # fmt: skip
         update = config.update
         self.sampler, self.schedule, self.version = sampler, schedule, version
+        self.verdicts.version = version
         self._ordering = Ordering(sampler)
         self._ordering.on_ready, self._ordering.on_error = self._schedule, self.fail
         self._local, self._streams = update.local, update.rule == "streaming"

@@ -8,6 +8,7 @@ Everything here runs on the event loop's thread and never blocks.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +25,7 @@ from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.programs import Programs
 from w5xde_async.coordinator.session import Session, quarantined
+from w5xde_async.coordinator.verdicts import Verdicts
 from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.membership import Member, Membership, Standing
@@ -42,6 +44,7 @@ from w5xde_async.wire.messages import (
     Result,
     Retune,
     Revoke,
+    Verdict,
     Welcome,
 )
 
@@ -50,6 +53,7 @@ __all__ = ["Commit", "Counts", "Hosting", "NonFinite"]
 #: A worker whose link has ended tries again every 2.5 s at most, once it has found that.
 _RETURN_S = 5.0
 _MOST_LOST = 512
+_MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 
 
 class NonFinite(W5xdeError):
@@ -144,6 +148,7 @@ class Hosting(ABC):
         self._bytes_before = (0, 0)
         self._retuned: Retune | None = None
         self._keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
+        self.verdicts = Verdicts(self._tell, lasting=self._keeps_residuals, version=0)
         loader.on_ready = self._data_came
         loader.on_error = self.fail
 
@@ -297,6 +302,11 @@ class Hosting(ABC):
             session.post(self._retuned)
         self._welcome = replace(self._welcome, codec=codec, downlink=downlink)
 
+    def _tell(self, worker: str, verdict: Verdict) -> None:
+        session = self.sessions.get(worker)
+        if session is not None:
+            session.post(verdict)
+
     def _present(self) -> list[str]:
         """Workers that take work."""
         return [member.worker_id for member in self.membership.ready()]
@@ -418,6 +428,7 @@ class Hosting(ABC):
         if self._retuned is not None:  # it may have been welcomed before
             session.post(self._retuned)
         self._introduce(session)
+        self.verdicts.returned(session.worker_id, ready.awaited[:_MOST_AWAITED])
         self._schedule()
         return None
 
@@ -464,6 +475,7 @@ class Hosting(ABC):
                 f"({self.accounts.residuals_lost} so far)"
             )
         returned = self._take_back(session)
+        self.verdicts.left(session.worker_id)
         if member is not None:
             self.accounts.remember(session, member)
         self.bus.publish(

@@ -64,6 +64,7 @@ class Candidate:
     norms: dict[int, float] = field(default_factory=dict)
     sizes: dict[str, float] = field(default_factory=dict)  # by role, of a mean over its samples
     samples: int = 0
+    leases: dict[int, int] = field(default_factory=dict)  # bucket -> the lease that it came by
     other: Done | None = None  # the second computation is in
     held_at: float = 0.0
 

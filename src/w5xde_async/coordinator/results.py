@@ -26,13 +26,14 @@ from w5xde_async.coordinator.loader import Loader
 from w5xde_async.coordinator.place import Place
 from w5xde_async.coordinator.referee import Judgement
 from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.verdicts import Verdicts
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.ledger import Culprit, Grant, Ledger
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Done, Failed, Result, Verdict, VerdictCode
+from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
 
 __all__ = ["Results"]
 
@@ -53,7 +54,7 @@ class Results:
     def __init__(
         self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, dispatch: Dispatch, loader: Loader,
         sampler: Steps, judging: Judging, clock: Callable[[], float], wake: Callable[[], None],
-        warn: Callable[[str], None], fail: Callable[[BaseException], None],
+        warn: Callable[[str], None], fail: Callable[[BaseException], None], verdicts: Verdicts,
     ) -> None:  # fmt: skip
         #: A block counts: its session, lease and DONE.
         self.on_counted: Callable[[Session, Grant, Done], None] = lambda session, grant, done: None
@@ -64,14 +65,14 @@ class Results:
         self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
         self._dispatch, self._loader, self._sampler, self._judging = dispatch, loader, sampler, judging
         self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
+        self._verdicts = verdicts
         # (first leaf, or minus an audit's lease; bucket) of the current step -> who sends it
         self._writing: dict[tuple[int, int], Session] = {}
         self._slots: dict[Session, tuple[int, int]] = {}  # the same the other way round
         self.intake: Intake | None = None  #: of results that a codec wrote
         self._targets: dict[Session, memoryview] = {}  # where what the intake receives belongs
-        self._suppliers: dict[
-            int, dict[int, str]
-        ] = {}  # first leaf of a block that does not count yet -> bucket -> who
+        # first leaf of a block that does not count yet -> bucket -> who has sent it, by which lease
+        self._suppliers: dict[int, dict[int, tuple[str, int]]] = {}
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(layout)
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
@@ -96,6 +97,8 @@ class Results:
         audit = self._ledger.is_audit(result.lease)
         slot = (-grant.lease if audit else grant.block.start, result.bucket)
         if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
+            if not audit:
+                self._verdicts.turned_away(result.lease, session.worker_id)
             return Place(None, True)
         if audit:
             memory = self._aggregator.second(grant.lease).bucket_bytes[result.bucket]
@@ -121,7 +124,10 @@ class Results:
         grant = self._ledger.get(result.lease)
         if grant is not None and grant.worker == session.worker_id:
             if not self._ledger.is_audit(result.lease):
-                self._suppliers.setdefault(grant.block.start, {})[result.bucket] = session.worker_id
+                by = self._suppliers.setdefault(grant.block.start, {})
+                if result.bucket not in by:
+                    by[result.bucket] = session.worker_id, result.lease
+                    self._verdicts.received(result.lease, session.worker_id, result.bucket)
             self._fill(result.lease, grant.block, result.bucket, present=True)
 
     def left(self, session: Session) -> None:
@@ -161,6 +167,7 @@ class Results:
                 self._refuse(session, done, VerdictCode.STALE, "the lease had ended")
             return None
         self._current(grant)
+        self._verdicts.confirmed(session.worker_id, grant.step)
         block = grant.block
         elapsed_s = self._clock() - self._ledger.began_at(grant)
         done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
@@ -185,7 +192,10 @@ class Results:
             self._wake()
             return None
         other = self._ledger.finish(done.lease)
-        candidate = Candidate(session, grant, done, self._suppliers.pop(block.start, {}))
+        self._verdicts.finished(done.lease, session.worker_id)
+        by = self._suppliers.pop(block.start, {})
+        suppliers, leases = {b: who for b, (who, _) in by.items()}, {b: lease for b, (_, lease) in by.items()}
+        candidate = Candidate(session, grant, done, suppliers, leases=leases)
         if self._judging.passes(candidate, missing):
             self.count(candidate)
         if done.splits and session.worker_id not in self._halved:
@@ -208,31 +218,38 @@ class Results:
             for bucket in range(len(self._layout.result_buckets)):
                 self._aggregator.fill(block, bucket, present=bucket in candidate.suppliers)
         self._loader.finished(grant.step, block)
-        step.note(session, block, done)
+        step.note(block, done)
         self.leaves += block.num_leaves
         self.on_counted(session, grant, done)
 
     def discard(self, candidate: Candidate, reason: str) -> None:
         """A finished block did not hold: it is leased again."""
         self._ledger.reopen(candidate.grant.step, candidate.grant.block, candidate.grant.worker)
-        self._refuse(candidate.session, candidate.done, VerdictCode.REJECTED, reason)
+        self._count_refused(candidate.done, VerdictCode.REJECTED)
+        for bucket, lease in candidate.leases.items():
+            self._verdicts.dropped(lease, bucket)
+        self._verdicts.decided(candidate.done.lease, VerdictCode.REJECTED, reason)
 
     def disbelieve(self, worker: str) -> None:
         """What this worker has sent of blocks that are not finished is computed by others."""
         step = self._aggregator.step
         for start, suppliers in list(self._suppliers.items()):
-            theirs = [bucket for bucket, who in suppliers.items() if who == worker]
+            theirs = [bucket for bucket, (who, _) in suppliers.items() if who == worker]
             if theirs and step is not None:
                 self._ledger.unfill(step.plan.step, start, theirs)
                 for bucket in theirs:
-                    del suppliers[bucket]
+                    _, lease = suppliers.pop(bucket)
+                    self._verdicts.dropped(lease, bucket)
 
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
         if not done.losses:
             return  # a lease that was revoked before it was begun: nothing was computed, nothing is to be said of it
+        self._count_refused(done, code)
+        self._verdicts.answered(done.lease, session.worker_id, code, reason)
+
+    def _count_refused(self, done: Done, code: VerdictCode) -> None:
         self.refused[code] += 1
         self.leaves_in_vain += len(done.losses)
-        session.post(Verdict((done.lease,), code, reason))
 
     def _current(self, grant: Grant) -> StepState:
         """The step of an open lease, which a worker can compute only when its version was published.
@@ -249,10 +266,13 @@ class Results:
         """The job raised on a leaf of a lease."""
         grant = self._ledger.get(failed.lease)
         if grant is None or grant.worker != session.worker_id:
+            self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
             return
         self._current(grant)
+        self._verdicts.confirmed(session.worker_id, grant.step)
         leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
         culprit = self._ledger.fail(failed.lease, leaf)
+        self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
         if culprit is None:
             self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
             return
@@ -296,7 +316,9 @@ class Results:
                 vector.buckets[bucket].copy_(judgement.vector.buckets[bucket])
 
         await aggregator.submit(copy)
-        self._suppliers.pop(block.start, None)
+        for bucket, (_, lease) in self._suppliers.pop(block.start, {}).items():
+            if bucket in missing:  # what is here in its place counts
+                self._verdicts.dropped(lease, bucket)
         for bucket in missing:
             self._ledger.fill(grant.lease, bucket)
             aggregator.fill(block, bucket, present=bucket in judgement.present)
@@ -304,7 +326,7 @@ class Results:
         self._loader.finished(grant.step, block)
         names, metrics = judgement.metric_names, judgement.metrics
         done = Done(grant.lease, judgement.losses, names, metrics, judgement.untouched, (), 0, 0.0, 0.0)
-        step.note(None, block, done)
+        step.note(block, done)
         self.leaves += block.num_leaves
 
     def blame(self, culprit: Culprit, traceback: str) -> None:

@@ -44,7 +44,7 @@ from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import Applied
 from w5xde_async.wire.frame import Buffer, BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Verdict, VerdictCode, Welcome
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode, Welcome
 
 __all__ = ["Rounds"]
 
@@ -224,8 +224,7 @@ class Rounds(Assigning):
             self._leaves_in_vain += leaves
             if self._on_demand and session is not None:
                 self.downlink.catch_up(session)  # what it has is too old: nobody else would tell it
-        if session is not None:
-            session.post(Verdict((given.lease,), code, reason))
+        self.verdicts.decided(given.lease, code, reason)
         if given_up and outcome is not None:
             await self._give_up(given_up, outcome)
         if self.rule.due:
@@ -279,6 +278,7 @@ class Rounds(Assigning):
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
+        self.verdicts.version = self.version
         now = self.clock()
         if self._with_quorum:
             at_work = [w for w in self.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
@@ -448,6 +448,7 @@ class Rounds(Assigning):
     def _submitted(self, session: Session, grant: StreamGrant, done: Done, now: float) -> None:
         if done.version > self.version:
             raise RemoteError(f"it sent a result for version {done.version} before that version was published")
+        self.verdicts.confirmed(grant.worker, done.version)
         wanted = set(self._wanted(grant)) - set(done.absent)
         missing = wanted - self.intake.has(done.lease)
         if missing:
@@ -467,12 +468,13 @@ class Rounds(Assigning):
             self.ledger.settle(done.lease, accepted=False)
             self.turns.answered(grant.worker, done.lease, now)
             self._unblock(grant.worker)
-            session.post(Verdict((done.lease,), VerdictCode.STALE, "there was nothing in it"))
+            self.verdicts.answered(done.lease, grant.worker, VerdictCode.STALE, "there was nothing in it")
             return
         submission = Submission(
             lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
             fragment=fragment, untouched=done.untouched, workers=len(self.sessions),
         )  # fmt: skip
+        self.verdicts.finished(done.lease, grant.worker)
         self._inbox.append(submission)
         self._unjudged[grant.worker] += 1
 
@@ -485,7 +487,7 @@ class Rounds(Assigning):
         self._refused[code] += 1
         self._leaves_in_vain += len(done.losses)
         reason = "its step had been computed" if duplicate else "the lease had ended"
-        session.post(Verdict((done.lease,), code, reason))
+        self.verdicts.answered(done.lease, session.worker_id, code, reason)
         if past is not None and past.step >= 0:
             taken_s = self.clock() - past.granted_at
             if owed:
@@ -498,9 +500,11 @@ class Rounds(Assigning):
         self._answered(session, failed.lease)
         grant = self.ledger.get(failed.lease)
         if grant is None or grant.worker != session.worker_id or grant.step < 0:
+            self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
             return
         self.intake.drop(failed.lease)
         culprit = self.ledger.fail(failed.lease)
+        self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
         if culprit is None:
             self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
         else:

@@ -47,7 +47,7 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Verdict, VerdictCode, Welcome
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode, Welcome
 
 __all__ = ["Training"]
 
@@ -91,7 +91,7 @@ class Training(Hosting):
         self.sampler: Steps = sampler if growing is None else growing.plan
         self._ordering = Ordering(self.sampler)
         self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
-        self.version = first_step
+        self.version = self.verdicts.version = first_step
         self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
             grant.worker, grant.block.num_leaves, grant.deadline_s
         )
@@ -114,7 +114,7 @@ class Training(Hosting):
         self.results = Results(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
             sampler=self.sampler, judging=self.judging, clock=clock, wake=self._wake.set, warn=self._warn,
-            fail=self.fail,
+            fail=self.fail, verdicts=self.verdicts,
         )  # fmt: skip
         if update.codec != "raw":
             self.results.intake = Intake(layout, update.uplink_codec)
@@ -239,7 +239,7 @@ class Training(Hosting):
         self.ledger.close(step.plan.step)
         self.loader.close_step(step.plan.step)
         self._receive()
-        self._publish(applied.changed, step.applied, pieces)
+        self._publish(applied.changed, pieces)
         failpoint("publish.after")
         self._note(step, applied, phases_s | {"publish": self.clock() - began})
 
@@ -255,19 +255,19 @@ class Training(Hosting):
             lines = await self.aggregator.submit(partial(traceback.format_exception, error))  # reads source files
             raise UpdateFailed(self.version, error, "".join(lines)[-8000:]) from error
 
-    def _publish(
-        self, changed: Sequence[int], applied: dict[Session, list[int]], pieces: Sequence[Piece] | None
-    ) -> None:
-        """Tell every worker of the new version; ``pieces`` is what deltas tell of it."""
+    def _publish(self, changed: Sequence[int], pieces: Sequence[Piece] | None) -> None:
+        """Tell every worker what became of its results and of the new version; ``pieces`` is what deltas tell of it."""
         self.publisher.begin(self.version, self.rule.loss_scale)
-        for session in self.sessions.values():
-            leases = applied.get(session)
-            if leases:
-                session.post(Verdict(tuple(leases), VerdictCode.APPLIED, ""))
-            if pieces is None:
-                self.publisher.send(session, changed)
+        self.verdicts.committed(self.version)
         if pieces is not None and self.downlink is not None:
             self.downlink.send(self.sessions.values(), self.version, pieces)
+        else:
+            for session in self.sessions.values():
+                self.publisher.send(session, changed)
+        if self._keeps_residuals:
+            for member in tuple(self.membership.members.values()):
+                if member.standing is Standing.DRAINING:
+                    self._let_go(member.worker_id)  # it has the verdicts that it waited for
 
     def _send_lacking(self) -> None:
         """Have the parameters copied for those that have none to add a delta to, between two commits."""
@@ -444,7 +444,9 @@ class Training(Hosting):
         member, session = self.membership.members.get(worker), self.sessions.get(worker)
         if member is None or session is None or member.standing is not Standing.DRAINING:
             return
-        if not self.ledger.num_held(worker):
+        # What its codec has left out depends on verdicts that are still to come.
+        waits = self._keeps_residuals and (member.owes or self.verdicts.owed(worker))
+        if not self.ledger.num_held(worker) and not waits:
             session.say_goodbye(ByeCode.LEAVING, "drained")
 
     def _introduce(self, session: Session) -> None:

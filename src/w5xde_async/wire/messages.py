@@ -47,7 +47,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 _MAX_INT = (1 << 63) - 1
 
@@ -280,13 +280,17 @@ class Welcome(Message):
     torch_version=_text(NAME),
 )
 class Ready(Message):
-    """The worker has built the same model and wants work. ``threads`` counts its torch threads."""
+    """The worker has built the same model and wants work. ``threads`` counts its torch threads.
+
+    ``awaited``: leases whose results left on an earlier link and whose verdicts it has not read; each is answered.
+    """
 
     fingerprint: bytes
     device: str
     device_name: str
     threads: int
     torch_version: str
+    awaited: tuple[int, ...] = ()
 
 
 @_message(7)
@@ -380,11 +384,15 @@ class Failed(Message):
 
 @_message(12, reason=_text(SENTENCE))
 class Verdict(Message):
-    """What became of leases; ``code`` is VerdictCode. A worker may forget a lease only after its verdict."""
+    """What became of leases; ``code`` is VerdictCode. A worker may forget a lease only after its verdict.
+
+    ``buckets``, with APPLIED: those of the lease's results that counted; empty where all that was sent did.
+    """
 
     leases: tuple[int, ...]
     code: int
     reason: str
+    buckets: tuple[int, ...] = ()
 
 
 @_message(13, reason=_text(SENTENCE))

@@ -82,8 +82,7 @@ class CodedServing(Serving):
             if isinstance(item, PieceVersion):
                 published.apply(item)
             elif isinstance(item, Verdict):
-                self.uplink.settle(item.leases, item.code)
-                self._replica.settle(item.leases, item.code)
+                self._settle(item)
             elif isinstance(item, Submit):
                 self._submit(item)
             elif isinstance(item, Retune):
@@ -100,6 +99,21 @@ class CodedServing(Serving):
                     self._soon(self._inbox.end, lease.lease)
             else:
                 assert not isinstance(item, Version)
+
+    def _settle(self, verdict: Verdict) -> None:
+        self.uplink.settle(verdict.leases, verdict.code, verdict.buckets)
+        self._replica.settle(verdict.leases, verdict.code)
+
+    def _settle_rest(self) -> None:
+        """Verdicts that were read and not looked at when the link ended: nobody says them again without being asked."""
+        for item in self._queue:
+            if isinstance(item, Verdict):
+                self.uplink.settle(item.leases, item.code, item.buckets)
+
+    async def _stop(self) -> None:
+        await super()._stop()
+        if any(isinstance(item, Verdict) for item in self._queue):
+            await self._loop.run_in_executor(self._compute, self._settle_rest)
 
     def _compute_task(self, lease: Lease, task: Task, emit: Callable[[int, ResultVector], None]) -> Outcome:
         self.uplink.begin()

@@ -302,7 +302,6 @@ class Worker:
         """The uplink of this run: kept over its links, with what it has left out."""
         key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
         if self._uplink is not None and self._uplink_key == key:
-            self._uplink.cut()
             self._uplink.change(codec(welcome.codec))
             return self._uplink
         self._uplink_key = key
@@ -348,9 +347,12 @@ class Worker:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
             torch.set_num_threads(threads)
+        # What left on the link before may have counted since: until the verdict is here nothing is known of it.
+        awaited = serving.uplink.awaited if isinstance(serving, CodedServing) else ()
         return engine, Ready(
-            engine.layout.fingerprint, str(self._device), _device_name(self._device), threads, torch.__version__
-        )
+            engine.layout.fingerprint, str(self._device), _device_name(self._device), threads, torch.__version__,
+            awaited,
+        )  # fmt: skip
 
     async def _fetch(self, serving: Serving, layout: Layout) -> None:
         """Have the coordinator's program, checked."""

@@ -443,6 +443,7 @@ class Serving:
 
     def _send_failed(self, lease: int, error: LeafError) -> None:
         self._inbox.end(lease)
+        self._revoked.discard(lease)
         logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
         self.outbox.post(encode(Failed(lease, error.leaf, error.error, error.traceback)))
 

@@ -1,7 +1,8 @@
 """Results on their way out through a codec, with acknowledged error feedback.
 
 Encodes on the compute thread, and settles there what verdicts say (``codecs.feedback`` belongs to one thread). What a
-verdict is still awaited for when a link ends counts as leased again: the coordinator gives such leases to others.
+verdict is still awaited for when a link ends may have counted: the next link asks for it (``awaited``). Only for a
+worker that leaves for good it counts as leased again.
 """
 
 from __future__ import annotations
@@ -94,18 +95,23 @@ class Uplink:
             spec = BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes)
         return Coded(spec, encoded.view, sent)
 
-    def settle(self, leases: Sequence[int], code: int) -> None:
-        """A verdict on results that have left."""
+    def settle(self, leases: Sequence[int], code: int, buckets: Sequence[int] = ()) -> None:
+        """A verdict on results that have left. ``buckets``: those that counted, where not all did."""
         if self._feedback is None:
             return
         outcome = Outcome.APPLIED if code == VerdictCode.APPLIED else Outcome.LEASED_AGAIN
         for lease in leases:
             if lease in self._keys:
                 self._keys.discard(lease)
-                self._feedback.settle(lease, outcome)
+                self._feedback.settle(lease, outcome, frozenset(buckets) if buckets else None)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """Leases without a verdict, ascending."""
+        return tuple(sorted(self._keys))
 
     def cut(self) -> None:
-        """The link has ended, and what was awaited from it will not come."""
+        """No link follows, and what was awaited will not come."""
         self.settle(tuple(self._keys), VerdictCode.STALE)
 
     def drop(self) -> Dropped:

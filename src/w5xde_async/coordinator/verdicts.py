@@ -1,0 +1,182 @@
+"""What workers are told of the results that they have sent: one verdict a lease, once the fate of all of it is known.
+
+A bucket that was received *counts* when its step is committed with it in the sum. Not every bucket of a lease has the
+same fate: of a block on which two workers were, or of which one left a part behind, each slot takes what comes first.
+So a verdict waits until no bucket of its lease is in a sum that is not committed, and names those that counted where
+others did not. A worker whose codec leaves something out commits or takes back the residual of each bucket by that.
+
+Verdicts outlive links. What was said, or would have been, while a worker's link was ending is said again when the
+worker is back and names the lease in READY (``returned``). A verdict is forgotten once the worker has shown that it had
+it: links keep their order, so it has read all that was sent before the version that it answers for.
+
+Pure bookkeeping: sends through ``post``, knows no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from w5xde_async.wire.messages import Verdict, VerdictCode
+
+__all__ = ["Verdicts"]
+
+_MOST_GONE = 512  # workers that have left and whose verdicts are kept for their return
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A lease of which something has come and which has no verdict yet."""
+
+    worker: str
+    unsettled: set[int] = field(default_factory=set)  # buckets in the sum of a step that is not committed
+    counted: set[int] = field(default_factory=set)
+    partly: bool = False  # something of it does not count, or may not
+    waits: bool = False  # its block is whole by it, and is committed or discarded
+    answer: tuple[VerdictCode, str] | None = None  # the worker is done with it: what it hears where nothing counted
+
+
+class _Told(NamedTuple):
+    verdict: Verdict
+    version: int  # whoever answers for this version or a later one has had the verdict
+
+
+class Verdicts:
+    """Of one training. ``version`` is the one that was published last."""
+
+    def __init__(self, post: Callable[[str, Verdict], None], *, lasting: bool, version: int) -> None:
+        """``post`` sends to a worker that is here. ``lasting``: keep them for workers that come back, where it matters
+        to them (their codec leaves something out)."""
+        self._post, self._lasting, self.version = post, lasting, version
+        self._leases: dict[int, _Lease] = {}
+        self._told: dict[str, dict[int, _Told]] = {}  # worker -> lease -> what it may not have read
+
+    # -- what comes ----------------------------------------------------------------------------------------
+
+    def received(self, lease: int, worker: str, bucket: int) -> None:
+        """A bucket has come and is in the sum of its block."""
+        self._of(lease, worker).unsettled.add(bucket)
+
+    def turned_away(self, lease: int, worker: str) -> None:
+        """A bucket of an open lease came where another's is, or comes."""
+        self._of(lease, worker).partly = True
+
+    def finished(self, lease: int, worker: str) -> None:
+        """The block, or the submission, is whole with this lease's DONE: it is committed or discarded later."""
+        known = self._of(lease, worker)
+        known.waits, known.answer = True, (VerdictCode.DUPLICATE, "another worker's results were taken")
+
+    def answered(self, lease: int, worker: str, code: VerdictCode, reason: str) -> None:
+        """The worker is done with a lease that finished nothing: ``code`` where none of its buckets counts."""
+        known = self._leases.get(lease)
+        if known is None or known.worker != worker:
+            self._say(worker, Verdict((lease,), code, reason), self.version + 1)
+            return
+        if not known.waits:  # else it says so twice
+            known.partly, known.answer = True, known.answer or (code, reason)
+            self._settle(lease, self.version + 1)
+
+    def confirmed(self, worker: str, version: int) -> None:
+        """A worker has answered for a version: it has read what was sent before that."""
+        told = self._told.get(worker)
+        while told and next(iter(told.values())).version <= version:
+            del told[next(iter(told))]
+
+    # -- what becomes of it --------------------------------------------------------------------------------
+
+    def dropped(self, lease: int, bucket: int) -> None:
+        """A bucket that was received is not in the sum any more: others compute it again."""
+        known = self._leases.get(lease)
+        if known is not None:
+            known.unsettled.discard(bucket)
+            known.partly = True
+            self._settle(lease, self.version + 1)
+
+    def decided(self, lease: int, code: VerdictCode, reason: str) -> None:
+        """What was finished is discarded, or counts as a whole."""
+        known = self._leases.get(lease)
+        if known is not None:
+            known.waits, known.answer = False, (code, reason)
+            self._settle(lease, self.version + 1)
+
+    def committed(self, version: int) -> None:
+        """A step was committed with all that was received for it. Before workers are told of the version."""
+        self.version = version
+        whole: dict[str, list[int]] = {}
+        for lease, known in list(self._leases.items()):
+            known.counted |= known.unsettled
+            known.unsettled.clear()
+            if known.waits and not known.partly:
+                whole.setdefault(known.worker, []).append(lease)
+                del self._leases[lease]
+                continue
+            known.waits = False
+            self._settle(lease, version)
+        for worker, leases in whole.items():
+            self._say(worker, Verdict(tuple(leases), VerdictCode.APPLIED, ""), version)
+
+    # -- who comes and goes --------------------------------------------------------------------------------
+
+    def owed(self, worker: str) -> bool:
+        """Whether a verdict is still to come for something that this worker has sent."""
+        return any(known.worker == worker for known in self._leases.values())
+
+    def left(self, worker: str) -> None:
+        """The worker is gone; what it has sent stays, and nothing more of it comes."""
+        for lease, known in list(self._leases.items()):
+            if known.worker == worker and known.answer is None:
+                self.answered(lease, worker, VerdictCode.STALE, "its link had ended")
+
+    def returned(self, worker: str, awaited: Iterable[int]) -> None:
+        """A worker is here again, or for the first time, and lacks the verdicts on ``awaited``."""
+        told, unknown = self._told.pop(worker, {}), []
+        again: dict[int, Verdict] = {}
+        for lease in awaited:
+            known = self._leases.get(lease)
+            if known is not None and known.worker == worker:
+                continue  # it comes
+            if lease in told:
+                code, reason, buckets = (
+                    told[lease].verdict.code,
+                    told[lease].verdict.reason,
+                    told[lease].verdict.buckets,
+                )
+                again[lease] = Verdict((lease,), code, reason, buckets)
+            else:
+                unknown.append(lease)
+        for verdict in again.values():
+            self._say(worker, verdict, self.version + 1)
+        if unknown:
+            self._say(worker, Verdict(tuple(unknown), VerdictCode.STALE, "nothing of it counted"), self.version + 1)
+
+    # -- inner ---------------------------------------------------------------------------------------------
+
+    def _of(self, lease: int, worker: str) -> _Lease:
+        known = self._leases.get(lease)
+        if known is None:
+            known = self._leases[lease] = _Lease(worker)
+        return known
+
+    def _settle(self, lease: int, version: int) -> None:
+        """Say what became of a lease, once all of it is known."""
+        known = self._leases[lease]
+        if known.waits or known.unsettled or known.answer is None:
+            return
+        del self._leases[lease]
+        code, reason = known.answer
+        buckets: tuple[int, ...] = ()
+        if known.counted:
+            code, buckets = VerdictCode.APPLIED, tuple(sorted(known.counted)) if known.partly else ()
+        self._say(known.worker, Verdict((lease,), code, reason, buckets), version)
+
+    def _say(self, worker: str, verdict: Verdict, version: int) -> None:
+        self._post(worker, verdict)
+        if self._lasting:
+            told = self._told.pop(worker, {})
+            self._told[worker] = told
+            for lease in verdict.leases:
+                told.pop(lease, None)
+                told[lease] = _Told(verdict, version)
+            if len(self._told) > _MOST_GONE:
+                del self._told[next(iter(self._told))]

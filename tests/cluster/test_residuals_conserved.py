@@ -1,0 +1,210 @@
+"""What lossy codecs leave out under the synchronous rule is neither lost nor counted twice, whatever becomes of leases.
+
+The coordinator is real. Workers encode with the real uplink, with gradients that the test knows, and do at random what
+workers do: send a bucket, say DONE or FAILED, answer REVOKE, lose their link in the middle and come back, drain. Once
+every step is committed,
+
+    what was applied, decoded + the residuals of all workers = the exact gradients of all leaves
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from tests.support.scripted import LEAVES, Run, Scripted, scripted, settle
+from torch import Tensor
+
+from w5xde_async.codecs.registry import codec
+from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import (
+    Bye,
+    Done,
+    Drain,
+    Failed,
+    Lease,
+    Params,
+    Ready,
+    Result,
+    Revoke,
+    Verdict,
+    VerdictCode,
+)
+from w5xde_async.worker.uplink import Uplink
+
+STEPS = 6
+CODEC = "int4"  # leaves much out, and its residuals do not decay
+
+
+@cache
+def gradient(step: int, leaf: int, bucket: int, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 1000 + leaf * 10 + bucket)
+    return torch.randn(numel, generator=generator)
+
+
+class Lossy:
+    """A worker that is honest and unlucky. ``said`` counts what happened to it."""
+
+    def __init__(self, run: Run, name: str, said: dict[str, int]) -> None:
+        self.run, self.name, self.said = run, name, said
+        layout = run.prepared.layout
+        self.uplink = Uplink(layout, codec(CODEC), feedback=True)
+        self._sizes = [bucket.numel for bucket in layout.result_buckets]
+        self.worker: Scripted | None = None
+
+    async def join(self) -> None:
+        """Come for the first time, or again."""
+        run = self.run
+        self.worker = worker = await run.worker(self.name, ready=False)
+        self._seen, self._version, self._leases = 0, -1, dict[int, Lease]()
+        self._at: Lease | None = None  # under way
+        self._sent = 0
+        self._void = False
+        fingerprint = run.prepared.layout.fingerprint
+        await worker.link.send(encode(Ready(fingerprint, "cpu", "test", 1, "0", self.uplink.awaited)))
+        run.task(worker._read())
+        await settle()
+
+    async def listen(self) -> None:
+        """Take in what has come."""
+        worker = self.worker
+        while worker is not None and self._seen < len(worker.seen):
+            message = worker.seen[self._seen]
+            self._seen += 1
+            if isinstance(message, Lease):
+                self._leases[message.lease] = message
+            elif isinstance(message, Params):
+                self._version = message.version
+                self._leases = {n: lease for n, lease in self._leases.items() if lease.version >= message.version}
+            elif isinstance(message, Verdict):
+                self.uplink.settle(message.leases, message.code, message.buckets)
+                self.said["partly"] += bool(message.buckets)
+                self.said[VerdictCode(message.code).name] += 1
+            elif isinstance(message, Revoke):
+                self.said["revoked"] += 1
+                if self._leases.pop(message.lease, None) is not None:
+                    await worker.link.send(encode(Done(message.lease, (), (), (), (), (), 0, 0.0, 0.0)))
+                elif self._at is not None and self._at.lease == message.lease:
+                    self._void = True
+            elif isinstance(message, Bye):
+                assert not self.uplink.awaited, "it was sent away before it knew what to keep"
+                self.said["drained"] += 1
+                await self._gone()
+                return
+
+    async def _gone(self) -> None:
+        worker, self.worker = self.worker, None
+        assert worker is not None
+        worker.link.abort()
+        await settle()
+
+    async def act(self, kind: str) -> None:
+        """One thing that may happen to a worker."""
+        if self.worker is None:
+            await self.join()
+            return
+        await self.listen()
+        worker = self.worker
+        if worker is None:
+            return
+        if worker.ended() or kind == "cut":
+            self.said["cut"] += 1
+            while self._seen < len(worker.seen):  # what it has read counts, the rest is lost
+                message = worker.seen[self._seen]
+                self._seen += 1
+                if isinstance(message, Verdict) and random.Random(self._seen).random() < 0.5:
+                    self.uplink.settle(message.leases, message.code, message.buckets)
+            await self._gone()
+        elif kind == "drain":
+            member = self.run.training.membership.members[self.name]
+            if member.standing is not Standing.DRAINING:
+                await worker.link.send(encode(Drain("", 0.0)))
+                await settle()
+        elif self._at is None:
+            ready = [lease for lease in self._leases.values() if lease.version == self._version]
+            if ready:
+                self._at, self._sent, self._void = self._leases.pop(ready[0].lease), 0, False
+                self.uplink.begin()
+        elif kind == "fail":
+            self.said["failed"] += bool(self._sent)
+            lease, self._at = self._at, None
+            await worker.link.send(encode(Failed(lease.lease, lease.start, "it broke", "")))
+            await settle()
+        else:
+            await self.go_on(self._at, worker)
+
+    async def go_on(self, lease: Lease, worker: Scripted) -> None:
+        """The next bucket of the lease under way, or its end."""
+        if self._sent == len(self._sizes):
+            self._at = None
+            losses = tuple(1.0 for _ in lease.samples)
+            await worker.link.send(encode(Done(lease.lease, losses, (), (), (), (), 0, 0.01, 0.0)))
+            await settle()
+            return
+        bucket = self._sent
+        leaves = range(lease.start, lease.start + len(lease.samples))
+        values = sum((gradient(lease.step, leaf, bucket, self._sizes[bucket]) for leaf in leaves), torch.zeros(()))
+        coded = self.uplink.encode(lease.lease, bucket, values)
+        assert coded is not None
+        self._sent += 1
+        if not self._void:
+            await worker.link.send(encode(Result(lease.lease, bucket), [(coded.spec, coded.data)]))
+            await settle()
+
+
+async def run_to_the_end(run: Run, chance: random.Random, said: dict[str, int]) -> list[Lossy]:
+    workers = [Lossy(run, name, said) for name in ("one", "two", "three")]
+    kinds = ["go"] * 30 + ["time", "time", "fail", "cut", "drain"]
+    for worker in workers:
+        await worker.join()
+    while run.training.version < STEPS:
+        kind = chance.choice(kinds)
+        if kind == "time":
+            await run.pass_time(chance.choice([0.1, 1.0, 8.0]))
+        else:
+            await chance.choice(workers).act(kind)
+        run.training.ledger.validate()
+    for worker in workers:
+        if worker.worker is None or worker.worker.ended():
+            await worker.join()
+        while worker.worker is not None and worker._at is not None:  # part of it may have counted: it is told what
+            await worker.go_on(worker._at, worker.worker)
+        await settle()
+        await worker.listen()
+        assert not worker.uplink.awaited
+    return workers
+
+
+@pytest.mark.parametrize("judged", [False, True], ids=["as they come", "judged"])
+@pytest.mark.parametrize("seed", range(2))
+async def test_nothing_is_lost_and_nothing_counts_twice(seed: int, judged: bool) -> None:
+    said: dict[str, int] = dict.fromkeys(["partly", "revoked", "cut", "failed", "drained", *VerdictCode.__members__], 0)
+    gate = {"norm_gate": 6.0} if judged else {}
+    async with scripted(
+        update=UpdateConfig(codec=CODEC), max_leaf_failures=10_000, silence_s=1e6,
+        pacing=PacingConfig(leases_ahead=2, target_lease_s=0.0, min_lease_s=0.0, min_deadline_s=5.0), **gate,
+    ) as run:  # fmt: skip
+        workers = await run_to_the_end(run, random.Random(seed), said)
+        layout, state = run.prepared.layout, run.prepared.state
+        before = dict(zip((entry.name for entry in layout.entries), run.start, strict=True))
+        start = type(state)(layout)
+        for entry, view in zip(layout.entries, start.views, strict=True):
+            view.copy_(before[entry.name])
+        for number, bucket in enumerate(layout.result_buckets):
+            applied = (start.bucket(bucket) - state.bucket(bucket)) * LEAVES
+            left_out = torch.zeros_like(applied)
+            for worker in workers:
+                feedback = worker.uplink.feedback
+                assert feedback is not None
+                residual = feedback.residual(number)
+                left_out += 0 if residual is None else residual
+            exact = sum(gradient(s, leaf, number, bucket.numel) for s in range(STEPS) for leaf in range(LEAVES))
+            torch.testing.assert_close(applied + left_out, exact, rtol=1e-4, atol=1e-3)
+    assert said["APPLIED"]
+    assert said["partly"] + said["STALE"] + said["DUPLICATE"]  # leases that others had a hand in
+    assert said["cut"] + said["revoked"]
