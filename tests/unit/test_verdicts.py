@@ -1,0 +1,129 @@
+"""One verdict a lease, when the fate of all of it is known; said again to a worker that comes back and asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from w5xde_async.coordinator.verdicts import Verdicts
+from w5xde_async.wire.messages import Verdict, VerdictCode
+
+APPLIED, STALE, DUPLICATE, REJECTED = VerdictCode
+
+
+class Book:
+    """Verdicts of a training at version 3, and what was said."""
+
+    def __init__(self, *, lasting: bool = True) -> None:
+        self.said: list[tuple[str, tuple[int, ...], int, tuple[int, ...]]] = []
+        self.verdicts = Verdicts(self._post, lasting=lasting, version=3)
+
+    def _post(self, worker: str, verdict: Verdict) -> None:
+        self.said.append((worker, verdict.leases, verdict.code, verdict.buckets))
+
+    def take(self) -> list[tuple[str, tuple[int, ...], int, tuple[int, ...]]]:
+        said, self.said = self.said, []
+        return said
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book()
+
+
+def test_whole_leases_of_a_worker_are_told_together(book: Book) -> None:
+    verdicts = book.verdicts
+    for lease, worker in ((1, "a"), (2, "b"), (3, "a")):
+        verdicts.received(lease, worker, 0)
+        verdicts.finished(lease, worker)
+    assert not book.said
+    verdicts.committed(4)
+    assert book.take() == [("a", (1, 3), APPLIED, ()), ("b", (2,), APPLIED, ())]
+
+
+def test_what_was_turned_away_is_not_named(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.turned_away(2, "b")  # bucket 0
+    verdicts.received(2, "b", 1)
+    verdicts.finished(2, "b")
+    verdicts.committed(4)
+    assert book.take() == [("b", (2,), APPLIED, (1,))]
+    verdicts.answered(1, "a", STALE, "the lease had ended")
+    assert book.take() == [("a", (1,), APPLIED, (0,))]
+
+
+def test_of_a_lease_whose_buckets_were_all_turned_away_nothing_counts(book: Book) -> None:
+    book.verdicts.turned_away(1, "a")
+    book.verdicts.finished(1, "a")
+    book.verdicts.committed(4)
+    assert book.take() == [("a", (1,), DUPLICATE, ())]
+
+
+def test_a_lease_that_ended_waits_for_the_fate_of_what_it_left_behind(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.answered(1, "a", STALE, "it failed")
+    assert verdicts.owed("a")
+    assert not book.said
+    verdicts.dropped(1, 0)
+    assert book.take() == [("a", (1,), STALE, ())]
+    assert not verdicts.owed("a")
+
+
+def test_a_discarded_block_is_told_at_once(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.finished(1, "a")
+    verdicts.dropped(1, 0)
+    assert not book.said
+    verdicts.decided(1, REJECTED, "it is odd")
+    assert book.take() == [("a", (1,), REJECTED, ())]
+
+
+def test_who_comes_back_hears_what_it_names(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.finished(1, "a")
+    verdicts.received(2, "a", 0)
+    verdicts.left("a")
+    verdicts.committed(4)
+    book.take()
+    verdicts.received(3, "a", 0)  # of the next step
+    verdicts.left("a")
+    verdicts.returned("a", (1, 2, 3, 99))
+    assert book.take() == [("a", (1,), APPLIED, ()), ("a", (2,), APPLIED, (0,)), ("a", (99,), STALE, ())]
+    verdicts.committed(5)
+    assert book.take() == [("a", (3,), APPLIED, (0,))]
+
+
+def test_another_workers_leases_tell_nothing(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.returned("b", (1,))
+    verdicts.answered(1, "b", STALE, "the lease had ended")
+    assert book.take() == [("b", (1,), STALE, ())] * 2
+    verdicts.finished(1, "a")
+    verdicts.committed(4)
+    assert book.take() == [("a", (1,), APPLIED, ())]
+
+
+def test_what_a_worker_has_shown_to_have_read_is_forgotten(book: Book) -> None:
+    verdicts = book.verdicts
+    verdicts.received(1, "a", 0)
+    verdicts.finished(1, "a")
+    verdicts.committed(4)
+    verdicts.answered(2, "a", STALE, "the lease had ended")  # between versions 4 and 5
+    verdicts.confirmed("a", 4)
+    book.take()
+    verdicts.returned("a", (1, 2))
+    assert book.take() == [("a", (2,), STALE, ()), ("a", (1,), STALE, ())]
+
+
+def test_nothing_is_kept_where_no_codec_leaves_anything_out() -> None:
+    book = Book(lasting=False)
+    book.verdicts.received(1, "a", 0)
+    book.verdicts.finished(1, "a")
+    book.verdicts.committed(4)
+    book.take()
+    book.verdicts.returned("a", (1,))
+    assert book.take() == [("a", (1,), STALE, ())]
