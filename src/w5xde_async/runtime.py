@@ -8,6 +8,7 @@ event loop's matter, and so are short blocking calls, which go to the loop's def
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -50,6 +51,7 @@ class Runtime:
     wall          seconds since 1970, for records that people read (``time.time``)
     executor      ``executor(threads, name)`` makes a pool; its owner shuts it down. Pools of one thread run one call
                   at a time, in order
+    wait          ``wait(event, seconds)``, by which a compute thread waits for the loop (``threading.Event.wait``)
     listen        as ``net.endpoint.listen``
     connect       as ``net.endpoint.connect``
     filesystem    through it everything in a run directory is written that must last
@@ -59,6 +61,7 @@ class Runtime:
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     executor: Callable[[int, str], Executor] = thread_pool
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
     listen: Callable[..., Awaitable[Listening]] = endpoint.listen
     connect: Callable[..., Awaitable[Link]] = endpoint.connect
     filesystem: Filesystem = field(default_factory=Filesystem)

@@ -11,7 +11,7 @@ import torch
 from tests.simulator.bugs import BUGS
 from tests.simulator.bugs.registry import Bug, Put
 from tests.simulator.campaign import TABLE, mode_of, noticed, one
-from tests.simulator.checks import Violation
+from tests.simulator.cluster import Violation
 from tests.simulator.faults import FAULTS
 from tests.simulator.world import Outcome
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tests.simulator.bugs import BUGS, planted
-from tests.simulator.checks import Violation
+from tests.simulator.cluster import Violation
 from tests.simulator.faults import schedule
 from tests.simulator.world import Outcome, simulate
 

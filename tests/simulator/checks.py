@@ -6,18 +6,14 @@ the step's, what a resume begins with with what had been reported safe.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tests.simulator.disk import Disk
-from tests.simulator.loop import HOST, Host, VirtualLoop
+from tests.simulator.cluster import Cluster
+from tests.simulator.loop import HOST, Host
 from tests.simulator.model import Expected, Shape, explain_difference
-from tests.simulator.network import Network
 
 from w5xde_async.coordinator.bounds import most_vectors
-from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.training import Training
 from w5xde_async.plan.ledger import COORDINATOR
 from w5xde_async.telemetry.events import (
@@ -34,16 +30,7 @@ from w5xde_async.telemetry.events import (
     WorkerLeft,
 )
 
-__all__ = ["Checks", "Violation", "WatchedTraining"]
-
-
-@dataclass(frozen=True)
-class Violation:
-    """``kind``: lost, twice, bits, stuck, term, versions, ledger, memory, durability, tasks or unexpected."""
-
-    kind: str
-    text: str
-    at_s: float
+__all__ = ["Checks", "WatchedTraining"]
 
 
 class WatchedTraining(Training):
@@ -85,50 +72,21 @@ class WatchedTraining(Training):
         self._watch(self, "left")
 
 
-class Checks:
-    """The part of a world that sees. Its owner calls ``note``, ``hit`` and ``on_event``."""
+class Checks(Cluster):
+    """The part of a world that sees."""
 
-    loop: VirtualLoop
-    disk: Disk
-    network: Network
     shape: Shape
     expected: Expected
-    config: CoordinatorConfig
-    hosts: list[Host]
 
-    def __init__(self, *, verbose: bool) -> None:
-        self.verbose = verbose
-        self.faults: Counter[str] = Counter()
+    def __init__(self, seed: str, root: Path, *, verbose: bool) -> None:
+        super().__init__(seed, root, verbose=verbose)
         self.vanished: set[str] = set()  # workers whose link ended without a goodbye, and who did not come back
-        self.violations: list[Violation] = []
-        self.trace: list[str] = []
-        self.hash = hashlib.blake2b(digest_size=8)
-        self.hostile = False  # somebody says what no worker would say
         self.history: list[int] = []  # the term in which each version was made, of the history that survives
         self.durable_step = 0
         self.highest_term = 0
         self.recomputed = 0
 
-    # -- notes and checks --------------------------------------------------------------------------------------
-
-    def note(self, kind: str, text: str) -> None:
-        line = f"{self.loop.now:9.4f} {kind} {text}"
-        if kind != "bytes":
-            line = line.replace(str(self.disk.root), "")  # a temporary directory has another name every time
-        self.hash.update(line.encode())
-        if self.verbose and kind != "bytes":
-            self.trace.append(line)
-
-    def hit(self, fault: str) -> None:
-        """A fault has had its effect."""
-        self.faults[fault] += 1
-        if fault not in ("full pipe", "delay spike", "frames replayed"):
-            self.note("fault", fault)
-
-    def violate(self, kind: str, text: str) -> None:
-        self.note("VIOLATION", f"{kind}: {text}")
-        if len(self.violations) < 5:
-            self.violations.append(Violation(kind, text, self.loop.now))
+    # -- checks ------------------------------------------------------------------------------------------------
 
     def watch(self, training: Training, what: str) -> None:
         try:

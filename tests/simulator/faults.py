@@ -12,37 +12,38 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.simulator.cluster import Cluster
 from tests.simulator.loop import Host, Killed
 from tests.simulator.network import Connection
 from tests.simulator.rogues import add_deaf_peer, add_stranger
-from tests.simulator.world import World
 
-__all__ = ["FAULTS", "heal", "schedule"]
+__all__ = ["FAULTS", "MORE", "heal", "schedule"]
 
-Fault = Callable[[World, random.Random], bool]
+Fault = Callable[[Cluster, random.Random], bool]
 FAULTS: dict[str, Fault] = {}
+MORE: dict[str, Fault] = {}  # which the integer-vector model knows nothing of
 SAFETY_S = 40.0  # how long faults go on in safety mode
 
 
-def _fault(name: str) -> Callable[[Fault], Fault]:
+def _fault(name: str, *, everywhere: bool = True) -> Callable[[Fault], Fault]:
     def register(fault: Fault) -> Fault:
-        FAULTS[name] = fault
+        (FAULTS if everywhere else MORE)[name] = fault
         return fault
 
     return register
 
 
-def _connection(world: World, rng: random.Random) -> Connection | None:
+def _connection(world: Cluster, rng: random.Random) -> Connection | None:
     found = world.network.open_connections()
     return rng.choice(found) if found else None
 
 
-def _worker(world: World, rng: random.Random) -> Host | None:
+def _worker(world: Cluster, rng: random.Random) -> Host | None:
     found = [host for host in world.live_workers() if host.state == Host.RUNNING]
     return rng.choice(found) if found else None
 
 
-def _running(world: World) -> Host | None:
+def _running(world: Cluster) -> Host | None:
     host = world.coordinator
     return host if host is not None and host.state == Host.RUNNING else None
 
@@ -51,7 +52,7 @@ def _running(world: World) -> Host | None:
 
 
 @_fault("link reset")
-def _reset(world: World, rng: random.Random) -> bool:
+def _reset(world: Cluster, rng: random.Random) -> bool:
     connection = _connection(world, rng)
     if connection is not None:
         connection.reset()
@@ -59,7 +60,7 @@ def _reset(world: World, rng: random.Random) -> bool:
 
 
 @_fault("link closed")
-def _close(world: World, rng: random.Random) -> bool:
+def _close(world: Cluster, rng: random.Random) -> bool:
     connection = _connection(world, rng)
     if connection is not None:
         connection.close()
@@ -67,7 +68,7 @@ def _close(world: World, rng: random.Random) -> bool:
 
 
 @_fault("half-close")
-def _half_close(world: World, rng: random.Random) -> bool:
+def _half_close(world: Cluster, rng: random.Random) -> bool:
     connection = _connection(world, rng)
     if connection is not None:
         pipe = rng.choice([connection.forth, connection.back])
@@ -76,7 +77,7 @@ def _half_close(world: World, rng: random.Random) -> bool:
 
 
 @_fault("cut in mid-frame")
-def _cut(world: World, rng: random.Random) -> bool:
+def _cut(world: Cluster, rng: random.Random) -> bool:
     connection = _connection(world, rng)
     if connection is not None:
         rng.choice([connection.forth, connection.back]).cut_after = rng.randint(1, 700)
@@ -84,7 +85,7 @@ def _cut(world: World, rng: random.Random) -> bool:
 
 
 @_fault("small slices")
-def _slices(world: World, rng: random.Random) -> bool:
+def _slices(world: Cluster, rng: random.Random) -> bool:
     connection = _connection(world, rng)
     if connection is not None:
         rng.choice([connection.forth, connection.back]).slice_left = rng.randint(50, 400)
@@ -92,21 +93,21 @@ def _slices(world: World, rng: random.Random) -> bool:
 
 
 @_fault("delay spike")
-def _spike(world: World, rng: random.Random) -> bool:
+def _spike(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         world.network.spiked[worker.machine] = world.loop.now + rng.uniform(0.5, 4.0)
     return False  # counted for each delivery that is late
 
 
-def _block(world: World, ways: list[tuple[str, str]], rng: random.Random) -> None:
+def _block(world: Cluster, ways: list[tuple[str, str]], rng: random.Random) -> None:
     for way in ways:
         world.network.block(*way)
     world.loop.call_later(rng.choice([0.5, 3.0, 8.0, 20.0]), lambda: [world.network.heal(*way) for way in ways])
 
 
 @_fault("one-way partition, to the coordinator")
-def _mute(world: World, rng: random.Random) -> bool:
+def _mute(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         _block(world, [(worker.machine, "c")], rng)
@@ -114,7 +115,7 @@ def _mute(world: World, rng: random.Random) -> bool:
 
 
 @_fault("one-way partition, from the coordinator")
-def _deafen(world: World, rng: random.Random) -> bool:
+def _deafen(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         _block(world, [("c", worker.machine)], rng)
@@ -122,7 +123,7 @@ def _deafen(world: World, rng: random.Random) -> bool:
 
 
 @_fault("partition")
-def _partition(world: World, rng: random.Random) -> bool:
+def _partition(world: Cluster, rng: random.Random) -> bool:
     machines = [worker.machine for worker in world.live_workers() if rng.random() < 0.6]
     if machines:
         _block(world, [way for machine in machines for way in (("c", machine), (machine, "c"))], rng)
@@ -130,7 +131,7 @@ def _partition(world: World, rng: random.Random) -> bool:
 
 
 @_fault("frames replayed")
-def _replay(world: World, rng: random.Random) -> bool:
+def _replay(world: Cluster, rng: random.Random) -> bool:
     """For some seconds, what workers said on earlier connections is said again on their present ones."""
     world.hostile = True
     until = world.loop.now + rng.uniform(1.0, 8.0)
@@ -154,7 +155,7 @@ def _replay(world: World, rng: random.Random) -> bool:
 
 
 @_fault("worker killed")
-def _worker_crash(world: World, rng: random.Random) -> bool:
+def _worker_crash(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         world.kill(worker, power=False)
@@ -162,7 +163,7 @@ def _worker_crash(world: World, rng: random.Random) -> bool:
 
 
 @_fault("worker without power")
-def _worker_power(world: World, rng: random.Random) -> bool:
+def _worker_power(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         world.kill(worker, power=True)
@@ -170,7 +171,7 @@ def _worker_power(world: World, rng: random.Random) -> bool:
 
 
 @_fault("worker stopped (SIGSTOP)")
-def _worker_pause(world: World, rng: random.Random) -> bool:
+def _worker_pause(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         worker.pause()
@@ -179,15 +180,34 @@ def _worker_pause(world: World, rng: random.Random) -> bool:
 
 
 @_fault("worker ten times slower")
-def _slow(world: World, rng: random.Random) -> bool:
+def _slow(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         worker.slow_until = world.loop.now + rng.choice([2.0, 20.0])
     return worker is not None
 
 
+@_fault("worker hangs in its step", everywhere=False)
+def _hang(world: Cluster, rng: random.Random) -> bool:
+    """Its compute thread stands, its loop goes on and says so. Somebody else is there, or comes."""
+    worker = _worker(world, rng)
+    if worker is not None:
+        worker.hangs = True
+        if all(other.hangs for other in world.live_workers()):
+            world.add_worker(1.0)
+    return worker is not None
+
+
+@_fault("worker lies about time", everywhere=False)
+def _lie(world: Cluster, rng: random.Random) -> bool:
+    worker = _worker(world, rng)
+    if worker is not None:
+        worker.lies = rng.randint(1, 5)
+    return worker is not None
+
+
 @_fault("worker reads nothing")
-def _deaf(world: World, rng: random.Random) -> bool:
+def _deaf(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         worker.deaf_until = world.loop.now + rng.choice([1.0, 15.0])
@@ -195,7 +215,7 @@ def _deaf(world: World, rng: random.Random) -> bool:
 
 
 @_fault("worker reads nothing at first")
-def _deaf_at_first(world: World, rng: random.Random) -> bool:
+def _deaf_at_first(world: Cluster, rng: random.Random) -> bool:
     """A worker's successor is slow to take what it is sent when it has joined."""
     worker = _worker(world, rng)
     if worker is not None:
@@ -206,7 +226,7 @@ def _deaf_at_first(world: World, rng: random.Random) -> bool:
 
 
 @_fault("worker drained")
-def _drain(world: World, rng: random.Random) -> bool:
+def _drain(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is None or worker.service is None:
         return False
@@ -215,7 +235,7 @@ def _drain(world: World, rng: random.Random) -> bool:
 
 
 @_fault("leaf failed")
-def _leaf(world: World, rng: random.Random) -> bool:
+def _leaf(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
         worker.failing_leaf = True
@@ -223,7 +243,7 @@ def _leaf(world: World, rng: random.Random) -> bool:
 
 
 @_fault("late joiner")
-def _joiner(world: World, rng: random.Random) -> bool:
+def _joiner(world: Cluster, rng: random.Random) -> bool:
     if world.num_slots >= 7:
         return False
     world.add_worker()
@@ -231,7 +251,7 @@ def _joiner(world: World, rng: random.Random) -> bool:
 
 
 @_fault("peer that never reads")
-def _deaf_peer(world: World, rng: random.Random) -> bool:
+def _deaf_peer(world: Cluster, rng: random.Random) -> bool:
     if world.faults["peer that never reads"] >= 5:
         return False
     add_deaf_peer(world)
@@ -239,7 +259,7 @@ def _deaf_peer(world: World, rng: random.Random) -> bool:
 
 
 @_fault("stranger")
-def _stranger(world: World, rng: random.Random) -> bool:
+def _stranger(world: Cluster, rng: random.Random) -> bool:
     add_stranger(world, rng.randbytes(rng.randint(0, 64)))
     return True
 
@@ -248,7 +268,7 @@ def _stranger(world: World, rng: random.Random) -> bool:
 
 
 @_fault("coordinator killed")
-def _coordinator_crash(world: World, rng: random.Random) -> bool:
+def _coordinator_crash(world: Cluster, rng: random.Random) -> bool:
     host = _running(world)
     if host is not None:
         world.kill(host, power=False)
@@ -256,7 +276,7 @@ def _coordinator_crash(world: World, rng: random.Random) -> bool:
 
 
 @_fault("coordinator without power")
-def _coordinator_power(world: World, rng: random.Random) -> bool:
+def _coordinator_power(world: Cluster, rng: random.Random) -> bool:
     host = _running(world)
     if host is not None:
         world.kill(host, power=True)
@@ -264,7 +284,7 @@ def _coordinator_power(world: World, rng: random.Random) -> bool:
 
 
 @_fault("coordinator dies while it writes")
-def _disk_crash(world: World, rng: random.Random) -> bool:
+def _disk_crash(world: Cluster, rng: random.Random) -> bool:
     host = _running(world)
     if host is None or host.filesystem is None:
         return False
@@ -281,7 +301,7 @@ def _disk_crash(world: World, rng: random.Random) -> bool:
 
 
 @_fault("coordinator stopped in good order")
-def _stop(world: World, rng: random.Random) -> bool:
+def _stop(world: Cluster, rng: random.Random) -> bool:
     host = _running(world)
     if host is None or host.service is None:
         return False
@@ -290,7 +310,7 @@ def _stop(world: World, rng: random.Random) -> bool:
 
 
 @_fault("coordinator stopped (SIGSTOP)")
-def _coordinator_pause(world: World, rng: random.Random) -> bool:
+def _coordinator_pause(world: Cluster, rng: random.Random) -> bool:
     host = _running(world)
     if host is not None:
         host.pause()
@@ -299,7 +319,7 @@ def _coordinator_pause(world: World, rng: random.Random) -> bool:
 
 
 @_fault("two coordinators")
-def _takeover(world: World, rng: random.Random) -> bool:
+def _takeover(world: Cluster, rng: random.Random) -> bool:
     """The old one is stopped; once every worker has missed it, a new one takes over; then the old one goes on."""
     old = _running(world)
     if old is None or old.term == 0 or world.faults["two coordinators"] >= 2:
@@ -316,7 +336,7 @@ def _takeover(world: World, rng: random.Random) -> bool:
 
 
 def _disk_fault(number: int) -> Fault:
-    def fail(world: World, rng: random.Random) -> bool:
+    def fail(world: Cluster, rng: random.Random) -> bool:
         world.disk.error = number
 
         def mend() -> None:
@@ -339,7 +359,7 @@ async def _call(action: Callable[[], Any]) -> None:
 # -- schedules -------------------------------------------------------------------------------------------------
 
 
-def heal(world: World) -> None:
+def heal(world: Cluster) -> None:
     """Faults stop: the network, the disk and everybody who is stopped or slow are well again."""
     for way in sorted(world.network.blocked):
         world.network.heal(*way)
@@ -347,7 +367,8 @@ def heal(world: World) -> None:
     world.disk.error = 0
     for host in world.hosts:
         host.slow_until = host.deaf_until = 0.0
-        host.failing_leaf = False
+        host.failing_leaf = host.hangs = False
+        host.lies = 0
         if host.filesystem is not None:
             host.filesystem.dies_in = None
         if host.machine.startswith("r"):
@@ -362,16 +383,16 @@ def heal(world: World) -> None:
         connection.far.inbound.wake_reader()
 
 
-async def schedule(world: World) -> None:
+async def schedule(world: Cluster) -> None:
     """Let faults happen. Returns when they have stopped."""
     rng = random.Random(f"{world.seed}/{world.mode}/faults")
-    kinds = list(world.focus) or rng.sample(sorted(FAULTS), rng.randint(2, 9))
+    kinds = list(world.focus) or rng.sample(world.kinds, rng.randint(2, 9))
     every_s = rng.choice([0.15, 0.4, 1.0, 2.5])
     ends = SAFETY_S if world.mode == "safety" else rng.choice([2.0, 6.0, 15.0])
     await asyncio.sleep(rng.uniform(0.0, 0.6))
     while world.loop.now < ends:
         name = rng.choice(kinds)
-        if FAULTS[name](world, rng):
+        if (FAULTS.get(name) or MORE[name])(world, rng):
             world.hit(name)
         await asyncio.sleep(rng.expovariate(1 / every_s))
     heal(world)

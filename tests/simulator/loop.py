@@ -21,7 +21,11 @@ from typing import Any
 
 from tests.simulator.disk import HostFilesystem
 
-__all__ = ["HOST", "ComputeExecutor", "Deadlock", "Host", "InlineExecutor", "Killed", "TimeUp", "VirtualLoop"]
+__all__ = [
+    "HOST", "ComputeExecutor", "Deadlock", "Host", "InlineExecutor", "Killed", "Livelock", "TimeUp", "VirtualLoop",
+]  # fmt: skip
+
+_MOST_TURNS = 200_000  # of the loop, without virtual time going on
 
 HOST: contextvars.ContextVar[Host | None] = contextvars.ContextVar("host", default=None)
 
@@ -32,6 +36,10 @@ class Killed(BaseException):
 
 class Deadlock(Exception):
     """Nothing is ready and no timer is set."""
+
+
+class Livelock(Exception):
+    """Much goes on and no time passes."""
 
 
 class TimeUp(Exception):
@@ -75,6 +83,9 @@ class Host:
         self.deaf_until = 0.0  # its programs read nothing until then
         self.pauses_at_joining_s = 0.0  # it reads nothing for that long once it has joined
         self.failing_leaf = False  # the job's code raises at the next leaf
+        self.hangs = False  # its compute thread comes to no end; the rest of it lives
+        self.lies = 0  # its clock says what it likes, in one of several ways
+        self.result: Any = None  # a coordinator's
         self.term = 0  # a coordinator's
         self.terms_served: set[int] = set()  # a worker's
         self.service: Any = None
@@ -86,7 +97,11 @@ class Host:
         return self.state == Host.DEAD
 
     def clock(self) -> float:
-        return self.loop.now + self.offset_s
+        computing = ComputeExecutor.current()
+        if computing is not None:
+            computing.pay()
+        now = self.loop.now + self.offset_s
+        return _LIES[self.lies](now) if self.lies and computing is not None else now
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         context = contextvars.Context()
@@ -148,6 +163,13 @@ def _close(task: asyncio.Task[Any]) -> None:
             chain[-1].close()
 
 
+#: Clocks that tell of computing that took no time, hours, longer than there are numbers, less than none.
+_LIES: tuple[Callable[[float], float], ...] = (
+    lambda now: now, lambda now: 0.0, lambda now: now * 1e4, lambda now: now * 1e306, lambda now: -now,
+    lambda now: float("nan"),
+)  # fmt: skip
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Runs what is ready; with nothing ready, time jumps. Raises Deadlock, TimeUp out of ``run_until_complete``."""
 
@@ -157,6 +179,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now = 0.0
         self.limit_s = limit_s
         self.tasks: list[asyncio.Task[Any]] = []  # of no process
+        self._turns = 0
+        self.blocking_s = 0.02  # most that a call takes in the default executor
         self.unexpected: Callable[[str], None] = lambda text: None
         self.violate: Callable[[str, str], None] = lambda kind, text: None
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
@@ -179,7 +203,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         if executor is None:
-            executor = InlineExecutor(self, 0.0, 0.02)
+            executor = InlineExecutor(self, 0.0, self.blocking_s)
         return asyncio.wrap_future(executor.submit(func, *args), loop=self)
 
     def _run_once(self) -> None:
@@ -189,13 +213,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 heapq.heappop(scheduled)._scheduled = False
             if not scheduled:
                 raise Deadlock
-            self.now = max(self.now, scheduled[0]._when)
+            if scheduled[0]._when > self.now:
+                self.now, self._turns = scheduled[0]._when, 0
             if self.now > self.limit_s:
                 raise TimeUp
             while scheduled and scheduled[0]._when <= self.now:
                 handle = heapq.heappop(scheduled)
                 handle._scheduled = False
                 ready.append(handle)
+        self._turns += 1
+        if self._turns > _MOST_TURNS:
+            raise Livelock
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -276,6 +304,7 @@ class ComputeExecutor:
         self._loop, self._host = loop, host
         host.computers.append(self)
         self._jobs: deque[tuple[Future[Any], Callable[[], Any], contextvars.Context]] = deque()
+        self.debt_s = 0.0  # what it has computed and not yet slept for: see ``pay``
         self._busy = self._closed = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._sleep_s: float | None = None
@@ -301,6 +330,30 @@ class ComputeExecutor:
         self._go.acquire()
         if self._closed:
             raise Killed
+
+    @staticmethod
+    def current() -> ComputeExecutor | None:
+        """The one whose thread this is."""
+        return getattr(ComputeExecutor._local, "executor", None)
+
+    def pay(self) -> None:
+        """Let the time pass that was computed. Not done in the midst of computing, where the random state is held."""
+        while self._host.hangs:
+            self.sleep(5.0)
+        if self.debt_s:
+            debt, self.debt_s = self.debt_s, 0.0
+            self.sleep(debt)
+
+    @staticmethod
+    def wait(event: threading.Event, most_s: float) -> bool:
+        """``event.wait(most_s)``, in virtual time on a compute thread."""
+        if ComputeExecutor.current() is None:
+            return event.wait(most_s)
+        waited = 0.0
+        while not event.is_set() and waited < most_s:
+            ComputeExecutor.sleep(0.01)
+            waited += 0.01
+        return event.is_set()
 
     def discard(self) -> None:
         if self._thread is not None and not self._closed:

@@ -1,42 +1,22 @@
-"""What is put in the place of the real world: each process gets a ``Runtime`` of its own (``runtime_of``).
-
-What no constructor takes is replaced for the time of one simulation (``in_virtual_world``): the engine's arithmetic,
-and the sizes from which on a model counts as big.
+"""What no constructor takes, replaced for the time of one simulation: the engine's arithmetic, and the sizes from which
+on a model counts as big. All else that a process has of its machine is its ``Runtime`` (``cluster``).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 
-from tests.simulator.loop import ComputeExecutor, Host, InlineExecutor
 from tests.simulator.model import IntegerEngine
-from tests.simulator.network import Network
 
 from w5xde_async.coordinator import aggregator
 from w5xde_async.net import outbox
-from w5xde_async.runtime import Runtime
 from w5xde_async.worker import service as worker
 from w5xde_async.worker import serving
 
-__all__ = ["in_virtual_world", "runtime_of"]
-
-
-def runtime_of(host: Host, network: Network, random_bytes: Callable[[int], bytes]) -> Runtime:
-    """The machine as a process on ``host`` sees it."""
-
-    def executor(threads: int, name: str) -> Executor:
-        pool = ComputeExecutor(host.loop) if name == "w5xde-compute" else InlineExecutor(host.loop)
-        return pool  # type: ignore[return-value]
-
-    filesystem = {} if host.filesystem is None else {"filesystem": host.filesystem}
-    return Runtime(
-        clock=host.clock, wall=host.clock, executor=executor, listen=network.listen, connect=network.connect,
-        random_bytes=random_bytes, **filesystem,
-    )  # fmt: skip
+__all__ = ["in_virtual_world"]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tests.simulator.loop import HOST, Host
-from tests.simulator.model import IntegerVector
 from tests.simulator.network import ADDRESS
 
 from w5xde_async.errors import W5xdeError
@@ -17,26 +16,25 @@ from w5xde_async.wire.messages import Heartbeat, Ready
 from w5xde_async.worker.joining import join
 
 if TYPE_CHECKING:
-    from tests.simulator.world import World
+    from tests.simulator.cluster import Cluster
 
 __all__ = ["add_deaf_peer", "add_stranger"]
 
 
-def _host(world: World) -> Host:
+def _host(world: Cluster) -> Host:
     number = sum(host.machine.startswith("r") for host in world.hosts)
     return world.new_host(f"r{number}", f"r{number}")
 
 
-def add_deaf_peer(world: World) -> None:
+def add_deaf_peer(world: Cluster) -> None:
     """A member that takes leases, says that it lives and reads nothing, until its link is ended."""
     host = _host(world)
-    cells = world.shape.epochs * world.shape.num_samples
-    layout = Layout.of(IntegerVector(cells), bucket_bytes=world.config.bucket_bytes)
+    layout = Layout.of(world.make_model(), bucket_bytes=world.config.bucket_bytes)
 
     async def work() -> None:
         link: Link = await world.network.connect(*ADDRESS, timeout_s=5.0)
         try:
-            await join(link, worker_id=host.name, name=host.name, token="simulated", terms={})
+            await join(link, worker_id=host.name, name=host.name, token=world.config.token, terms={})
             await link.send(encode(Ready(layout.fingerprint, "cpu", "cpu", 1, "0")))
             while True:
                 await asyncio.sleep(1.0)
@@ -47,7 +45,7 @@ def add_deaf_peer(world: World) -> None:
     host.main(_quietly(work()))
 
 
-def add_stranger(world: World, data: bytes) -> None:
+def add_stranger(world: Cluster, data: bytes) -> None:
     """A connection with bytes in place of a greeting, or silence."""
     host = _host(world)
 

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.simulator.checks import Checks, Violation, WatchedTraining
-from tests.simulator.disk import Disk, HostFilesystem
-from tests.simulator.loop import Deadlock, Host, Killed, TimeUp, VirtualLoop
+from tests.simulator.checks import Checks, WatchedTraining
+from tests.simulator.cluster import Violation
+from tests.simulator.faults import FAULTS
+from tests.simulator.loop import Deadlock, Host, Killed, TimeUp
 from tests.simulator.model import SHAPES, Shape, expected_run, job_of
-from tests.simulator.network import ADDRESS, Network
-from tests.simulator.patches import in_virtual_world, runtime_of
+from tests.simulator.network import ADDRESS
+from tests.simulator.patches import in_virtual_world
+from torch import nn
 
 from w5xde_async.coordinator import making as coordinator_making
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -31,6 +33,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import Training
 from w5xde_async.errors import LeafFailed, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.runtime import Runtime
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import (
     Bus,
@@ -90,27 +93,11 @@ class World(Checks):
     """The state of one simulation."""
 
     def __init__(self, seed: int, mode: str, root: Path, *, focus: tuple[str, ...] = (), verbose: bool = False) -> None:
-        super().__init__(verbose=verbose)
+        super().__init__(f"{seed}/{mode}", root, verbose=verbose)
         self.seed, self.mode, self.focus = seed, mode, focus
-        self.random = random.Random(f"{seed}/{mode}")
-        self.entropy = random.Random(f"{seed}/entropy")
-        self.loop = VirtualLoop()
-        self.loop.violate = self.violate
-        self.loop.unexpected = lambda text: self.violate("unexpected", text)
-        self.network = Network(self.loop, random.Random(f"{seed}/network"))
-        self.network.note, self.network.hit = self.note, self.hit
-        self.network.unexpected = self.loop.unexpected
-        self.disk = Disk(root, random.Random(f"{seed}/disk"))
+        self.kinds = sorted(FAULTS)
         self.shape: Shape = self.random.choice(SHAPES)
         self.expected = expected_run(self.shape, BUCKET_BYTES)
-        self.hosts: list[Host] = []
-        self.coordinators: list[Host] = []
-        self.workers: dict[int, Host] = {}
-        self.num_slots = 0
-        self.pauses_at_joining_s: dict[str, float] = {}  # machine -> of the worker that is started there next
-        self.finished = False
-        self.stopped_faults = False
-        self.supervisors: list[asyncio.Task[Any]] = []
         # Unjudged, buckets are added as they come; judged, a block at a time, and some are computed twice.
         norm_gate, audit_fraction = random.Random(f"{seed}/judging").choice([(0.0, 0.0), (6.0, 0.01), (6.0, 0.3)])
         self.config = SmallBuckets(
@@ -129,108 +116,40 @@ class World(Checks):
 
     # -- hosts -------------------------------------------------------------------------------------------------
 
-    @property
-    def coordinator(self) -> Host | None:
-        """The process that the supervisor runs now, while it lives."""
-        host = self.coordinators[-1] if self.coordinators else None
-        return host if host is not None and host.state != Host.DEAD and not host.ended.done() else None
-
-    def live_workers(self) -> list[Host]:
-        return [h for _, h in sorted(self.workers.items()) if h.state != Host.DEAD and not h.ended.done()]
-
     def new_host(self, name: str, machine: str) -> Host:
-        offset = self.random.choice([0.0, _DAY_S, -_DAY_S / 2])
-        if offset:
+        host = super().new_host(name, machine)
+        host.offset_s = self.random.choice([0.0, _DAY_S, -_DAY_S / 2])
+        if host.offset_s:
             self.hit("clock a day off")
-        host = Host(self.loop, name, machine, seed=str(self.seed), offset_s=offset + 2 * _DAY_S)
+        host.offset_s += 2 * _DAY_S
         host.world = self  # type: ignore[attr-defined]
-        host.filesystem = HostFilesystem(self.disk, host)
-        self.hosts.append(host)
         return host
 
-    def kill(self, host: Host, *, power: bool) -> None:
-        self.note("kill", f"{host.name} power={power}")
-        host.die()
-        self.network.died(host, power=power)
-        if power and host.machine == "c":
-            self.disk.power_cut()
+    def make_model(self) -> nn.Module:
+        model = job_of(self.shape).model
+        assert callable(model)
+        return model()
 
-    async def supervise_coordinator(self) -> None:
-        while not self.finished:
-            host = self.new_host(f"c.{len(self.coordinators)}", "c")
-            self.coordinators.append(host)
-            host.main(self._coordinate(host))
-            await asyncio.wait([host.ended, host.replaced], return_when=asyncio.FIRST_COMPLETED)
-            if not host.ended.done():
-                host.ended.add_done_callback(lambda ended, host=host: self._ended(host, ended.result()))
-                continue
-            outcome = host.ended.result()
-            self._ended(host, outcome)
-            if outcome == "finished":
-                self.finished = True
-                return
-            await asyncio.sleep(self.random.uniform(0.1, 3.0))
-
-    def supersede(self, old: Host) -> None:
-        """A new coordinator takes over from one that is stopped."""
-        if not self.finished and self.coordinator is old and old.state == Host.PAUSED:
-            old.superseded = True
-            self.note("supersede", old.name)
-            old.replaced.set_result(None)
-
-    def retire(self, old: Host) -> None:
-        """End a coordinator that has been superseded."""
-        if old.superseded and not old.ended.done():
-            self.kill(old, power=False)
-
-    async def _coordinate(self, host: Host) -> str:
+    def make_coordinator(self, host: Host, runtime: Runtime) -> Coordinator:
         bus = Bus()
         config = copy.copy(self.config)
         if self.random.random() < 0.15:  # a person has changed it
             object.__setattr__(config, "durability", self.random.choice(["checkpoint", "journal"]))
         bus.subscribe(lambda event: self.on_event(host, event))
-        service = Coordinator(
+        return Coordinator(
             job_of(self.shape), run_dir=self.disk.root / "run", name="simulated", config=config, bus=bus, record=False,
-            runtime=runtime_of(host, self.network, self.entropy.randbytes),
+            runtime=runtime,
         )  # fmt: skip
-        host.service = service
-        try:
-            await service.start()
-            result = await service.wait()
-        finally:
-            await service.aclose()
-        return result.outcome
 
-    async def supervise_worker(self, slot: int, first_s: float) -> None:
-        await asyncio.sleep(first_s)
-        generation = 0
-        speed = self.random.choice([0.05, 0.1, 0.1, 0.4])
-        while not self.finished:
-            host = self.new_host(f"w{slot}.{generation}", f"w{slot}")
-            host.leaf_s = speed
-            host.pauses_at_joining_s = self.pauses_at_joining_s.pop(host.machine, 0.0)
-            generation += 1
-            self.workers[slot] = host
-            host.main(self._work(host))
-            outcome = await host.ended
-            self._ended(host, outcome)
-            if outcome is Departure.FINISHED:
-                if self.durable_step < self.shape.total_steps:
-                    self.violate("durability", f"{host.name} was told of an end when step {self.durable_step} was safe")
-                return
-            await asyncio.sleep(self.random.uniform(0.1, 4.0))
-
-    async def _work(self, host: Host) -> Departure:
-        worker = Worker(
-            f"{ADDRESS[0]}:{ADDRESS[1]}", job=job_of(self.shape),
+    def make_worker(self, host: Host, runtime: Runtime) -> Worker:
+        return Worker(
+            f"{ADDRESS[0]}:{ADDRESS[1]}", job=job_of(self.shape), runtime=runtime,
             config=WorkerConfig(name=host.name, device="cpu", token="simulated", connect_timeout_s=3000.0),
-            runtime=runtime_of(host, self.network, self.entropy.randbytes),
         )  # fmt: skip
-        host.service = worker
-        return await worker.run()
 
-    def _ended(self, host: Host, outcome: Any) -> None:
-        self.note("exit", f"{host.name} {outcome!r}"[:200])
+    def ended(self, host: Host, outcome: Any) -> None:
+        if outcome is Departure.FINISHED and self.durable_step < self.shape.total_steps:
+            self.violate("durability", f"{host.name} was told of an end when step {self.durable_step} was safe")
         if isinstance(outcome, Killed):
             return
         failures = self.faults["leaf failed"] >= self.config.max_leaf_failures
@@ -242,16 +161,6 @@ class World(Checks):
             return  # what was played again in its name was against the protocol
         if isinstance(outcome, BaseException) and not (isinstance(outcome, StoreError) and self.disk.num_errors):
             self.violate("unexpected", f"{host.name} ended with {type(outcome).__name__}: {outcome}")
-        self.loop.call_later(0.5, self._nothing_left, host)
-
-    def _nothing_left(self, host: Host) -> None:
-        left = host.left_behind()
-        if left and host.state != Host.DEAD:
-            self.violate("tasks", f"{host.name} left {left[:4]} behind")
-
-    def add_worker(self, first_s: float = 0.0) -> None:
-        slot, self.num_slots = self.num_slots, self.num_slots + 1
-        self.supervisors.append(self.loop.create_task(self.supervise_worker(slot, first_s)))
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -273,12 +182,7 @@ class World(Checks):
             if self.finished:
                 await asyncio.sleep(8.0)  # who has heard the last message has left by now
         finally:
-            for task in self.supervisors:
-                task.cancel()
-            await asyncio.gather(*self.supervisors, return_exceptions=True)
-        for task in self.supervisors:
-            if not task.cancelled() and task.exception() is not None:
-                raise task.exception()  # type: ignore[misc]
+            await self.stop_supervising()
 
     def progress(self) -> str:
         where = f"{len(self.history)} of {self.shape.total_steps} steps"
@@ -312,10 +216,7 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
                 world.violate("stuck", f"nothing will ever happen: {world.progress()}")
             finished, virtual_s = world.finished, world.loop.now
             violations, trace_hash = list(world.violations), world.hash.hexdigest()
-            world.loop.unexpected = world.network.unexpected = lambda text: None
-            for host in world.hosts:
-                host.die()
-                host.discard()
+            world.discard()
     finally:
         coordinator_making.Training = real  # type: ignore[misc]
         logger.removeHandler(handler)

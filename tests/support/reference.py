@@ -116,8 +116,8 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             name: None if root[name] is None else root[name] / (plan.num_samples * scale) for name in parameters
         }
         if not all(g is None or bool(g.isfinite().all()) for g in gradients.values()):
-            assert job.precision == "fp16"
-            scale = scale / 2
+            if job.precision == "fp16":
+                scale = scale / 2
             _put_back(buffers, homes, start)
             continue
         for name, parameter in parameters.items():

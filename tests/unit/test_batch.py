@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from w5xde_async.compute.batch import flatten, leaves_of, map_tensors, rows, unflatten
+from w5xde_async.compute.batch import flatten, joined, leaves_of, map_tensors, rows, unflatten
 from w5xde_async.errors import MalformedFrame
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -128,6 +128,23 @@ def test_leaf_after_leaf() -> None:
     assert all(
         same(batch, leaf) for (_, batch), leaf in zip(leaves_of(structure, tensors, [3, 1], False), leaves, strict=True)
     )
+
+
+def test_leaves_with_structures_of_their_own() -> None:
+    leaves: list[Any] = [{"x": torch.full((n, 2), float(n)), "name": f"{n}"} for n in (3, 1)] + [(torch.ones(1), "b")]
+    flat = [flatten(leaf) for leaf in leaves]
+    structure, tensors = joined([own for own, _ in flat]), [tensor for _, own in flat for tensor in own]
+    found = list(leaves_of(structure, tensors, [3, 1, 1], False))
+    assert [samples for samples, _ in found] == [3, 1, 1]
+    assert all(same(batch, leaf) for (_, batch), leaf in zip(found, leaves, strict=True))
+    assert joined([flat[0][0]] * 2) == flat[0][0]
+    for wrong_tensors, wrong_samples in (
+        (tensors[:2], [3, 1, 1]),
+        (tensors, [3, 1]),
+        ([*tensors, tensors[0]], [3, 1, 1]),
+    ):
+        with pytest.raises(MalformedFrame):
+            list(leaves_of(structure, wrong_tensors, wrong_samples, False))
 
 
 @pytest.mark.parametrize(

@@ -263,17 +263,23 @@ async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> 
     assert "OSError: unreadable" in failure.traceback
 
 
-async def test_batches_of_different_structure_are_named() -> None:
+async def test_leaves_of_a_block_may_have_different_structures() -> None:
     def collate(samples: list[Any]) -> Any:
         x = torch.stack([x for x, _ in samples])
-        return {"x": x} if float(x[0, 0]) % 2 else {"y": x}
+        return {"x": x} if float(x[0, 0]) % 2 else {"y": x, "note": f"from {float(x[0, 0])}", "twice": [x, x]}
 
     loader = Loader(job(Rows(), collate=collate), sampler())
     reader = Reader(loader, sampler())
     reader.open(0)
-    with pytest.raises(LeafFailed, match="another structure than the leaf before"):
-        await reader.block(0, 0, 8)
+    found = batches(await reader.block(0, 0, 8))
     await loader.aclose()
+    plan = sampler().plan(0)
+    assert len({tuple(batch) for batch in found}) == 2
+    for leaf, batch in enumerate(found):
+        wanted = collate([Rows()[index] for index in plan.leaf_indices(leaf).tolist()])
+        assert batch.keys() == wanted.keys()
+        assert torch.equal(next(iter(batch.values())), next(iter(wanted.values())))
+        assert batch.get("note") == wanted.get("note")
 
 
 async def test_blocks_are_bounded_by_bytes_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

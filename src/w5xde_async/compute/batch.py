@@ -17,12 +17,13 @@ from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES
 
-__all__ = ["flatten", "leaves_of", "map_tensors", "rows", "unflatten"]
+__all__ = ["flatten", "joined", "leaves_of", "map_tensors", "rows", "unflatten"]
 
 _MAX_DEPTH = 32
 _MAX_TENSORS = 2048
 _MAX_STRUCTURE_BYTES = 256 << 10  # it travels in a header, which has 1 MiB for everything
 _DTYPES = {getattr(torch, name) for name in DTYPE_BYTES}
+_EACH = "e"  # at the top of a structure: what follows is one structure for each leaf
 
 
 def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
@@ -72,6 +73,18 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
             f"{_MAX_STRUCTURE_BYTES} travel; make tensors of them in collate=..."
         )
     return structure, tensors
+
+
+def joined(structures: Sequence[bytes]) -> bytes:
+    """The structure of leaves that lie one behind the other: the one that all have, or else each one's own.
+
+    Strings and numbers are part of a structure, so leaves with a text or a name in each sample have different ones.
+    """
+    if all(structure == structures[0] for structure in structures):
+        return structures[0]
+    packer = msgpack.Packer()
+    head = [packer.pack_array_header(2), packer.pack(_EACH), packer.pack_array_header(len(structures))]
+    return b"".join([*head, *structures])
 
 
 def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -132,11 +145,35 @@ def leaves_of(
             aligned = tuple([_aligned(tensor) for tensor in piece])
             yield count, aligned if plain else _fill(tree, aligned)
         return
+    if type(tree) is list and len(tree) == 2 and tree[0] == _EACH:
+        trees = tree[1]
+        if type(trees) is not list or len(trees) != len(samples):
+            raise MalformedFrame("a batch whose structures are not the leaves'")
+        begin = 0
+        for count, own in zip(samples, trees, strict=True):
+            end = begin + _num_tensors(own)
+            yield count, _fill(own, tensors[begin:end])
+            begin = end
+        if begin != len(tensors):
+            raise MalformedFrame("a batch with more tensors than its structures")
+        return
     per_leaf, rest = divmod(len(tensors), max(len(samples), 1))
     if rest:
         raise MalformedFrame("a batch whose tensors do not divide by its leaves")
     for index, count in enumerate(samples):
         yield count, _fill(tree, tensors[index * per_leaf : (index + 1) * per_leaf])
+
+
+def _num_tensors(tree: Any, depth: int = 0) -> int:
+    """Tensors that a structure asks for; of one that is none, any number: ``_fill`` says so."""
+    if type(tree) is not list or not tree or depth > _MAX_DEPTH:
+        return 0
+    if tree[0] == "t":
+        return 1
+    if len(tree) != 2 or type(tree[1]) is not list or tree[0] not in ("u", "l", "d"):
+        return 0
+    items = tree[1] if tree[0] != "d" else [item[1] for item in tree[1] if type(item) is list and len(item) == 2]
+    return sum(_num_tensors(item, depth + 1) for item in items)
 
 
 def _plain(tree: Any, num_tensors: int) -> bool:

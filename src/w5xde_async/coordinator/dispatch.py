@@ -51,7 +51,7 @@ class Dispatch:
         self._any: list[dict[str, None]] = []
         self._refused: dict[str, None] = {}  # who could be given nothing of what there was
         self._late: list[tuple[float, int]] = []  # heap: from when a lease of the current step is late at the earliest
-        self._late_step = -1
+        self._late_step, self._late_by_speed = -1, False  # of what the heap says it; whether speeds were known then
         self._timed: dict[str, None] = {}  # workers whose leases are late at another time than the heap says
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
         self.num_backups = 0
@@ -261,11 +261,9 @@ class Dispatch:
     def _first_late(self, step: int) -> tuple[float, int] | None:
         """Which lease of ``step`` is late first, and from when; None where that cannot be said of any."""
         ledger = self._ledger
-        if self._pacing.fastest_leaf_s is None:
-            self._late_step = -1  # all of them are to be looked at when something is known of somebody's speed
-            return None
-        if self._late_step != step:
-            self._late_step, self._late = step, []
+        by_speed = self._pacing.fastest_leaf_s is not None
+        if (self._late_step, self._late_by_speed) != (step, by_speed):
+            self._late_step, self._late_by_speed, self._late = step, by_speed, []
             self._timed = dict.fromkeys(grant.worker for grant in ledger.leases_on(step))
         timed, self._timed = self._timed, {}
         for worker in timed:
@@ -292,8 +290,10 @@ class Dispatch:
         at = self._free_since.get(lease.worker, -math.inf)
         for grant in self._ledger.held(lease.worker):
             late_s = self._pacing.late_s(grant.worker, grant.block.num_leaves)
-            if grant.step != lease.step or late_s is None:
+            if grant.step != lease.step:
                 return None
+            if late_s is None:  # nothing is known of anybody: one that hangs with the whole first step holds none up
+                late_s = self._pacing.config.min_deadline_s
             at = max(at, self._ledger.began_at(grant)) + late_s
             if grant is lease:
                 return at

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.batch import flatten, joined
 from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
@@ -44,6 +44,7 @@ __all__ = ["BlockData", "Loader"]
 _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 _MAX_BUFFERS = 2048
+_STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
 _STEADY_SAMPLES = 64
 
 
@@ -119,7 +120,7 @@ class Loader:
         if self._gather:
             self._chunk_leaves = -(-sampler.batch_size // job.leaf_samples) if whole_steps else _chunk_leaves(job)
         self._leaf_bytes = 0
-        self._tensors_per_leaf = 1
+        self._tensors_per_leaf = self._structure_bytes = 1
         self._opened: dict[int, _Opened] = {}
         self._unread: list[int] = []  # heap of steps with chunks that nobody has asked for yet, closed ones among them
         self._chunks: dict[tuple[int, int], _Chunk] = {}
@@ -153,7 +154,8 @@ class Loader:
         if self._gather:
             return self._chunk_leaves
         by_bytes = _LEASE_BYTES // max(self._leaf_bytes, 1)
-        return max(1, min(by_bytes, _MAX_BUFFERS // max(self._tensors_per_leaf, 1), 1024))
+        by_buffers = _MAX_BUFFERS // max(self._tensors_per_leaf, 1)
+        return max(1, min(by_bytes, by_buffers, _STRUCTURE_BYTES // self._structure_bytes, 1024))
 
     def open(self, plan: StepPlan) -> None:
         """A step's leaves will be needed."""
@@ -208,12 +210,7 @@ class Loader:
             begin = (block.start - chunk.first) * plan.leaf_samples
             tensors = [tensor[begin : begin + sum(samples)] for tensor in chunk.tensors]
             return BlockData(chunk.structure, True, samples, [_buffer(tensor) for tensor in tensors])
-        structure = chunks[0].structure
-        if any(chunk.structure != structure for chunk in chunks):
-            differing = next(chunk.first for chunk in chunks if chunk.structure != structure)
-            error = TypeError("its batch has another structure than the leaf before; give every sample the same shape")
-            self.on_error(self._failure(step, differing, error))
-            return None
+        structure = joined([chunk.structure for chunk in chunks])
         flat = [tensor for chunk in chunks for tensor in chunk.tensors]
         if len(flat) > SESSION_CAPS.buffers:  # only a lease that is a whole step can have so many
             self.on_error(
@@ -298,6 +295,7 @@ class Loader:
             total = sum(tensor.numel() * tensor.element_size() for tensor in chunk.tensors)
             self._leaf_bytes = max(1, self._leaf_bytes, total // chunk.num_leaves)  # leaves may grow
             self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(chunk.tensors))
+            self._structure_bytes = max(self._structure_bytes, len(chunk.structure))
             self.on_ready()
             self._prefetch()
 

@@ -197,6 +197,7 @@ class Worker:
         self._serving = serving = (Serving if plain else CodedServing)(
             link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
             inline_s=self.config.inline_block_s, parted=self.parted, clock=self._runtime.clock,
+            wait=self._runtime.wait,
         )  # fmt: skip
         if isinstance(serving, CodedServing):
             serving.inner = joined.inner

@@ -89,8 +89,9 @@ class Serving:
         inline_s: float,
         parted: asyncio.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:
-        self._clock = clock
+        self._clock, self._wait = clock, wait
         self._parted = parted or asyncio.Event()
         self.link, self.welcome = link, welcome
         self.outbox = Outbox(link, clock=clock)
@@ -403,7 +404,7 @@ class Serving:
             if threading.get_ident() != self._loop_thread:
                 read = threading.Event()
                 self._loop.call_soon_threadsafe(self._loop.call_later, _LISTEN_S, read.set)
-                read.wait(_STALL_S)
+                self._wait(read, _STALL_S)
         return self._paced_s
 
     # -- out -----------------------------------------------------------------------------------------------

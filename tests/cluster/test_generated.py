@@ -1,0 +1,62 @@
+"""Jobs and runs that nobody has thought of (``tests.generated``), a few of them, the same every time.
+
+``python -m tests.generated --seeds 0:5000`` runs more, and makes what fails small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from tests.generated.runner import Report, run
+from tests.generated.scenario import Fault, Scenario, known, scenarios
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+#: Scenarios that once failed, each made small: what was wrong.
+FOUND = {
+    "strings in samples ended the run: they counted as the structure of a batch": Scenario(
+        data="dict", rule="async-local"
+    ),
+    "the first worker hung with the whole first step, and the next had nothing to do for ten minutes": Scenario(
+        ahead=3, samples=10, batch=10, microbatch=4, faults=(Fault("worker hangs in its step", 0.1),), seed=2
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def fine(report: Report) -> None:
+    said = "\n".join(f"{v.kind} at {v.at_s:.1f} s: {v.text}" for v in report.violations)
+    assert not report.violations, f"{said}\n{report.scenario!r}"
+
+
+@settings(
+    max_examples=40, derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(scenarios().filter(lambda scenario: scenario.valid() and not known(scenario)))
+def test_any_job_ends_and_counts_every_sample(scenario: Scenario) -> None:
+    fine(run(scenario))
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found_stays_mended(found: str) -> None:
+    report = run(FOUND[found])
+    fine(report)
+    assert not report.refused
+
+
+def test_a_scenario_is_the_same_run_every_time() -> None:
+    scenario = Scenario(rule="async", workers=2, samples=32, seed=3)
+    first, second = run(scenario, verbose=True), run(scenario, verbose=True)
+    assert first.trace == second.trace
+    assert any("RunFinished" in line for line in first.trace)

@@ -1,0 +1,138 @@
+"""Draw and run scenarios: ``python -m tests.generated --seeds 0:5000 [--jobs 2]``.
+
+Each kind of failure is shown once, made small, as code to paste into a test; the exit code is 0 where there was none.
+``--code 'Scenario(...)' -v`` runs one with its trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from tests.generated.runner import Report, run
+from tests.generated.scenario import Fault, Scenario, known, scenarios, smaller
+
+_BLOCK = 25  # scenarios that are drawn with one seed
+
+
+def drawn(block: int, count: int) -> list[Scenario]:
+    """The scenarios of a block, the same every time."""
+    found: list[Scenario] = []
+
+    @seed(block)
+    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(scenarios())
+    def collect(scenario: Scenario) -> None:
+        if scenario.valid():
+            found.append(scenario)
+
+    collect()
+    return found
+
+
+def made_small(report: Report, *, most_s: float = 60.0) -> Report:
+    """The simplest scenario that was found to fail in the same way."""
+    best, known, began = report, set[Scenario](), time.perf_counter()
+    again = True
+    while again:
+        again = False
+        for candidate in smaller(best.scenario):
+            if time.perf_counter() - began > most_s:
+                return best
+            if candidate in known or candidate == best.scenario or not candidate.valid():
+                continue
+            known.add(candidate)
+            tried = run(candidate)
+            if set(tried.signature) & set(report.signature):
+                best, again = tried, True
+                break
+    return best
+
+
+def _block(task: tuple[int, bool]) -> list[Report]:
+    number, open_too = task
+    torch.set_num_threads(1)
+    reports = []
+    for scenario in drawn(number, _BLOCK):
+        if known(scenario) and not open_too:
+            continue
+        report = run(scenario)
+        report.trace.clear()
+        reports.append(report)
+    return reports
+
+
+def _reports(blocks: list[tuple[int, bool]], jobs: int) -> Iterator[Report]:
+    if jobs == 1:
+        for block in blocks:
+            yield from _block(block)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for reports in pool.imap_unordered(_block, blocks):
+            yield from reports
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _show(report: Report) -> None:
+    for violation in report.violations:
+        _say(f"  {violation.kind} at {violation.at_s:.1f} s: {violation.text}")
+    _say(f"    {report.scenario!r}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
+    parser.add_argument("--seeds", default="0:200", metavar="FROM:TO")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--code", default="", help="run this one: Scenario(...)")
+    parser.add_argument("--as-drawn", action="store_true", help="do not make failures small")
+    parser.add_argument("--open", action="store_true", help="also what meets a fault that is known (scenario.OPEN)")
+    parser.add_argument("-v", "--verbose", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.code:
+        report = run(eval(asked.code, {"Scenario": Scenario, "Fault": Fault}), verbose=asked.verbose)
+        for line in report.trace:
+            _say(line)
+        _say(report.refused or f"{len(report.violations)} violations in {report.virtual_s:.0f} s of virtual time")
+        _show(report)
+        return 1 if report.violations else 0
+    began = time.perf_counter()
+    first, _, last = asked.seeds.partition(":")
+    blocks = [(block, asked.open) for block in range(int(first) // _BLOCK, -(-int(last) // _BLOCK))]
+    signatures: Counter[tuple[str, ...]] = Counter()
+    hits: Counter[str] = Counter()
+    rules: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    count = 0
+    for report in _reports(blocks, asked.jobs):
+        count += 1
+        hits.update(report.hits)
+        rules[report.scenario.rule] += 1
+        if report.refused:
+            refused[report.refused[:100]] += 1
+        if report.violations:
+            signatures[report.signature] += 1
+            if signatures[report.signature] == 1:
+                _say(f"{'; '.join(report.signature)}")
+                _show(report if asked.as_drawn else made_small(report))
+    seconds = time.perf_counter() - began
+    _say(f"{count} scenarios in {seconds:.0f} s ({seconds / max(count, 1) * 1000:.0f} ms each): {dict(rules)}")
+    for what, number in (*signatures.most_common(), *refused.most_common()):
+        _say(f"  {number:5d}  {what if isinstance(what, str) else '; '.join(what)}")
+    _say(f"faults that had their effect: {dict(sorted(hits.items()))}")
+    return 1 if signatures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

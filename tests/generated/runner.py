@@ -1,0 +1,370 @@
+"""One scenario, run: real coordinators and workers on links in memory and in virtual time; what did not hold.
+
+Kinds of violation: ``stuck`` (it does not end in bounded virtual time; the text says who waits where), ``slow`` (it
+ends, long after it could have), ``bits`` (not those of the single-process loop), ``lost`` and ``twice`` (a sample's
+applications), ``count`` (samples or steps as told), ``resume`` (taken up again it is something else), ``error`` (the
+run or a worker ended with one), ``protocol`` (an honest peer was said to break it), ``unexpected`` (an error in a log
+or a callback), ``tasks`` (something is left behind). ``refused`` is no violation: the job was refused at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import tempfile
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.generated.jobs import Model, expected_applications, job_of, sampler_of
+from tests.generated.scenario import EXACT, KEPT, Fault, Scenario
+from tests.simulator import faults
+from tests.simulator.cluster import Cluster, Violation
+from tests.simulator.loop import HOST, Deadlock, Host, Killed, Livelock, TimeUp
+from tests.support import reference
+from torch import nn
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import JobError, LeafFailed, Refused, StoreError, UsageError
+from w5xde_async.job import Job
+from w5xde_async.params.flat import named_digest
+from w5xde_async.runtime import Runtime
+from w5xde_async.store.rundir import Superseded
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, RunStarted, Warned, WorkerLeft
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Departure, RunFailed, Worker
+
+__all__ = ["Report", "run"]
+
+#: Applications of a sample may be off by so much, where the codec keeps every value by and by.
+_TOLERANCE = {"bf16": 0.02, "fp16": 0.01, "int8": 0.1, "lz4:int8": 0.1, "int4": 0.6}
+_HARD_S = 700.0  # and so much later it is not waited for any more
+
+
+@dataclass
+class Report:
+    """How a scenario ended."""
+
+    scenario: Scenario
+    violations: list[Violation]
+    refused: str
+    virtual_s: float
+    trace: list[str]
+    hits: dict[str, int]
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """What two failures of one cause have in common."""
+        return tuple(sorted({f"{v.kind}: {_first_words(v.text)}" for v in self.violations}))
+
+
+def _first_words(text: str) -> str:
+    words = "".join("0" if c.isdigit() else c for c in text.split("\n")[0]).split()
+    return " ".join(words[:9])
+
+
+class _Errors(logging.Handler):
+    def __init__(self, run: _Run) -> None:
+        super().__init__(logging.ERROR)
+        self._run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not text.startswith("leaf failed"):
+            self._run.violate("unexpected", f"log: {text} {record.exc_info[1] if record.exc_info else ''}")
+
+
+class _Run(Cluster):
+    """A scenario's processes and what is seen of them."""
+
+    def __init__(self, scenario: Scenario, root: Path, *, verbose: bool) -> None:
+        super().__init__(f"{scenario.seed}", root, verbose=verbose)
+        self.scenario = scenario
+        self.network.limit_bytes = max(self.network.limit_bytes, scenario.batch * scenario.columns // 8, 1 << 16)
+        self.network.bytes_per_s = 1e8
+        self.loop.blocking_s = self.random.choice([0.02, 0.02, 0.5])
+        self.network.jitter_s = min(self.network.jitter_s, 0.02)
+        self.seed, self.mode, self.focus = scenario.seed, "liveness", ()  # of a storm
+        self.kinds = sorted({**faults.FAULTS, **faults.MORE})
+        self.refused = ""
+        self.model: nn.Module | None = None  # the coordinator's
+        self.job: Job = job_of(scenario, self._built)
+        self.told: RunFinished | None = None
+        self.stopped_at: tuple[int, str] | None = None  # step and digest of a run that was stopped in good order
+        self.warnings: list[str] = []
+        self.left_out = False
+        codec_exact = scenario.codec in EXACT
+        update = UpdateConfig(
+            rule=scenario.rule, codec=scenario.codec, downlink=scenario.downlink, inner_steps=scenario.inner_steps,
+            fragments=scenario.fragments, outer_lr=1.0 if scenario.rule in ("local", "streaming", "async-local") else
+            None, outer_momentum=0.0, staleness_exponent=0.0 if scenario.rule.startswith("async") else None,
+            results_per_step=scenario.results_per_step if scenario.rule == "async" else 0,
+        )  # fmt: skip
+        self.config = CoordinatorConfig(
+            host="127.0.0.1", port=5555, token="generated", update=update, durability=scenario.durability,
+            checkpoint_every=scenario.checkpoint_every, min_workers=scenario.min_workers, bucket_bytes=64 << 10,
+            norm_gate=6.0 if scenario.gate else 0.0, audit_fraction=scenario.audit if codec_exact else 0.0,
+            prefetch_leaves=scenario.prefetch, bulk_threads=0, grace_s=3.0, max_leaf_failures=12,
+        )  # fmt: skip
+        self.config = replace(self.config, pacing=replace(self.config.pacing, leases_ahead=scenario.ahead))
+
+    def _built(self, model: nn.Module) -> None:
+        host = HOST.get()
+        if host is not None and host.machine == "c" and self.model is None:  # later ones are the referee's
+            self.model = model
+
+    # -- what is run -------------------------------------------------------------------------------------------
+
+    def make_model(self) -> nn.Module:
+        return Model(self.scenario)
+
+    def make_coordinator(self, host: Host, runtime: Runtime) -> Coordinator:
+        bus = Bus()
+        bus.subscribe(lambda event: self.on_event(host, event))
+        self.model = None
+        return Coordinator(
+            self.job, run_dir=self.disk.root / "run" if self.scenario.kept else None, name="generated",
+            config=self.config, bus=bus, record=False, runtime=runtime,
+        )  # fmt: skip
+
+    def make_worker(self, host: Host, runtime: Runtime) -> Worker:
+        name = "worker" if self.scenario.same_name else host.name
+        return Worker(
+            "127.0.0.1:5555", job=self.job, runtime=runtime,
+            config=WorkerConfig(name=name, device="cpu", token="generated", connect_timeout_s=3000.0),
+        )  # fmt: skip
+
+    def leaf_seconds(self) -> float:
+        return self.scenario.leaf_s * self.random.choice([1.0, 1.0, 0.5, 2.0])
+
+    def complete(self, outcome: Any) -> bool:
+        if outcome == "finished" or isinstance(outcome, Killed):
+            return bool(outcome == "finished") or not self.scenario.kept
+        return isinstance(outcome, BaseException) and not isinstance(outcome, StoreError | Superseded)
+
+    def ended(self, host: Host, outcome: Any) -> None:
+        if isinstance(outcome, Killed) or host.machine.startswith("r"):
+            return
+        if (isinstance(outcome, Superseded) and host.superseded) or (isinstance(outcome, Refused) and host.lies):
+            return
+        if isinstance(outcome, Refused | RunFailed | LeafFailed) and self.hostile:
+            return  # what was played again in its name was against the protocol
+        if isinstance(outcome, LeafFailed | RunFailed) and self.faults["leaf failed"] >= self.config.max_leaf_failures:
+            return
+        if host.machine == "c":
+            if outcome == "stopped":
+                self.stopped_at = (host.result.step, host.result.digest)
+            elif isinstance(outcome, JobError | UsageError) and host.service.step == 0 and not self.told_start:
+                self.refused = f"{type(outcome).__name__}: {outcome}"
+            elif isinstance(outcome, BaseException) and not (isinstance(outcome, StoreError) and self.disk.num_errors):
+                self.violate("error", f"the run ended with {type(outcome).__name__}: {_cause(outcome)}")
+        elif isinstance(outcome, BaseException) and not self.refused and not self.finished:
+            if not (self.violations and self.violations[0].kind == "error"):
+                self.violate("error", f"a worker ended with {type(outcome).__name__}: {_cause(outcome)}")
+        elif outcome is Departure.FINISHED and self.coordinator is not None:
+            if self.coordinator.service.step < self.scenario.total_steps:
+                self.violate("error", "a worker was told of the run's end before it")
+
+    told_start = False
+
+    def on_event(self, host: Host, event: Event) -> None:
+        if host.state == Host.DEAD:
+            return
+        if self.verbose:
+            self.note("event", f"{host.name} {event!r}"[:300])
+        if isinstance(event, RunStarted):
+            self.told_start = True
+            if self.stopped_at is not None and event.resumed_step != self.stopped_at[0]:
+                if not self.disk.num_errors:
+                    self.violate("resume", f"stopped at step {self.stopped_at[0]}, goes on from {event.resumed_step}")
+            self.stopped_at = None
+        elif isinstance(event, Warned):
+            self.warnings.append(event.text)
+            self.left_out |= "is left out" in event.text
+        elif isinstance(event, WorkerLeft) and "broke the protocol" in event.reason and not self.hostile:
+            if not any(host.lies for host in self.hosts):  # whose absurd numbers are refused
+                self.violate("protocol", f"{event.reason}")
+        elif isinstance(event, RunFinished):
+            self.told = event
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        main = self.loop.create_task(self.supervise_coordinator())
+        self.supervisors.append(main)
+        for _ in range(self.scenario.workers):
+            self.add_worker(0.0)
+        for number, fault in enumerate(self.scenario.faults):
+            self.supervisors.append(self.loop.create_task(self._happen(number, fault)))
+        if self.scenario.storm:
+            self.supervisors.append(self.loop.create_task(self._storm()))
+        try:
+            await main
+            self.ended_at = self.loop.now
+            if not self.refused:
+                await asyncio.sleep(8.0)  # who has heard the last message has left by now
+        finally:
+            await self.stop_supervising()
+
+    ended_at = 0.0
+
+    async def _happen(self, number: int, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        rng = random.Random(f"{self.scenario.seed}/{number}/{fault.kind}")
+        world: Any = self
+        if fault.kind in KEPT and not self.scenario.kept:
+            return
+        if (faults.FAULTS.get(fault.kind) or faults.MORE[fault.kind])(world, rng):
+            self.hit(fault.kind)
+
+    async def _storm(self) -> None:
+        world: Any = self
+        await faults.schedule(world)
+        self.stopped_faults = True
+
+    def progress(self) -> str:
+        """Who waits for what."""
+        host = self.coordinator
+        lines = ["no coordinator runs"]
+        if host is not None and host.service is not None:
+            lines = [f"{host.name} is at step {host.service.step} of {self.scenario.total_steps}, "
+                     f"{host.service.num_workers} workers have joined"]  # fmt: skip
+        for host in (*self.coordinators[-1:], *self.live_workers()):
+            hung = " (hangs in its step)" if host.hangs else ""
+            lines.append(f"  {host.name}{hung}:")
+            for task in host.tasks:
+                if not task.done():
+                    lines.append(f"    {task.get_name()}: {_where(task)}")
+        lines += [f"  warned: {text}" for text in self.warnings[-3:]]
+        return "\n".join(lines)
+
+    # -- afterwards --------------------------------------------------------------------------------------------
+
+    def bound_s(self) -> float:
+        """In so much virtual time it has to end, whatever happened: all of it computed ten times by the slowest."""
+        scenario = self.scenario
+        last = max((fault.at_s for fault in scenario.faults), default=0.0)
+        if scenario.storm:
+            last += 300.0
+        return last + 120.0 + 60.0 * len(scenario.faults) + 20.0 * scenario.leaf_s * scenario.leaves * (
+            scenario.accumulate
+        )  # fmt: skip
+
+    def check(self) -> None:
+        scenario, told = self.scenario, self.told
+        if told is None or self.model is None:
+            return self.violate("error", "the run has ended and nobody was told")
+        if self.ended_at > self.bound_s():
+            self.violate("slow", f"it took {self.ended_at:.0f} s, not {self.bound_s():.0f}; {self.warnings[-2:]}")
+        sampler = sampler_of(scenario)
+        total = sum(sampler.plan(step).num_samples for step in range(scenario.total_steps))
+        if (told.step, told.samples) != (scenario.total_steps, total) and not self.left_out:
+            self.violate("count", f"told of {told.step} steps and {told.samples} samples, "
+                                  f"not {scenario.total_steps} and {total}")  # fmt: skip
+        digest = named_digest(self.model)
+        if told.digest != digest:
+            self.violate("bits", "the digest that was told is not that of the model")
+        if scenario.exact:
+            wanted, _ = reference.train(job_of(scenario), scenario.total_steps)
+            if digest != named_digest(wanted):
+                self.violate("bits", _difference(self.model, wanted))
+        elif scenario.optimizer in ("sgd", "momentum"):
+            self._count(dict(self.model.named_parameters())["applied"].detach().double())
+
+    def _count(self, applied: torch.Tensor) -> None:
+        scenario = self.scenario
+        tolerance = 1e-3 if scenario.codec in EXACT else _TOLERANCE.get(scenario.codec)
+        if not bool(applied.isfinite().all()):
+            return self.violate("bits", "what was applied is not finite")
+        if tolerance is None or self.left_out or scenario.rule == "streaming":
+            return  # the codec keeps much back for ever, or replicas are mixed
+        expected = expected_applications(scenario)
+        if scenario.clipped:
+            return
+        quiet = not scenario.faults and not scenario.storm
+        low, high = expected - tolerance, expected + tolerance
+        if scenario.rule == "async-local" and scenario.workers > 1:
+            low = expected / scenario.workers - tolerance if quiet and scenario.min_workers > 1 else expected * 0.0
+            high = high if not quiet or scenario.min_workers == 1 else expected / scenario.workers + tolerance
+        elif scenario.rule == "local" and (scenario.workers > 1 or not quiet):
+            low = expected / (4 * scenario.workers + 4) - tolerance  # the mean of whoever took part in its round
+        elif scenario.rule == "async" and scenario.results_per_step > 1:
+            low, high = expected / (2 * scenario.batch) - tolerance, high * scenario.batch
+        under, over = (applied < low).nonzero().flatten().tolist(), (applied > high).nonzero().flatten().tolist()
+        if over:
+            at = over[0]
+            self.violate("twice", f"{len(over)} samples of {len(applied)} were applied too often: "
+                                  f"sample {at} {applied[at]:.4g} times, not {expected[at]:.4g}")  # fmt: skip
+        elif under:
+            at = under[0]
+            self.violate("lost", f"{len(under)} samples of {len(applied)} were applied too rarely: "
+                                 f"sample {at} {applied[at]:.4g} times, not {expected[at]:.4g}")  # fmt: skip
+
+
+def _cause(error: BaseException) -> str:
+    cause = error.__cause__
+    at = traceback.extract_tb((cause or error).__traceback__)
+    where = f" at {Path(at[-1].filename).name}:{at[-1].lineno}" if at else ""
+    return f"{error}{f' <- {type(cause).__name__}: {cause}' if cause is not None else ''}{where}"
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames: list[str] = []
+    waiting: Any = task.get_coro()
+    while waiting is not None and len(frames) < 12:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+    return " > ".join(frames[-3:])
+
+
+def _difference(got: nn.Module, wanted: nn.Module) -> str:
+    expected = {**dict(wanted.named_parameters()), **dict(wanted.named_buffers())}
+    found = []
+    for name, value in {**dict(got.named_parameters()), **dict(got.named_buffers())}.items():
+        if not torch.equal(value, expected[name]):
+            off = (value.detach().double() - expected[name].detach().double()).abs().max().item()
+            found.append(f"{name} by {off:.2g}")
+    return f"other bits than the plain loop: {', '.join(found)}"
+
+
+def run(scenario: Scenario, *, verbose: bool = False) -> Report:
+    """Run it, and once more where it was kept: a finished run that is taken up again is what it was."""
+    root = Path(tempfile.mkdtemp(prefix="generated-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    one = _Run(scenario, root, verbose=verbose)
+    logger = logging.getLogger("w5xde_async")
+    handler, level, propagate = _Errors(one), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    stamina, before = logging.getLogger("stamina"), logging.getLogger("stamina").level
+    stamina.setLevel(logging.CRITICAL)
+    state = random.getstate()
+    random.seed(f"{scenario.seed}/jitter")
+    one.loop.limit_s = one.bound_s() + _HARD_S
+    try:
+        try:
+            one.loop.run_until_complete(one.run())
+            if not one.refused and not one.violations:
+                one.check()
+        except (TimeUp, Deadlock, Livelock) as error:
+            one.violate("stuck", f"{type(error).__name__} after {one.loop.now:.0f} s: {one.progress()}")
+        violations = list(one.violations)
+        one.discard()
+    finally:
+        random.setstate(state)
+        stamina.setLevel(before)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        one.loop.close()
+        shutil.rmtree(root, ignore_errors=True)
+    return Report(scenario, violations, one.refused, one.loop.now, one.trace, dict(one.faults))
