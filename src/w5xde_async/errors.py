@@ -11,6 +11,7 @@ W5xdeError
         MalformedFrame      bytes that are not a frame of this protocol
         UnexpectedMessage   a valid message in a state that does not allow it
         ProgramRefused      a program that this worker does not run
+            ProgramKilled   it ended the process that it ran in
     LinkLost                the connection is gone: reconnect or forget the peer
         Unreachable         nothing answered within the deadline: exit code 3
     Refused                 the peer said no, with a code, a reason and a hint
@@ -39,6 +40,7 @@ __all__ = [
     "LocalError",
     "MalformedFrame",
     "PortInUse",
+    "ProgramKilled",
     "ProgramRefused",
     "ProtocolViolation",
     "RefusalCode",
@@ -169,6 +171,10 @@ class ProgramRefused(RemoteError):
         self.node, self.operator, self.reason = node, operator, reason
         where = f", node {node} ({operator})" if node >= 0 else ""
         super().__init__(f"program refused{where}: {reason}")
+
+
+class ProgramKilled(ProgramRefused):
+    """A program that ended the process of its own that it ran in. It is not tried again."""
 
 
 class LinkLost(W5xdeError):

@@ -89,6 +89,20 @@ def views_of_everything(num_views: int) -> Document:
     return Document(msgpack.packb(made), (torch.ones(1),) * num)
 
 
+def zeros(*sizes: tuple[int, ...]) -> list[tuple[str, list[Any]]]:
+    return [("zeros.default", [listed(*size)]) for size in sizes]
+
+
+def recurrent(name: str, gates: int, *, rows: int | None = None, bias: Any = None, layers: int = 1) -> Document:
+    """One layer over 5 steps of 2 samples of 3 numbers, 4 hidden ones."""
+    rows = 4 * gates if rows is None else rows
+    made = zeros((5, 2, 3), (1, 2, 4), (rows, 3), (rows, 4))
+    made.append(("zeros.default", [bias or listed(4 * gates)]))
+    states = listed(v(N + 1), v(N + 1)) if gates == 4 else v(N + 1)
+    weights = listed(v(N + 2), v(N + 3), v(N + 4), v(N + 4))
+    return document(*made, (name, [v(N), states, weights, True, layers, 0.0, True, False, False]))
+
+
 #: name -> (program, what the refusal says)
 HOSTILE: dict[str, tuple[Make, str]] = {
     # names
@@ -236,6 +250,62 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         lambda: document(("size", [v(X), 0]), ("lt", [v(N), 0]), ("require", [v(N + 1)])), "does not hold",
     ),
     "shapes that do not fit": (one("mm.default", v(X), v(X)), "."),
+    # what meta functions let through and kernels die of, or read and write beside their tensors for
+    "upsampled by next to nothing": (
+        lambda: document(
+            ("unsqueeze.default", [v(X), 0]), ("upsample_nearest1d.default", [v(N), listed(9), 1e-30]),
+        ),
+        "a scale of 1e-30",
+    ),
+    "upsampled by less than it says": (
+        lambda: document(
+            ("unsqueeze.default", [v(X), 0]), ("upsample_linear1d.default", [v(N), listed(9), False, 0.001]),
+        ),
+        "scales is 0.001 from 4 to 9",
+    ),
+    "upsampled in two axes by no number": (
+        lambda: document(
+            ("view.default", [v(X), listed(1, 1, -1, 4)]),
+            ("upsample_bicubic2d.default", [v(N), listed(9, 9), False, float("nan"), 2.0]),
+        ),
+        "a scale of nan",
+    ),
+    "an LSTM's biases are broadcast": (lambda: recurrent("lstm.input", 4, bias=listed(1)), r"a weight of \[1\]"),
+    "a GRU's biases are broadcast": (lambda: recurrent("gru.input", 3, bias=listed(1)), r"a weight of \[1\]"),
+    "an LSTM with too few gates": (lambda: recurrent("lstm.input", 4, rows=15), r"a weight of \[15, 3\]"),
+    "a GRU with too few gates": (lambda: recurrent("gru.input", 3, rows=11), r"a weight of \[11, 3\]"),
+    "an LSTM of more layers than weights": (lambda: recurrent("lstm.input", 4, layers=1 << 62), "layers"),
+    "an LSTM of two layers and one's weights": (lambda: recurrent("lstm.input", 4, layers=2), "states of"),
+    "a cell's biases are broadcast": (
+        lambda: document(
+            *zeros((2, 3), (2, 4), (12, 3), (12, 4), (1,)),
+            ("gru_cell.default", [v(N), v(N + 1), v(N + 2), v(N + 3), v(N + 4), v(N + 4)]),
+        ),
+        r"a weight of \[1\]",
+    ),
+    "whole numbers divided by tensors": (one("div.Tensor_mode", v(Y), v(Y), rounding_mode="trunc"), "by a tensor"),
+    "whole numbers divided by -1": (one("floor_divide.default", v(Y), -1), "divided by -1"),
+    "the rest of a division by 0": (one("remainder.Scalar", v(Y), 0), "divided by 0"),
+    "the rest of a division by -1": (one("fmod.Scalar", v(Y), -1), "divided by -1"),
+    "a reduction that is none": (
+        lambda: document(("mse_loss.default", [v(X), v(X), 7])), "reduction is 7",
+    ),
+    # what is small and becomes many, or big, in the check itself
+    "a million views": (
+        lambda: document(("expand.default", [v(SEEN), listed(1 << 20, 3)]), ("unbind.int", [v(N), 0])), "results",
+    ),
+    "a million pieces": (
+        lambda: document(("expand.default", [v(SEEN), listed(1 << 20, 3)]), ("split.Tensor", [v(N), 1, 0])), "results",
+    ),
+    "views of views without end": (
+        lambda: document(
+            ("expand.default", [v(SEEN), listed(1 << 15, 3)]), *[("unbind.int", [v(N), 0])] * 9,
+        ),
+        "tensors",
+    ),
+    "expanded and then copied inside": (
+        lambda: document(("expand.default", [v(SEEN), listed(1 << 30, 3)]), ("sum.default", [v(N)])), "elements",
+    ),
     # the whole
     "a million nodes": (
         lambda: document(*[("relu.default", [v(X)])] * 1_000_000), "bytes, more than",
@@ -347,15 +417,22 @@ def test_a_model_of_very_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch
     layouts = [
         Layout.parse(json.dumps({"bucket_bytes": 64, "entries": [[n, "grad", "float32", [1]]]}).encode()) for n in names
     ]
-    assert replica._skeleton(layouts[0])
+    assert replica.skeleton(layouts[0])
     with pytest.raises(ProgramRefused, match="3 modules"):
-        replica._skeleton(layouts[1])
+        replica.skeleton(layouts[1])
 
 
 def test_a_refusal_names_the_node_and_the_operator() -> None:
     found = refused(document(("relu.default", [v(X)]), ("from_file.default", ["/etc/passwd"])))
     assert (found.node, found.operator) == (1, "from_file.default")
     assert "not on the list" in found.reason
+
+
+def test_networks_whose_weights_fit_are_taken() -> None:
+    assert load(recurrent("lstm.input", 4))
+    assert load(recurrent("gru.input", 3))
+    assert load(document(("unsqueeze.default", [v(X), 0]), ("upsample_nearest1d.default", [v(N), listed(8), 2.0])))
+    assert load(document(("floor_divide.default", [v(Y), 2])))
 
 
 def test_what_is_good_is_taken() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES
+from w5xde_async.wire.packed import unpack
 
 __all__ = ["flatten", "joined", "leaves_of", "map_tensors", "rows", "unflatten"]
 
@@ -94,7 +95,7 @@ def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
 
 def _parse(structure: bytes) -> Any:
     try:
-        return msgpack.unpackb(structure, raw=False, strict_map_key=True, max_ext_len=0)
+        return unpack(structure, use_list=True)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise MalformedFrame(f"batch structure: {type(error).__name__}") from None
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from w5xde_async.params.flat import ResultVector
-from w5xde_async.params.layout import Bucket
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Block", "Emit", "Task"]
+__all__ = ["Block", "Computing", "Emit", "Outcome", "Task"]
 
 Emit = Callable[[int, ResultVector], None]
 """Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
@@ -29,6 +30,62 @@ class Task:
     structure: bytes
     packed: bool
     tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a block gave besides its sums; see messages.Done. ``vectors`` are to be released when they are sent."""
+
+    losses: tuple[float, ...]
+    metric_names: tuple[str, ...]
+    metrics: tuple[float, ...]
+    untouched: tuple[int, ...]
+    absent: tuple[int, ...]
+    splits: int
+    compute_s: float
+    vectors: tuple[ResultVector, ...]
+
+
+class Computing(Protocol):
+    """What computes blocks: an engine in this process, or one in a process of its own. One thread."""
+
+    layout: Layout
+    device: torch.device
+    model: nn.Module
+    incoming: FlatState
+    clock: Callable[[], float]
+
+    @property
+    def live(self) -> FlatState:
+        """What the model computes with."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The model's own tensors, in layout order."""
+
+    def load(self, buckets: Iterable[int]) -> None:
+        """``incoming`` holds a new version, of which ``buckets`` came."""
+
+    def refresh(self, buckets: Iterable[int]) -> None:
+        """``live`` has new values in these buckets."""
+
+    def compute(self, task: Task, emit: Emit) -> Outcome:
+        """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
+
+    def counted(self, task: Task, emit: Emit) -> tuple[Outcome, int]:
+        """``compute``, and the floating-point operations that it took."""
+
+    def keep_results(self) -> None:
+        """From now on blocks' results stay where ``live`` is."""
+
+    def unbind(self) -> None:
+        """Somebody else has set the parameters' gradients."""
+
+    def release(self, vector: ResultVector) -> None:
+        """A block's vector has been sent; it may be written again. Any thread."""
+
+    def close(self) -> None:
+        """Free threads, hooks and processes."""
 
 
 class Block:

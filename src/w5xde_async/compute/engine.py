@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,12 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
-from w5xde_async.compute.block import Block, Emit, Task
+from w5xde_async.compute.block import Block, Emit, Outcome, Task
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
+from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.program.replica import Replica
-from w5xde_async.compute.transfer import Transfer
+from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -50,19 +50,13 @@ class LeafError(W5xdeError):
         self.traceback = _utf8("".join(traceback.format_exception(error))[-_MAX_TRACEBACK:])
         super().__init__(f"leaf {leaf}: {self.error}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a block gave besides its sums; see messages.Done. ``vectors`` are to be released when they are sent."""
-
-    losses: tuple[float, ...]
-    metric_names: tuple[str, ...]
-    metrics: tuple[float, ...]
-    untouched: tuple[int, ...]
-    absent: tuple[int, ...]
-    splits: int
-    compute_s: float
-    vectors: tuple[ResultVector, ...]
+    @classmethod
+    def told(cls, leaf: int, error: str, traceback: str) -> LeafError:
+        """One that another process raised and described."""
+        made = cls(leaf, RuntimeError())
+        made.error, made.traceback = error[:1000], traceback[-_MAX_TRACEBACK:]
+        made.args = (f"leaf {leaf}: {made.error}",)
+        return made
 
 
 def choose_device(name: str) -> torch.device:
@@ -87,7 +81,7 @@ class Engine:
 
     ``source`` is a job, or a program's replica. ``seed``, ``precision``, ``microbatch_samples`` and ``accumulate`` are
     the job's own unless given: a worker takes the coordinator's, so that a job file edited on one machine does not
-    change what is computed. A replica has none of its own.
+    change what is computed. A replica has none of its own. ``lent``: host memory to compute with.
     """
 
     def __init__(
@@ -101,6 +95,7 @@ class Engine:
         accumulate: int | None = None,
         bucket_bytes: int = 4 << 20,
         clock: Callable[[], float] = time.perf_counter,
+        lent: Lent | None = None,
     ) -> None:
         self.clock = clock
         self.device = torch.device(device)
@@ -123,12 +118,14 @@ class Engine:
         self.model, self.seed, self.precision = model, seed, precision
         self._microbatch, self._accumulate = microbatch_samples, accumulate or 1
         self.layout = layout = layout or Layout.of(self.model, bucket_bytes=bucket_bytes)
-        self._transfer = Transfer(layout, self.device)
+        self._transfer = Transfer(layout, self.device, lent)
         self.incoming: FlatState = self._transfer.incoming
         self.incoming.copy_from(self.model)
         self._live = self._transfer.attach(self.model)
         self._buffers = BufferMerge(layout, self.model, self._transfer.origin, silent)
-        self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)
+        self._pool = self._transfer.host_pool
+        if not self._transfer.on_host:
+            self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)
         self._parameters: list[tuple[int, Any]] = [(index, self._live[index]) for index in layout.trainable]
         self._native = self._native_views()
         self._grad_buckets = [b for b in layout.result_buckets if layout.groups[b.group].role == "grad"]
@@ -193,9 +190,13 @@ class Engine:
         """Let ``torch.compile`` try to make the step faster, from the next block on."""
         self._step = CompiledStep(self._step, self.device)
 
+    def counted(self, task: Task, emit: Emit) -> tuple[Outcome, int]:
+        """``compute``, and the floating-point operations that it took."""
+        return counting_flops(lambda: self.compute(task, emit))
+
     def release(self, vector: ResultVector) -> None:
         """A block's host vector has been sent; it may be written again. Any thread."""
-        (self._pool if self._transfer.on_host else self._transfer.host_pool).give(vector)
+        self._transfer.host_pool.give(vector)
 
     def close(self) -> None:
         """Free threads and hooks."""

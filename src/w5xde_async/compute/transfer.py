@@ -9,7 +9,7 @@ does. MPS copies blockingly, from ordinary memory.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +19,32 @@ from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
 
-__all__ = ["Transfer"]
+__all__ = ["Lent", "Transfer"]
 
 _cuda: Any = torch.cuda  # its streams and events are untyped
+
+
+class Lent(NamedTuple):
+    """Host memory to compute with that somebody else has too: what comes in, and what goes out."""
+
+    state: FlatState
+    pool: VectorPool
 
 
 class Transfer:
     """Moves one replica's memory. ``origin`` has one device tensor per entry: buffers' values at the step's start."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, lent: Lent | None = None) -> None:
         self.layout, self.device = layout, device
         self._cuda = device.type == "cuda"
         self.on_host = device.type == "cpu"
-        self.incoming = FlatState(layout, pinned=self._cuda)
+        self.incoming = FlatState(layout, pinned=self._cuda) if lent is None else lent.state
         self._state = self.incoming if self.on_host else FlatState(layout, device)
         self.live = self._state
         self.origin: list[Tensor] = self._state.views
-        self.host_pool = VectorPool(layout, spare=3, make=lambda layout: ResultVector(layout, pinned=self._cuda))
+        self.host_pool = VectorPool(layout, spare=4, make=lambda layout: ResultVector(layout, pinned=self._cuda))
+        if lent is not None:
+            self.host_pool = lent.pool
         self._side: Any = _cuda.Stream(device) if self._cuda else None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="w5xde-copy") if self._cuda else None
         self._copies: list[Future[None]] = []

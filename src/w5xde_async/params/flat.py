@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.params.layout import Bucket, Layout, named_state
+from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Layout, named_state
 
 __all__ = ["FlatState", "ResultVector", "bytes_of", "digest", "isfinite", "named_digest", "state_of"]
 
@@ -33,11 +33,32 @@ def isfinite(tensor: Tensor) -> Tensor:
 class FlatState:
     """All groups of a layout, each one vector in its own dtype, on one device."""
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        *,
+        pinned: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:
+        """``memory``: bytes to lie in (``nbytes(layout)`` of them, zeros), in place of fresh ones."""
         self.layout = layout
-        self.groups = [
-            torch.zeros(group.numel, dtype=group.dtype, device=device, pin_memory=pinned) for group in layout.groups
-        ]
+        if memory is None:
+            self.groups = [
+                torch.zeros(group.numel, dtype=group.dtype, device=device, pin_memory=pinned) for group in layout.groups
+            ]
+            return
+        self.groups, at = [], 0
+        for group in layout.groups:
+            nbytes = group.numel * group.dtype.itemsize
+            self.groups.append(memory[at : at + nbytes].view(group.dtype))
+            at += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    @staticmethod
+    def nbytes(layout: Layout) -> int:
+        """Bytes of all groups, each aligned."""
+        sizes = [group.numel * group.dtype.itemsize for group in layout.groups]
+        return sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -100,9 +121,19 @@ def state_of(module: nn.Module, layout: Layout) -> Iterator[Tensor]:
 class ResultVector:
     """One block's sums: a single allocation, groups in order, each aligned; float32, int64 for role ``max``."""
 
-    def __init__(self, layout: Layout, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        *,
+        pinned: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:
+        """``memory``: ``layout.vector_bytes`` bytes to lie in, in place of fresh ones."""
         self.layout = layout
-        self.memory = torch.empty(max(layout.vector_bytes, 1), dtype=torch.uint8, device=device, pin_memory=pinned)
+        if memory is None:
+            memory = torch.empty(max(layout.vector_bytes, 1), dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.memory = memory
         self.groups: list[Tensor | None] = []
         for group, offset in zip(layout.groups, layout.vector_offsets, strict=False):
             nbytes = group.numel * group.result_dtype.itemsize

@@ -24,6 +24,7 @@ __all__ = [
     "Name",
     "Part",
     "Rule",
+    "Sandboxing",
     "Text",
     "Time",
 ]
@@ -41,6 +42,7 @@ Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^/\x00-\x1f]+$")]
 LogMode = Literal["silent", "normal", "verbose"]
 LogFormat = Literal["text", "json"]
+Sandboxing = Literal["auto", "on", "off"]
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 Durability = Literal["checkpoint", "journal"]
 

@@ -29,6 +29,7 @@ from w5xde_async.settings.kinds import (
     LoopKind,
     Name,
     Part,
+    Sandboxing,
     Text,
     Time,
 )  # fmt: skip
@@ -393,6 +394,11 @@ class WorkerSettings(Program):
     compile: bool = setting(
         False, "torch.compile the step where that pays; gives other bits", group="machine", accepts="true or false"
     )
+    sandbox: Sandboxing = setting(
+        "auto", "run the coordinator's program in a process without files, network and secrets (Linux): on, off, or "
+        "auto, which is on off loopback; it does not touch --job", group="machine", metavar="HOW",
+        accepts="auto, on or off",
+    )  # fmt: skip
     inline_block: Annotated[Duration, Field(ge=0, le=0.1)] = setting(
         0.0005, "blocks expected to take no longer are computed on the event loop; 0: none", group="machine",
         metavar="TIME", accepts="a time from 0 to 100ms", shown="0.5ms",
@@ -467,6 +473,7 @@ class WorkerSettings(Program):
             data_dir=self.data_dir,
             grace_s=self.grace,
             inline_block_s=self.inline_block,
+            sandbox=self.sandbox,
             compile=self.compile,
             memory_limit_bytes=_WORKER.memory_limit_bytes if self.memory_limit is None else self.memory_limit,
         )

@@ -19,6 +19,7 @@ import msgpack
 
 from w5xde_async.errors import FrameTooLarge, MalformedFrame, ProtocolViolation
 from w5xde_async.wire.messages import MESSAGES, Message
+from w5xde_async.wire.packed import unpack
 
 __all__ = [
     "DTYPE_BYTES",
@@ -110,10 +111,7 @@ def decode_header(header: Buffer, caps: Caps) -> tuple[Message, tuple[BufferSpec
     """Parse and check one header. Raises MalformedFrame, FrameTooLarge; never anything else."""
     size = len(header)
     try:
-        parsed: Any = msgpack.unpackb(
-            header, use_list=False, raw=False, strict_map_key=True,
-            max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size, max_ext_len=0,
-        )  # fmt: skip
+        parsed: Any = unpack(header, max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size)
     except (ValueError, RecursionError, msgpack.UnpackException, UnicodeDecodeError) as error:
         raise MalformedFrame(f"header is not msgpack of this protocol ({type(error).__name__})") from None
     if type(parsed) is not tuple or len(parsed) != 3:

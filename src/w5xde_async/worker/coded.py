@@ -13,8 +13,8 @@ from typing import Any
 
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.registry import codec
-from w5xde_async.compute.block import Task
-from w5xde_async.compute.engine import Engine, LeafError, Outcome
+from w5xde_async.compute.block import Computing, Outcome, Task
+from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame, UsageError
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
@@ -36,7 +36,7 @@ class CodedServing(Serving):
     uplink: Uplink
     inner: bytes = b""
 
-    def _take_up(self, engine: Engine) -> None:
+    def _take_up(self, engine: Computing) -> None:
         welcome = self.welcome
         downlink = _codec_of(welcome.downlink)
         self._inbox: PieceInbox = PieceInbox(

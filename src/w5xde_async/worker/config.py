@@ -27,6 +27,8 @@ class WorkerConfig:
     connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
     inline_block_s    blocks expected to take no longer are computed on the event loop itself, since the way to a thread
                       and back takes longer than they do; 0: never, as befits a guest in somebody's loop
+    sandbox           whether a coordinator's program runs in a process without files, network and secrets: auto (off
+                      loopback), on or off. A job of one's own never does
     compile           ``torch.compile`` the step where that pays; other bits then than without
     lifetime_s        leave in good order after that long (a spot instance's hour)
     grace_s           asked to leave, it finishes the lease under way within that long or gives it back
@@ -46,6 +48,7 @@ class WorkerConfig:
     threads: int | None = None
     connect_timeout_s: float = 300.0
     inline_block_s: float = 0.0
+    sandbox: str = "auto"
     compile: bool = False
     lifetime_s: float | None = None
     grace_s: float = 25.0
@@ -69,6 +72,7 @@ class WorkerConfig:
         need(self.lifetime_s is None or self.lifetime_s > 0, f"lifetime is {self.lifetime_s}; give seconds > 0")
         need(self.grace_s >= 0, f"grace is {self.grace_s}; give seconds >= 0")
         need(self.memory_limit_bytes >= 1 << 20, "memory_limit is less than 1 MiB")
+        need(self.sandbox in ("auto", "on", "off"), f"sandbox is {self.sandbox!r}; give auto, on or off")
         kind = self.device.partition(":")[0]
         need(kind in ("auto", "cpu", "cuda", "mps"), f"device is {self.device!r}; give auto, cpu, cuda, cuda:N or mps")
 

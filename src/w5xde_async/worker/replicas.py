@@ -14,7 +14,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
+from w5xde_async.compute.block import Computing, Emit, Outcome, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector
@@ -23,6 +23,7 @@ from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
+from w5xde_async.wire.packed import unpack
 from w5xde_async.worker.pieces import Published
 
 __all__ = ["FollowingReplica", "Replica", "SteppingReplica"]
@@ -63,7 +64,7 @@ class FollowingReplica:
 
     submits = False
 
-    def __init__(self, engine: Engine, published: Published) -> None:
+    def __init__(self, engine: Computing, published: Published) -> None:
         self.published, self.version = published, -1
         self._engine = engine
 
@@ -102,7 +103,7 @@ class SteppingReplica:
 
     submits = True
 
-    def __init__(self, engine: Engine, published: Published, inner: bytes) -> None:
+    def __init__(self, engine: Computing, published: Published, inner: bytes) -> None:
         """``inner``: what WELCOME said of the optimizer (``inner_description``). Raises MalformedFrame."""
         described, clip, streaming = _read_inner(inner)
         self._engine, self.published, self.version = engine, published, -1
@@ -263,7 +264,7 @@ def _read_inner(inner: bytes) -> tuple[dict[str, Any], float | None, tuple[int, 
     if len(inner) > _MOST_INNER:
         raise MalformedFrame(f"an inner optimizer of {len(inner)} bytes")
     try:
-        described: Any = msgpack.unpackb(inner, raw=False, strict_map_key=True, max_ext_len=0)
+        described: Any = unpack(inner, use_list=True)
         clip, streaming = described.pop("clip"), described.pop("streaming")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
         raise MalformedFrame(f"inner optimizer: {type(error).__name__}") from None

@@ -23,9 +23,12 @@ import stamina
 import torch
 
 from w5xde_async.codecs.registry import codec
+from w5xde_async.compute.block import Computing
 from w5xde_async.compute.engine import Engine, choose_device
-from w5xde_async.compute.program.form import Program, parse
+from w5xde_async.compute.machine import machine_memory_bytes
+from w5xde_async.compute.program.form import Document, Program, parse
 from w5xde_async.compute.program.replica import Replica, device_memory_bytes
+from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed, unsupported
 from w5xde_async.errors import (
     FrameTooLarge,
     LinkLost,
@@ -107,9 +110,12 @@ class Worker:
             self._device = choose_device(self.config.device)
         except (ValueError, RuntimeError) as error:
             raise UsageError(str(error)) from error
-        self._engine: Engine | None = None
+        self._sandboxed = job is None and self._wants_sandbox()
+        self._sandbox: Sandbox | None = None  # started ahead, for the next engine
+        self._engine: Computing | None = None
         self._engine_key: tuple[object, ...] = ()
         self._program: Program | None = None
+        self._document: Document | None = None  # a program for the sandbox
         self._program_digest = b""
         self._uplink: Uplink | None = None
         self._kept_in: Path | None = None
@@ -133,6 +139,8 @@ class Worker:
             raise LocalError("a worker runs once")
         self._running = True
         loop = asyncio.get_running_loop()
+        if self._sandboxed:
+            await loop.run_in_executor(self._compute, self._start_sandbox)
         lifetime: asyncio.TimerHandle | None = None
         if self.config.lifetime_s is not None:
             lifetime = loop.call_later(self.config.lifetime_s, self.drain, "its lifetime is over")
@@ -153,7 +161,33 @@ class Worker:
                 await loop.run_in_executor(None, partial(keep, self._uplink, self._kept_in, **self._whose()))
             if self._engine is not None:
                 await loop.run_in_executor(self._compute, self._engine.close)
+            if self._sandbox is not None:
+                await loop.run_in_executor(self._compute, self._sandbox.end)
             await loop.run_in_executor(None, self._compute.shutdown)
+
+    def _wants_sandbox(self) -> bool:
+        """Raises UsageError where a sandbox is wanted and there is none."""
+        config = self.config
+        if config.sandbox == "off" or (config.sandbox == "auto" and is_loopback(self.host)):
+            return False
+        lacking = unsupported(self._device)
+        if lacking:
+            raise UsageError(
+                f"what a coordinator sends is run in a sandbox, which this machine has not: {lacking}; give --job to "
+                "run your own code, or --sandbox off to run a coordinator's program that you trust unprotected"
+            )
+        if config.compile:
+            raise UsageError(
+                "--compile starts compilers, which a sandbox does not let a coordinator's program do; leave it out, "
+                "or give --sandbox off where you trust the coordinator"
+            )
+        return True
+
+    def _start_sandbox(self) -> None:
+        """On the compute thread, whose number of threads the child is to have."""
+        if self._sandbox is None:
+            self._sandbox = Sandbox(self._device, threads=torch.get_num_threads(), memory_bytes=machine_memory_bytes())
+            self._sandbox.start()
 
     def drain(self, reason: str = "asked to leave") -> None:
         """Leave in good order: finish the lease under way, give the others back. Returns at once."""
@@ -193,11 +227,10 @@ class Worker:
         if self._terms.get(welcome.run_id) != welcome.term:
             self._in_vain = 0  # another coordinator: the link to the last one ended with it, through no fault of ours
         self._terms[welcome.run_id] = welcome.term
-        plain = welcome.update == "sync" and welcome.codec == welcome.downlink == "raw"
-        self._serving = serving = (Serving if plain else CodedServing)(
+        self._serving = serving = (Serving if _is_plain(welcome) else CodedServing)(
             link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
-            inline_s=self.config.inline_block_s, parted=self.parted, clock=self._runtime.clock,
-            wait=self._runtime.wait,
+            inline_s=0.0 if self._sandboxed else self.config.inline_block_s, parted=self.parted,
+            clock=self._runtime.clock, wait=self._runtime.wait,
         )  # fmt: skip
         if isinstance(serving, CodedServing):
             serving.inner = joined.inner
@@ -316,7 +349,7 @@ class Worker:
 
     # -- the model -----------------------------------------------------------------------------------------
 
-    async def _prepare(self, welcome: Welcome, theirs: Layout, serving: Serving) -> tuple[Engine, Ready]:
+    async def _prepare(self, welcome: Welcome, theirs: Layout, serving: Serving) -> tuple[Computing, Ready]:
         """Build the model (or keep it) and compare it with the coordinator's.
 
         Raises Refused (MODEL_MISMATCH, NO_PROGRAM), ProgramRefused.
@@ -327,12 +360,13 @@ class Worker:
             await self._fetch(serving, theirs)
         key = (
             welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate, welcome.bucket_bytes,
-            self._program_digest,
+            self._program_digest, self._sandboxed and _is_plain(welcome),
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         if self._engine is None or self._engine_key != key:
             if self._engine is not None:
                 await loop.run_in_executor(self._compute, self._engine.close)
+                self._engine = None
             self._engine = await loop.run_in_executor(self._compute, self._build, welcome, theirs)
             self._engine_key = key
         engine = self._engine
@@ -344,7 +378,7 @@ class Worker:
                 "use the same job file on both sides",
             )
         threads = await loop.run_in_executor(self._compute, torch.get_num_threads)
-        if self.config.inline_block_s:
+        if self.config.inline_block_s and not self._sandboxed:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
             torch.set_num_threads(threads)
@@ -360,12 +394,17 @@ class Worker:
         digest, document = await fetch_program(serving.link, serving.outbox, self._program_digest)
         if document is not None:
             loop = asyncio.get_running_loop()
-            self._program = await loop.run_in_executor(self._compute, parse, document, layout)
+            if self._sandboxed:
+                self._document = document  # it is looked at behind closed doors
+            else:
+                self._program = await loop.run_in_executor(self._compute, parse, document, layout)
             self._program_digest = digest
             logger.info("program received bytes=%d constants=%d", len(document.text), len(document.constants))
 
-    def _build(self, welcome: Welcome, layout: Layout) -> Engine:
+    def _build(self, welcome: Welcome, layout: Layout) -> Computing:
         try:
+            if self._sandboxed:
+                return self._build_sandboxed(welcome, layout)
             source: Job | Replica | None = self._job
             if source is None:
                 assert self._program is not None
@@ -391,6 +430,23 @@ class Worker:
         except Exception as error:
             raise UsageError(f"building the job's model raised {type(error).__name__}: {error}") from error
 
+    def _build_sandboxed(self, welcome: Welcome, layout: Layout) -> Computing:
+        assert self._document is not None
+        self._start_sandbox()
+        sandbox, self._sandbox = self._sandbox, None
+        assert sandbox is not None
+        try:
+            return Sandboxed(
+                sandbox, self._document, layout, seed=welcome.seed, precision=welcome.precision,
+                microbatch_samples=welcome.microbatch_size, accumulate=welcome.accumulate,
+                bucket_bytes=welcome.bucket_bytes, batch_bytes=self.config.memory_limit_bytes,
+                memory_bytes=device_memory_bytes(self._device), copies=not _is_plain(welcome),
+                clock=self._runtime.clock,
+            )  # fmt: skip
+        except BaseException:
+            sandbox.end()
+            raise
+
     def _set_threads(self) -> None:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -403,6 +459,11 @@ def _last_word(refused: Refused) -> Departure:
     if refused.code is RefusalCode.RUN_FAILED:
         raise RunFailed(refused.reason) from None
     raise refused
+
+
+def _is_plain(welcome: Welcome) -> bool:
+    """Whether results go out and parameters come in as they lie in memory, at every version."""
+    return welcome.update == "sync" and welcome.codec == welcome.downlink == "raw"
 
 
 def _pause_s(in_vain: int) -> float:

@@ -19,9 +19,9 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task
-from w5xde_async.compute.flops import counting_flops
-from w5xde_async.errors import LinkLost, MalformedFrame, Refused, UsageError, W5xdeError
+from w5xde_async.compute.block import Computing, Outcome, Task
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import LinkLost, MalformedFrame, ProgramRefused, Refused, UsageError, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.flat import ResultVector
@@ -116,7 +116,7 @@ class Serving:
         self._bye: Bye | None = None  # the coordinator's last message
         self.heard = ""  #: what the coordinator said that it does, last
 
-    async def run(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> Departure | None:
+    async def run(self, prepare: Callable[[], Awaitable[tuple[Computing, Ready]]]) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
 
         Raises LinkLost, Refused, RunFailed, RemoteError, UsageError (its memory limit holds less than the leases of
@@ -170,7 +170,7 @@ class Serving:
         await self._part(text)
         return UsageError(f"{text}; raise --memory-limit, or lower the job's microbatch_size")
 
-    async def _prepare(self, prepare: Callable[[], Awaitable[tuple[Engine, Ready]]]) -> None:
+    async def _prepare(self, prepare: Callable[[], Awaitable[tuple[Computing, Ready]]]) -> None:
         try:
             engine, ready = await prepare()
         except Refused as error:
@@ -202,7 +202,7 @@ class Serving:
         if self._drain:
             self.outbox.post(encode(Drain(self._drain[:200], self._grace_s)))
 
-    def _take_up(self, engine: Engine) -> None:
+    def _take_up(self, engine: Computing) -> None:
         self._inbox = Inbox(engine.layout, engine.incoming, self._limit)
 
     # -- in ------------------------------------------------------------------------------------------------
@@ -328,7 +328,11 @@ class Serving:
     def _worked(self, thread: asyncio.Future[None]) -> None:
         self._thread = None
         error = None if thread.cancelled() else thread.exception()
-        if error is not None:
+        if isinstance(error, ProgramRefused):
+            self._failure = error
+            logger.error("leaving the run reason=%s", error)
+            self.outbox.post(encode(Bye(ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
+        elif error is not None:
             self._failure = error
             self.link.abort()
         else:
@@ -382,7 +386,7 @@ class Serving:
 
         try:
             if self._flops_per_leaf is None:
-                outcome, flops = counting_flops(lambda: self._engine.compute(task, emit))
+                outcome, flops = self._engine.counted(task, emit)
                 self._flops_per_leaf = flops / len(lease.samples)
             else:
                 outcome = self._engine.compute(task, emit)

@@ -32,6 +32,7 @@ from w5xde_async.compute.program.operators import (
 )
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.layout import Layout
+from w5xde_async.wire.packed import unpack
 
 __all__ = [
     "DEVICE", "FORM", "LIMITS", "Document", "Graph", "Input", "Limits", "Node", "Program", "Ref", "encode", "parse",
@@ -202,9 +203,9 @@ def _parse(document: Document, layout: Layout) -> Program:
     text = document.text
     _need(len(text) <= LIMITS.text_bytes, f"its text has {len(text)} bytes, more than {LIMITS.text_bytes}")
     try:
-        parsed: Any = msgpack.unpackb(
-            text, use_list=False, raw=False, strict_map_key=True, max_str_len=LIMITS.text_bytes,
-            max_bin_len=LIMITS.text_bytes, max_array_len=max(LIMITS.nodes, LIMITS.items), max_map_len=0, max_ext_len=0,
+        parsed: Any = unpack(
+            text, max_str_len=LIMITS.text_bytes, max_bin_len=LIMITS.text_bytes,
+            max_array_len=max(LIMITS.nodes, LIMITS.items), max_map_len=0,
         )  # fmt: skip
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise ProgramRefused(f"its text is not msgpack within the limits ({type(error).__name__})") from None

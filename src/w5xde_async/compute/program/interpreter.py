@@ -9,6 +9,7 @@ not fit, overflow or need more than ``memory_bytes`` are refused there, before a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from w5xde_async.compute.program.constraints import check
 from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
 from w5xde_async.compute.program.operators import SET_GRAD, Operator
 from w5xde_async.errors import ProgramRefused
 
-__all__ = ["Bound", "bind", "example", "fits", "measure", "run"]
+__all__ = ["Bound", "Scale", "bind", "example", "fits", "measure", "run"]
 
 _MAX_ELEMENTS = 1 << 40  # of one tensor, views that repeat an element included
+_MAX_TENSORS = 1 << 18  # that all nodes give together: each takes memory of its own, about a KiB
+_CHECK_S = 60.0  # to check one graph at one size
 
 Call = Callable[[list[Any]], Any]
 
@@ -37,8 +41,10 @@ class Bound(NamedTuple):
     sets_grad: bool
 
 
-def bind(program: Program, graph: Graph, device: torch.device) -> Bound:
-    """Fill in everything that does not change from batch to batch."""
+def bind(
+    program: Program, graph: Graph, device: torch.device, wrap: Callable[[Operator], Callable[..., Any]] | None = None
+) -> Bound:
+    """Fill in everything that does not change from batch to batch. ``wrap``: what is called in an operator's place."""
     base = program.num_entries + len(graph.inputs) + len(program.constants)
     last = {}
     for number, node in enumerate(graph.nodes):
@@ -53,7 +59,9 @@ def bind(program: Program, graph: Graph, device: torch.device) -> Bound:
     for number, node in enumerate(graph.nodes):
         if base + number not in last and base + number not in keep:
             dead[number].append(base + number)
-        steps.append((_call(node.operator, node.arguments, node.named, device), base + number, tuple(dead[number])))
+        function = node.operator.call if wrap is None else wrap(node.operator)
+        call = _call(node.operator, function, node.arguments, node.named, device)
+        steps.append((call, base + number, tuple(dead[number])))
     sets_grad = any(node.operator.name == SET_GRAD for node in graph.nodes)
     return Bound(graph, tuple(steps), base + len(graph.nodes), sets_grad)
 
@@ -65,8 +73,13 @@ def _uses(arguments: Sequence[Any], named: dict[str, Any]) -> list[int]:
     return found
 
 
-def _call(of: Operator, arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...], device: torch.device) -> Call:
-    operator = of.call
+def _call(
+    of: Operator,
+    operator: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    named: tuple[tuple[str, Any], ...],
+    device: torch.device,
+) -> Call:
     if of.makes_tensors:  # without a device torch would take its own default
         named = (*[pair for pair in named if pair[0] != "device"], ("device", DEVICE))
 
@@ -155,6 +168,50 @@ def example(inputs: Sequence[Input]) -> list[tuple[torch.dtype, tuple[int, ...]]
     return [(i.dtype, tuple(size if isinstance(size, int) else size[3] for size in i.sizes)) for i in inputs]
 
 
+class Scale:
+    """Calls operators on tensors without memory and counts what they would take. Raises ValueError over a limit."""
+
+    def __init__(self, memory_bytes: int, *, seconds: float = _CHECK_S) -> None:
+        self._memory_bytes, self._until, self._seconds = memory_bytes, time.monotonic() + seconds, seconds
+        self._storages: dict[int, Any] = {}  # kept, so that no other storage gets the same address
+        self._num_results = 0
+        self.total = 0  #: bytes of all results so far
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """``tensor`` is there before: views of it take no memory."""
+        self._storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    def weighed(self, operator: Operator) -> Callable[..., Any]:
+        """``operator``'s call, checked before and weighed after."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if time.monotonic() > self._until:
+                raise ValueError(f"to check the program takes more than {self._seconds:g} s")
+            check(operator, arguments, named, memory_bytes=self._memory_bytes)
+            result = operator.call(*arguments, **named)
+            self._weigh(result)
+            return result
+
+        return call
+
+    def _weigh(self, value: Any) -> None:
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, Tensor):
+                if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+                    raise ValueError("its result has memory where nothing has")
+                if tensor.numel() > _MAX_ELEMENTS:
+                    raise ValueError(f"a tensor of {tensor.numel()} elements")
+                self._num_results += 1
+                if self._num_results > _MAX_TENSORS:
+                    raise ValueError(f"the results before and this one are more than {_MAX_TENSORS} tensors")
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = storage
+                    self.total += storage.nbytes()
+                    if self.total > self._memory_bytes:
+                        raise ValueError(f"its results need more than {self._memory_bytes} bytes")
+
+
 def measure(
     program: Program,
     graph: Graph,
@@ -169,25 +226,8 @@ def measure(
     ``autocast`` makes the CPU's context of a run in half precision: ``meta`` tensors know none, fake ones do.
     """
     meta = torch.device("meta" if autocast is None else "cpu")
-    bound = bind(program, graph, meta)
-    total = 0
-    storages: dict[int, Any] = {}  # kept, so that no other storage gets the same address
-
-    def weigh(value: Any) -> None:
-        nonlocal total
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, Tensor):
-                if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
-                    raise ValueError("its result has memory where nothing has")
-                if tensor.numel() > _MAX_ELEMENTS:
-                    raise ValueError(f"a tensor of {tensor.numel()} elements")
-                storage = tensor.untyped_storage()
-                if storage._cdata not in storages:
-                    storages[storage._cdata] = storage
-                    total += storage.nbytes()
-                    if total > memory_bytes:
-                        raise ValueError(f"its results need more than {memory_bytes} bytes")
-
+    scale = Scale(memory_bytes)
+    bound = bind(program, graph, meta, scale.weighed)
     number, name = -1, ""
     try:
         with ExitStack() as contexts:
@@ -199,12 +239,11 @@ def measure(
             given += [torch.empty(constant.shape, dtype=constant.dtype, device=meta) for constant in program.constants]
             values: list[Any] = [*given, *([None] * len(bound.steps))]
             for tensor in given:
-                storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+                scale.leave_out(tensor)
             for number, (call, result, _) in enumerate(bound.steps):
                 name = graph.nodes[number].operator.name
                 if name != SET_GRAD:
                     values[result] = call(values)
-                    weigh(values[result])
             number, name = -1, ""
             loss = values[graph.loss]
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -213,4 +252,4 @@ def measure(
         text = str(error).strip().splitlines()
         reason = text[0][:300] if text else type(error).__name__
         raise ProgramRefused(reason, node=number, operator=name) from None
-    return total
+    return scale.total

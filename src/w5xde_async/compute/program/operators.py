@@ -143,6 +143,16 @@ class Operator:
     results: tuple[str, ...]
 
     @property
+    def base(self) -> str:
+        """Its name without the overload."""
+        return self.name.partition(".")[0]
+
+    @property
+    def aliases(self) -> bool:
+        """Whether a result may be a view of an argument."""
+        return any(parameter.aliases and not parameter.writes for parameter in self.parameters)
+
+    @property
     def makes_tensors(self) -> bool:
         """Whether it makes tensors out of none, on a device that it is told."""
         kinds = {parameter.kind for parameter in self.parameters}

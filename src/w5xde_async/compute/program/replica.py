@@ -20,7 +20,7 @@ from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
-__all__ = ["ProgramStep", "Replica", "device_memory_bytes"]
+__all__ = ["ProgramStep", "Replica", "device_memory_bytes", "skeleton"]
 
 _PART = re.compile(r"[A-Za-z0-9_]{1,120}")
 _MAX_PARTS = 64
@@ -122,10 +122,10 @@ class Replica:
         if needed > memory_bytes:
             raise ProgramRefused(f"the model needs {needed} bytes, this machine has {memory_bytes}")
         step = ProgramStep(program, layout, device, memory_bytes=memory_bytes, precision=precision)
-        return cls(_skeleton(layout), layout, step, program.statistics)
+        return cls(skeleton(layout), layout, step, program.statistics)
 
 
-def _skeleton(layout: Layout) -> nn.Module:
+def skeleton(layout: Layout) -> nn.Module:
     """Nested modules with the layout's parameters and buffers under all their names. Raises ProgramRefused."""
     root, num_modules = nn.Module(), 0
     for entry in layout.entries:

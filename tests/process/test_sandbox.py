@@ -1,0 +1,195 @@
+"""A stranger's program in a process of its own: what that process cannot do, that it computes the same bits, and that
+the worker outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs, programs, reference
+from tests.support.cluster import QUICK_WORKER, settings
+from tests.support.programs import tiny_layout
+from tests.support.sealed import ATTEMPTS, HARMLESS
+from tests.unit.test_program_hostile import BIG, HOSTILE
+
+from w5xde_async.compute.program import sandbox as sandboxes
+from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import ProgramKilled, ProgramRefused
+from w5xde_async.params.flat import named_digest
+from w5xde_async.worker import service
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Departure, Worker
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(sandboxes.unsupported(torch.device("cpu"))), reason="no sandbox on this machine"),
+]
+
+SANDBOXED = replace(QUICK_WORKER, sandbox="on", threads=1)
+
+
+# -- what it cannot do
+
+
+class Kept(Sandbox):
+    """Is told of one program after the other."""
+
+    def end(self) -> None:
+        """At the end of the test."""
+
+
+@pytest.fixture(scope="module")
+def tried() -> dict[str, str]:
+    command = [sys.executable, "-m", "tests.support.sealed"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    made = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=100, text=True)
+    found: dict[str, str] = json.loads(made.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_whoever_asks_the_kernel_for_more_is_ended(name: str, tried: dict[str, str]) -> None:
+    assert tried[name] == "SIGSYS"
+    assert not Path("/tmp/w5xde-owned").exists()
+
+
+def test_what_computing_takes_is_let_through(tried: dict[str, str]) -> None:
+    assert {name: tried[name] for name in HARMLESS} == {
+        "nothing": "0", "its number": "True", "a name of a thread": "0", "another filter": "-1", "memory": str(1 << 20),
+    }  # fmt: skip
+
+
+# -- what it computes
+
+
+async def train(name: str, config: WorkerConfig, **options: Any) -> RunResult:
+    make_job = programs.TRACEABLE[name]
+    async with Coordinator(make_job(), config=settings(code_free=True, max_time_s=100.0, **options)) as coordinator:
+        worker = Worker(coordinator.address, config=config)
+        running = asyncio.create_task(worker.run())
+        result = await coordinator.wait()
+        assert await running is Departure.FINISHED
+    assert worker.leases_done
+    return result
+
+
+@pytest.mark.parametrize("name", ["cnn", "bf16"])
+async def test_the_same_bits_in_it_as_outside(name: str) -> None:
+    result = await train(name, SANDBOXED)
+    assert result.digest == named_digest(reference.train(programs.TRACEABLE[name]())[0])
+
+
+async def test_the_same_bits_through_local_steps() -> None:
+    from w5xde_async.updates.config import UpdateConfig
+
+    update = UpdateConfig(rule="local", inner_steps=3, codec="int8")
+    inside = await train("mlp", SANDBOXED, update=update)
+    outside = await train("mlp", replace(SANDBOXED, sandbox="off"), update=update)
+    assert inside.digest == outside.digest
+
+
+# -- what it dies of
+
+
+class Deadly(Sandbox):
+    """Computes until its kernels go astray."""
+
+    module = "tests.support.deadly"
+
+
+DEATHS = {"reads beside its memory": "SIGSEGV", "opens a file": "SIGSYS", "lies": "never says"}
+
+
+@pytest.mark.parametrize("how", DEATHS)
+async def test_the_worker_outlives_it_says_why_and_the_run_goes_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_TEST_DEATH", how)
+    monkeypatch.setattr(service, "Sandbox", Deadly)
+    async with Coordinator(jobs.mlp_adamw(), config=settings(code_free=True, max_time_s=100.0)) as coordinator:
+        worker = Worker(coordinator.address, config=SANDBOXED)
+        with pytest.raises(ProgramKilled, match=DEATHS[how]) as caught:
+            await worker.run()
+        assert caught.value.exit_code == 5
+        assert worker.leases_done == 2
+        # The same process works on: what its child died of has touched nothing of its own.
+        monkeypatch.setattr(service, "Sandbox", Sandbox)
+        next_one = Worker(coordinator.address, config=replace(SANDBOXED, sandbox="off"))
+        running = asyncio.create_task(next_one.run())
+        result = await coordinator.wait()
+        assert await running is Departure.FINISHED
+    assert result.digest == named_digest(reference.train(jobs.mlp_adamw())[0])
+
+
+async def test_a_child_that_somebody_kills_ends_the_lease_and_not_the_worker() -> None:
+    job = replace(jobs.mlp_adamw(), max_steps=100_000)
+    async with Coordinator(job, config=settings(code_free=True, max_time_s=100.0)) as coordinator:
+        worker = Worker(coordinator.address, config=SANDBOXED)
+        running = asyncio.create_task(worker.run())
+        while not (worker._serving and worker._serving.leases_done):  # noqa: ASYNC110 (a worker tells nobody)
+            await asyncio.sleep(0.01)
+        assert isinstance(worker._engine, Sandboxed)
+        os.kill(worker._engine._sandbox.pid, signal.SIGKILL)
+        with pytest.raises(ProgramKilled, match="SIGKILL"):
+            await running
+
+
+# -- hostile programs
+
+
+def test_it_has_no_secret_and_refuses_every_hostile_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sandbox = Kept(torch.device("cpu"), threads=1, memory_bytes=4 << 30)
+    try:
+        monkeypatch.setenv("W5XDE_TOKEN", "hush-hush")
+        monkeypatch.setenv("HOME", "/home/hush-hush")
+        with (tmp_path / "secret").open("w") as file:
+            os.set_inheritable(file.fileno(), True)
+            sandbox.wait()
+        has_no_secret(Path("/proc") / str(sandbox.pid))
+        refuses_every_hostile_program(sandbox)
+    finally:
+        Sandbox.end(sandbox)
+
+
+def has_no_secret(place: Path) -> None:
+    said = (place / "status").read_text()
+    assert "Seccomp:\t2" in said
+    assert "NoNewPrivs:\t1" in said
+    limits = (place / "limits").read_text()
+    assert limits.split("Max core file size")[1].split()[:2] == ["0", "0"]
+    assert limits.split("Max file size")[1].split()[:2] == ["0", "0"]
+    if os.geteuid() == 0:  # a process that hides can be looked into by root alone
+        environment = (place / "environ").read_bytes()
+        assert b"hush" not in environment
+        assert b"W5XDE" not in environment
+        files = [os.readlink(entry.path) for entry in os.scandir(place / "fd")]
+        assert len(files) == 4, files
+        assert not any("secret" in name for name in files)
+
+
+def refuses_every_hostile_program(kept: Kept) -> None:
+    layout, passed = tiny_layout(), []
+    for name, (make, _) in HOSTILE.items():
+        if name in BIG:
+            continue
+        try:
+            Sandboxed(
+                kept, make(), layout, seed=1, precision="fp32", microbatch_samples=8, accumulate=1,
+                bucket_bytes=layout.bucket_bytes, batch_bytes=1 << 20, memory_bytes=1 << 30, copies=False,
+            )  # fmt: skip
+        except ProgramKilled as error:
+            raise AssertionError(f"{name}: {error}") from error
+        except ProgramRefused:
+            continue
+        passed.append(name)
+    assert not passed
