@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from tests.generated.runner import Report, run
-from tests.generated.scenario import Fault, Scenario, known, scenarios
+from tests.generated.scenario import Fault, Scenario, known, scenarios, storm
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -46,6 +46,11 @@ def fine(report: Report) -> None:
 @given(scenarios().filter(lambda scenario: scenario.valid() and not known(scenario)))
 def test_any_job_ends_and_counts_every_sample(scenario: Scenario) -> None:
     fine(run(scenario))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_rule_in_a_storm_of_faults(seed: int) -> None:
+    fine(run(storm(seed)))
 
 
 @pytest.mark.parametrize("found", FOUND)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.generated.runner import Report, run
-from tests.generated.scenario import Fault, Scenario, known, scenarios, smaller
+from tests.generated.scenario import Fault, Scenario, known, scenarios, smaller, storm
 
 _BLOCK = 25  # scenarios that are drawn with one seed
 
@@ -56,11 +56,12 @@ def made_small(report: Report, *, most_s: float = 60.0) -> Report:
     return best
 
 
-def _block(task: tuple[int, bool]) -> list[Report]:
-    number, open_too = task
+def _block(task: tuple[int, bool, bool]) -> list[Report]:
+    number, open_too, storms = task
     torch.set_num_threads(1)
     reports = []
-    for scenario in drawn(number, _BLOCK):
+    made = drawn(number, _BLOCK) if not storms else [storm(at) for at in range(number * _BLOCK, (number + 1) * _BLOCK)]
+    for scenario in made:
         if known(scenario) and not open_too:
             continue
         report = run(scenario)
@@ -69,7 +70,7 @@ def _block(task: tuple[int, bool]) -> list[Report]:
     return reports
 
 
-def _reports(blocks: list[tuple[int, bool]], jobs: int) -> Iterator[Report]:
+def _reports(blocks: list[tuple[int, bool, bool]], jobs: int) -> Iterator[Report]:
     if jobs == 1:
         for block in blocks:
             yield from _block(block)
@@ -90,6 +91,35 @@ def _show(report: Report) -> None:
     _say(f"    {report.scenario!r}\n")
 
 
+def campaign(seeds: str, jobs: int, *, open_too: bool = False, storms: bool = False, as_drawn: bool = False) -> int:
+    """Run them and say what failed; the exit code."""
+    began = time.perf_counter()
+    first, _, last = seeds.partition(":")
+    blocks = [(block, open_too, storms) for block in range(int(first) // _BLOCK, -(-int(last) // _BLOCK))]
+    signatures: Counter[tuple[str, ...]] = Counter()
+    hits: Counter[str] = Counter()
+    rules: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    count = 0
+    for report in _reports(blocks, jobs):
+        count += 1
+        hits.update(report.hits)
+        rules[report.scenario.rule] += 1
+        if report.refused:
+            refused[report.refused[:100]] += 1
+        if report.violations:
+            signatures[report.signature] += 1
+            if signatures[report.signature] == 1:
+                _say(f"{'; '.join(report.signature)}")
+                _show(report if as_drawn else made_small(report))
+    seconds = time.perf_counter() - began
+    _say(f"{count} scenarios in {seconds:.0f} s ({seconds / max(count, 1) * 1000:.0f} ms each): {dict(rules)}")
+    for what, number in (*signatures.most_common(), *refused.most_common()):
+        _say(f"  {number:5d}  {what if isinstance(what, str) else '; '.join(what)}")
+    _say(f"faults that had their effect: {dict(sorted(hits.items()))}")
+    return 1 if signatures else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FROM:TO")
@@ -107,31 +137,7 @@ def main() -> int:
         _say(report.refused or f"{len(report.violations)} violations in {report.virtual_s:.0f} s of virtual time")
         _show(report)
         return 1 if report.violations else 0
-    began = time.perf_counter()
-    first, _, last = asked.seeds.partition(":")
-    blocks = [(block, asked.open) for block in range(int(first) // _BLOCK, -(-int(last) // _BLOCK))]
-    signatures: Counter[tuple[str, ...]] = Counter()
-    hits: Counter[str] = Counter()
-    rules: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
-    count = 0
-    for report in _reports(blocks, asked.jobs):
-        count += 1
-        hits.update(report.hits)
-        rules[report.scenario.rule] += 1
-        if report.refused:
-            refused[report.refused[:100]] += 1
-        if report.violations:
-            signatures[report.signature] += 1
-            if signatures[report.signature] == 1:
-                _say(f"{'; '.join(report.signature)}")
-                _show(report if asked.as_drawn else made_small(report))
-    seconds = time.perf_counter() - began
-    _say(f"{count} scenarios in {seconds:.0f} s ({seconds / max(count, 1) * 1000:.0f} ms each): {dict(rules)}")
-    for what, number in (*signatures.most_common(), *refused.most_common()):
-        _say(f"  {number:5d}  {what if isinstance(what, str) else '; '.join(what)}")
-    _say(f"faults that had their effect: {dict(sorted(hits.items()))}")
-    return 1 if signatures else 0
+    return campaign(asked.seeds, asked.jobs, open_too=asked.open, as_drawn=asked.as_drawn)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["EXACT", "FAULTS", "KEPT", "OPEN", "Fault", "Scenario", "known", "scenarios", "smaller"]
+__all__ = ["EXACT", "FAULTS", "KEPT", "OPEN", "Fault", "Scenario", "known", "scenarios", "smaller", "storm"]
 
 DATA = ("tensors", "map", "getitems", "collate", "dict", "nested")
 INPUTS = ("float32", "float64", "float16", "bfloat16", "uint8", "int32", "int64", "bool", "uint16", "uint32")
@@ -152,6 +153,20 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
             tries = [field.default + (value - field.default) // 2, value - 1 if value > field.default else value + 1]
         for tried in tries:
             yield replace(scenario, **{field.name: tried})
+
+
+def storm(seed: int) -> Scenario:
+    """A run under any rule and codec that is long enough for a schedule of the simulator's faults."""
+    rng = random.Random(f"storm {seed}")
+    rule = RULES[seed % len(RULES)]
+    return Scenario(
+        rule=rule, codec=rng.choice(CODECS), downlink=rng.choice(DOWNLINKS), inner_steps=rng.randint(1, 4),
+        fragments=rng.randint(1, 3), samples=rng.choice([64, 100]), batch=8, microbatch=rng.choice([2, 4]), epochs=2,
+        buffers=tuple(sorted(rng.sample(BUFFERS, 2))), workers=rng.randint(1, 3), gate=rng.random() < 0.5,
+        same_name=rng.random() < 0.5, ahead=rng.randint(1, 3), leaf_s=rng.choice([0.1, 0.2, 0.4]), kept=True,
+        durability="journal" if rule == "sync" and rng.random() < 0.5 else "checkpoint",
+        checkpoint_every=rng.choice([1, 3, 50]), storm=True, seed=seed,
+    )  # fmt: skip
 
 
 @st.composite

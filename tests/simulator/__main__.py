@@ -1,5 +1,6 @@
 """Run seeds: ``python -m tests.simulator --seeds 0:10000 [--mode safety|liveness|both] [--jobs 2] [--bug NAME]``.
 
+``--rules`` runs the same faults, and workers that hang, lie about time and share names, under every rule and codec.
 ``--seed N -v`` replays one run with its trace; ``--planted`` runs every planted bug until a seed catches it and, with
 ``--write``, puts the table into docs/planted-bugs.md. The exit code is 0 where nothing was lost, twice or stuck.
 """
@@ -10,6 +11,7 @@ import argparse
 import sys
 
 import torch
+from tests.generated.__main__ import campaign
 from tests.simulator.bugs import BUGS
 from tests.simulator.campaign import mode_of, one, report, run_planted, run_seeds, say
 
@@ -23,12 +25,15 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="run every planted bug until it is caught")
     parser.add_argument("--write", action="store_true", help="with --planted: write docs/planted-bugs.md")
     parser.add_argument("--most", type=int, default=400, help="with --planted: seeds for each bug")
+    parser.add_argument("--rules", action="store_true", help="every rule and codec, on jobs of tests.generated")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("-v", "--verbose", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.planted:
         return run_planted(given.most, given.jobs, given.write)
+    if given.rules:
+        return campaign(given.seeds, given.jobs, storms=True)
     if given.seed is not None:
         outcome = one(given.seed, mode_of(given.seed, given.mode), given.bug, verbose=given.verbose)
         for line in outcome.trace:
