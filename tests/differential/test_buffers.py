@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tests.support import reference
-from tests.support.cluster import train
+from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job
+from w5xde_async.worker.service import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +175,17 @@ async def test_leaves_of_several_microbatches(layer: Callable[[], nn.Module]) ->
     changes = {"accumulate_grad_batches": 2, "precision": "bf16"}
     result = await train(lambda: job(layer, **changes), workers=2, code_free=False)
     assert result.digest == reference.digest(job(layer, **changes))
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_without_the_code_assigns_too() -> None:
+    def both() -> nn.Module:
+        return nn.Sequential(Assigned(), Extremes())
+
+    async with Coordinator(job(both), config=settings(code_free=True, max_time_s=60.0)) as coordinator:
+        worker = Worker(coordinator.address, job=None, config=QUICK_WORKER)
+        result, _ = await asyncio.gather(coordinator.wait(), worker.run())
+    assert result.digest == reference.digest(job(both))
 
 
 class Resized(Habit):

@@ -74,9 +74,30 @@ class _Step(nn.Module):
         self._note_names = names.extend  # export undoes what is set on the module itself
 
     def forward(self, *tensors: Tensor) -> Any:
+        held = [
+            (module, name, buffer)
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
         loss, metrics = self._step_of(self.model, unflatten(self._structure, tensors))
+        _write_assigned(held)
         self._note_names(metrics)
         return (loss, *metrics.values())
+
+
+def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    """Make writes of what the step has assigned to buffers: export forgets an assignment."""
+    assigned = [
+        (module, name, buffer, value.detach().clone())
+        for module, name, buffer in held
+        if (value := module._buffers.get(name)) is not buffer and value is not None
+    ]
+    for module, name, buffer, value in assigned:
+        if value.shape != buffer.shape or value.dtype != buffer.dtype:
+            raise NotTraceable(f"buffer {name!r} is assigned a tensor of another shape or dtype")
+        buffer.copy_(value)
+        module._buffers[name] = buffer
 
 
 def probe_batches(job: Job, sizes: Sequence[int]) -> list[Any]:
