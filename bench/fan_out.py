@@ -230,7 +230,7 @@ def members(reply: Reply, *, size: str, count: int, port: int, bare: bool) -> No
         try:
             if not bare:
                 name = f"member{number:03}"
-                told = await join(link, worker_id=name, name=name, token="", terms={})
+                told = await join(link, key=name, name=name, token="", terms={})
                 await link.send(encode(Ready(told.welcome.fingerprint, "cpu", "bench", 1, "0")))
             link.caps = SESSION_CAPS
             joined()

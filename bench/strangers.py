@@ -43,7 +43,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.net.link import Link
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, SESSION_CAPS, decode_header, encode, header_length
 from w5xde_async.wire.handshake import prove
-from w5xde_async.wire.messages import PROTOCOL_VERSION, Challenge, Hello, Proof, Welcome
+from w5xde_async.wire.messages import PROTOCOL_VERSION, Accepted, Challenge, Hello, Introduction, Proof, Welcome
 
 TOKEN = "only for this bench"
 WORKERS = ("worker-0", "worker-1")
@@ -201,14 +201,22 @@ async def recorded(port: int, *, tls: bool) -> Target:
     challenge, _ = decode_header(header, HANDSHAKE_CAPS)
     assert isinstance(challenge, Challenge)
     proof = frame(Proof(prove(TOKEN.encode(), "worker", NONCE, challenge.nonce, binding)))
-    writer.write(proof)
+    introduction = frame(Introduction("stranger", "stranger", "0"))
+    writer.write(proof + introduction)
     async with asyncio.timeout(10):
+        accepted = await reader.readexactly(header_length(await reader.readexactly(4), HANDSHAKE_CAPS))
+        assert isinstance(decode_header(accepted, HANDSHAKE_CAPS)[0], Accepted)
         prefix = await reader.readexactly(4)
         welcome = await reader.readexactly(header_length(prefix, SESSION_CAPS))
     message, specs = decode_header(welcome, SESSION_CAPS)
     assert isinstance(message, Welcome)
     writer.transport.abort()
-    return Target(port, context, HELLO + proof, 8 + len(header) + len(welcome) + sum(spec.nbytes for spec in specs))
+    return Target(
+        port,
+        context,
+        HELLO + proof + introduction,
+        12 + len(header) + len(accepted) + len(welcome) + sum(spec.nbytes for spec in specs),
+    )
 
 
 async def attack(target: Target, count: int, kinds: Any) -> tuple[float, int]:

@@ -47,6 +47,7 @@ from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import prove
 from w5xde_async.wire.messages import (
     PROTOCOL_VERSION,
+    Accepted,
     Bye,
     ByeCode,
     Challenge,
@@ -54,6 +55,7 @@ from w5xde_async.wire.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Introduction,
     Lease,
     Message,
     Params,
@@ -162,12 +164,14 @@ class Peer:
 
     async def greet(self, *, worker_id: str = "bad", token: str = "", protocol: int = PROTOCOL_VERSION) -> None:
         nonce = os.urandom(32)
-        await self.send(Hello(protocol, nonce, worker_id, "bad peer", "0"))
+        await self.send(Hello(protocol, nonce, "", "", ""))
         if protocol != PROTOCOL_VERSION:
             return
         challenge = await self.expect(Challenge)
         proof = prove(token.encode(), "worker", nonce, challenge.nonce) if token else b""
         await self.send(Proof(proof))
+        await self.expect(Accepted)
+        await self.send(Introduction(worker_id, "bad peer", "0"))
         self.link.caps = SESSION_CAPS
 
     async def join(self, *, worker_id: str = "bad") -> Welcome:
@@ -299,7 +303,7 @@ async def test_a_peer_without_the_token_learns_nothing(token: str) -> None:
     ("theirs", "ours", "reason"),
     [
         (TOKEN, "", "this worker has none"),
-        (TOKEN, "salmon", "does not know this worker's token"),
+        (TOKEN, "salmon", "the token is missing or wrong"),
         ("", TOKEN, "asks for none"),
     ],
 )

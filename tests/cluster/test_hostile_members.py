@@ -5,20 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support import lying, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
+from tests.support.scripted import scripted, settle
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from w5xde_async.compute.program.form import FORM
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import Refused, Unreachable
 from w5xde_async.job import Job
+from w5xde_async.net.endpoint import connect
+from w5xde_async.net.join import worker_secret
 from w5xde_async.telemetry.events import Event, Warned, WorkerLeft
-from w5xde_async.wire.messages import Message
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.messages import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Done,
+    Hello,
+    Message,
+    ProgramRequest,
+    Proof,
+    Refusal,
+)
+from w5xde_async.worker.joining import join
 from w5xde_async.worker.service import Departure, Worker
 
 
@@ -79,3 +97,138 @@ async def test_whatever_a_member_says_the_others_run_is_the_same(
         if isinstance(event, Warned | WorkerLeft):
             assert "\x1b" not in str(event)
             assert len(str(event)) < 5000
+
+
+# -- who is who
+
+
+def worker(where: str, **changes: Any) -> Worker:
+    return Worker(where, job=job(loss=slow_loss), config=replace(QUICK_WORKER, **changes))
+
+
+async def test_nobody_takes_the_place_of_an_invited_worker(tmp_path: Path) -> None:
+    """Somebody with the run's secret says her key and her name, and is put out: she stays."""
+    commits = Commits()
+    config = settings(join_file=tmp_path / "join", max_time_s=60.0)
+    async with Coordinator(job(), config=config, bus=commits.bus) as coordinator:
+        invited, told = coordinator.invite("alice"), coordinator.invitation
+        assert invited is not None
+        assert told is not None
+        alice = worker(invited.reveal())
+        working = asyncio.create_task(alice.run())
+        await commits.reach(2)
+        false = worker(told.reveal(), name="alice")
+        false._key = alice._key  # as if it had been overheard
+        lying_ = asyncio.create_task(false.run())
+        while coordinator.num_workers < 2:
+            await commits.reach(commits.step + 1)
+        training = coordinator._training
+        assert training is not None
+        assert len(training.sessions) == 2  # two, not one in the other's place
+        assert not working.done()
+        put_out = next(one for one in training.sessions.values() if not one.identity)
+        training._put_out(put_out.worker_id, put_out, "it lied")
+        with pytest.raises(Refused):
+            await lying_
+        await commits.reach(commits.step + 2)
+        assert not working.done()
+        # Nor is her own secret made of the run's.
+        forged = replace(invited, secret=worker_secret(told.secret, "alice"))
+        with pytest.raises(Refused, match="token"):
+            await worker(forged.reveal()).run()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def test_a_name_that_is_put_out_goes_on_by_no_other_link(tmp_path: Path) -> None:
+    commits, events = Commits(), list[Event]()
+    commits.bus.subscribe(events.append)
+    config = settings(join_file=tmp_path / "join", max_time_s=60.0)
+    async with Coordinator(job(), config=config, bus=commits.bus) as coordinator:
+        invited, bob = coordinator.invite("alice"), coordinator.invite("bob")
+        assert invited is not None
+        assert bob is not None
+        honest = asyncio.create_task(worker(bob.reveal()).run())
+        both = [asyncio.create_task(worker(invited.reveal()).run()) for _ in range(2)]
+        while coordinator.num_workers < 3:  # noqa: ASYNC110 - joining has no event here
+            await asyncio.sleep(0.01)
+        training = coordinator._training
+        assert training is not None
+        first = next(one for one in training.sessions.values() if one.identity == "alice")
+        training._put_out(first.worker_id, first, "it lied")
+        for task in both:
+            with pytest.raises(Refused, match="it lied"):
+                await task
+        await commits.reach(commits.step + 2)
+        assert [one.identity for one in training.sessions.values()] == ["bob"]
+        honest.cancel()
+        await asyncio.gather(honest, return_exceptions=True)
+
+
+async def test_one_name_has_its_share_of_the_places(tmp_path: Path) -> None:
+    config = settings(join_file=tmp_path / "join", max_workers=10, min_workers=10, max_time_s=60.0)
+    async with Coordinator(job(), config=config) as coordinator:
+        invited, bob = coordinator.invite("alice"), coordinator.invite("bob")
+        assert invited is not None
+        assert bob is not None
+        many = [asyncio.create_task(worker(invited.reveal()).run()) for _ in range(8)]
+        while coordinator.num_workers < 8:  # noqa: ASYNC110 - joining has no event here
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unreachable, match="has its 8 workers of alice"):
+            await worker(invited.reveal(), connect_timeout_s=0.1).run()
+        other = asyncio.create_task(worker(bob.reveal()).run())
+        while coordinator.num_workers < 9:  # noqa: ASYNC110 - joining has no event here
+            await asyncio.sleep(0.01)
+        for task in (*many, other):
+            task.cancel()
+        await asyncio.gather(*many, other, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("compute_s", 1e9), ("compute_s", 0.0), ("wait_s", 1e9), ("encode_s", 1e9)]
+)
+async def test_who_lies_about_time_drives_no_deadline(field: str, value: float) -> None:
+    """On a clock that only the test moves, leases take as long as the coordinator saw."""
+    async with scripted() as run:
+        liar, honest = await run.worker("liar"), await run.worker("honest")
+        for number in range(3):
+            for one in (liar, honest):
+                lease = await one.lease(number)
+                await one.version(lease.version)
+                await one.send(lease, *range(len(run.prepared.layout.result_buckets)))
+                done = Done(lease.lease, tuple(1.0 for _ in lease.samples), (), (), (), (), 0, 0.01, 0.0)
+                await one.link.send(encode(replace(done, **{field: value}) if one is liar else done))
+                await settle()
+            run.now += 0.01
+        deadlines = [run.training.pacing.deadline_s(one.worker_id, 1) for one in (liar, honest)]
+        assert deadlines == [run.config.pacing.min_deadline_s] * 2
+        member = run.training.membership.members[liar.worker_id]
+        assert max(member.compute_s, member.wait_s, member.encode_s) <= run.now - member.joined_at + 1e-9
+
+
+async def test_a_stranger_is_given_no_proof_to_try_tokens_on() -> None:
+    async with Coordinator(job(), config=settings(token="swordfish")) as coordinator:
+        link = await connect(coordinator.host, coordinator.port, timeout_s=5)
+        await link.send(encode(Hello(PROTOCOL_VERSION, bytes(32), "", "", "")))
+        challenge = (await link.recv()).message
+        assert isinstance(challenge, Challenge)
+        assert (challenge.auth, challenge.proof) == (True, b"")
+        await link.send(encode(Proof(bytes(32))))
+        assert isinstance((await link.recv()).message, Refusal)
+        await link.aclose()
+
+
+async def test_the_program_is_sent_once_on_a_link() -> None:
+    async with Coordinator(job(), config=settings(code_free=True)) as coordinator:
+        link = await connect(coordinator.host, coordinator.port, timeout_s=5)
+        await join(link, key="k", name="k", token="", terms={})
+        for _ in range(2):
+            await link.send(encode(ProgramRequest(FORM, b"")))
+        while not isinstance(said := (await link.recv(_anything)).message, Refusal):
+            pass
+        assert "twice" in said.reason
+        await link.aclose()
+
+
+def _anything(message: Message, specs: tuple[BufferSpec, ...]) -> list[memoryview]:
+    return [memoryview(bytearray(spec.nbytes)) for spec in specs]

@@ -161,7 +161,7 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
         a, b = await run.worker("a"), await run.worker("b")
         referee = run.training.judging.referee = Nobody()  # type: ignore[assignment]
         mine = await a.lease()
-        run.training.membership.members["b"].standing = Standing.LATE
+        run.training.membership.members[b.worker_id].standing = Standing.LATE
         await odd(a, mine)
         await until(lambda: bool(run.training.judging._held))
         for _ in range(12):
@@ -172,7 +172,7 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
         await until(lambda: mine.lease in verdicts(a))
         assert referee.asked == 1
         assert verdicts(a)[mine.lease] is VerdictCode.REJECTED
-        run.training.membership.members["b"].standing = Standing.READY
+        run.training.membership.members[b.worker_id].standing = Standing.READY
         await work(a, b, until=lambda: run.training.version >= 1)
         assert run.applied() == {float(run.training.version)}
         assert not any(isinstance(event, WorkerQuarantined) for event in run.events)

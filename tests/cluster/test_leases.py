@@ -232,7 +232,7 @@ async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped():
         deaf.link._stream.inbound.frozen = True
         await deaf.link.send(ready(run))
         await settle()
-        assert run.training.ledger.num_held("deaf") == 1
+        assert run.training.ledger.num_held(deaf.worker_id) == 1
         for _ in range(12):
             await deaf.beat()
             await run.pass_time(1.0)

@@ -178,7 +178,7 @@ async def nobody(coordinator: Coordinator) -> None:
 async def as_member(coordinator: Coordinator, upward: list[bytes], frame: bytes) -> None:
     """Join under another id, be ready, send one old frame, leave."""
     link = await connect("127.0.0.1", coordinator.port, timeout_s=5.0)
-    await join(link, worker_id="another", name="another", token=TOKEN, terms={})
+    await join(link, key="another", name="another", token=TOKEN, terms={})
     await link.send([next(up for up in upward if kind(up) is Ready), frame])
     await link.send(encode(Bye(0, "that was all")))
     await link.aclose()
@@ -202,7 +202,7 @@ async def test_nor_at_a_worker():
     _, downward, whole = await recorded("one")
     for played in (*downward, *whole[1::2]):
         near, far = memory_pair(limit_bytes=1 << 24)
-        joining = asyncio.create_task(join(far, worker_id="w", name="w", token=TOKEN, terms={}))
+        joining = asyncio.create_task(join(far, key="w", name="w", token=TOKEN, terms={}))
         await near.recv()  # its HELLO
         await near.send([played])
         await near.aclose()

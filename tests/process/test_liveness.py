@@ -197,7 +197,7 @@ class Silent:
 
     async def join(self, port: int) -> None:
         self.link = link = await connect("127.0.0.1", port, timeout_s=20.0)
-        joined = await join(link, worker_id=f"{self.number:016x}", name=f"silent-{self.number}", token="", terms={})
+        joined = await join(link, key=f"{self.number:016x}", name=f"silent-{self.number}", token="", terms={})
         if self.ready:
             ready = Ready(joined.welcome.fingerprint, "cpu", "silent", 1, "")
             await link.send(encode(ready))

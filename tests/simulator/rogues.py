@@ -34,7 +34,7 @@ def add_deaf_peer(world: Cluster) -> None:
     async def work() -> None:
         link: Link = await world.network.connect(*ADDRESS, timeout_s=5.0)
         try:
-            await join(link, worker_id=host.name, name=host.name, token=world.config.token, terms={})
+            await join(link, key=host.name, name=host.name, token=world.config.token, terms={})
             await link.send(encode(Ready(layout.fingerprint, "cpu", "cpu", 1, "0")))
             while True:
                 await asyncio.sleep(1.0)

@@ -57,6 +57,18 @@ def ready(run: Run) -> list[Any]:
     return encode(Ready(run.prepared.layout.fingerprint, "cpu", "test", 1, "0"))
 
 
+class _Readable(Session):
+    """Its worker's id is its name, which a test can read, in the place of a hash."""
+
+    @property
+    def worker_id(self) -> str:
+        return self.name
+
+    @worker_id.setter
+    def worker_id(self, value: str) -> None:
+        pass
+
+
 class Run:
     """The coordinator's side. ``now`` is its clock."""
 
@@ -98,10 +110,10 @@ class Run:
         """A worker that has joined (``ready``) or has only been let in."""
         near, far = memory_pair(limit_bytes=limit_bytes)
         self._incarnation += 1
-        session = Session(near, self.training, token="", handshake_s=10.0, incarnation=self._incarnation)
+        session = _Readable(near, self.training, token="", handshake_s=10.0, incarnation=self._incarnation)
         self.task(session.run())
         made = Scripted(self, far, session, worker_id)
-        await join(far, worker_id=worker_id, name=worker_id, token="", terms={})
+        await join(far, key=worker_id, name=worker_id, token="", terms={})
         if ready:
             await made.ready()
         return made

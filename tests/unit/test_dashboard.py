@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
-from w5xde_async.telemetry.dashboard.feed import Feed
+from w5xde_async.telemetry.dashboard.feed import Feed, sse
 from w5xde_async.telemetry.dashboard.history import recorded_rows
 from w5xde_async.telemetry.dashboard.server import Dashboard
 from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View
@@ -485,3 +486,10 @@ async def test_a_port_that_is_taken():
         assert dashboard.port != taken
         assert (await ask(dashboard, "/health"))[0] == 200
         await dashboard.aclose()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_json_has_no_word_for_keeps_no_other_away(value: float):
+    data = sse("update", {"a": [1.0, {"b": value}], "c": 2}, 1).decode()
+    told = json.loads(data.partition("data: ")[2])
+    assert told == {"a": [1.0, {"b": repr(value)}], "c": 2}

@@ -10,12 +10,14 @@ from w5xde_async.errors import UnexpectedMessage
 from w5xde_async.wire.handshake import COORDINATOR, WORKER, State, Table, advance, prove, verify
 from w5xde_async.wire.messages import (
     MESSAGES,
+    Accepted,
     Bye,
     Challenge,
     Done,
     Drain,
     Heartbeat,
     Hello,
+    Introduction,
     Lease,
     Params,
     Proof,
@@ -42,15 +44,18 @@ def walk(table: Table, *steps: type) -> State:
 
 
 def test_a_session_as_the_coordinator_sees_it():
-    assert walk(COORDINATOR, Hello, Proof, Ready, Result, Done, Heartbeat, Drain, Result, Done, Bye) is State.CLOSED
+    assert (
+        walk(COORDINATOR, Hello, Proof, Introduction, Ready, Result, Done, Heartbeat, Drain, Result, Done, Bye)
+        is State.CLOSED
+    )
 
 
 def test_a_session_as_the_worker_sees_it():
-    steps = (Challenge, Welcome, Params, Lease, Verdict, Heartbeat, Drain, Verdict, Bye)
+    steps = (Challenge, Accepted, Welcome, Params, Lease, Verdict, Heartbeat, Drain, Verdict, Bye)
     assert walk(WORKER, *steps) is State.CLOSED
 
 
-@pytest.mark.parametrize("said", [(), (Challenge,), (Challenge, Welcome)])
+@pytest.mark.parametrize("said", [(), (Challenge,), (Challenge, Accepted), (Challenge, Accepted, Welcome)])
 def test_a_worker_may_be_refused_until_it_works(said: tuple[type, ...]):
     assert walk(WORKER, *said, Refusal) is State.CLOSED
 
@@ -75,18 +80,20 @@ def test_every_state_is_reached_and_closed_is_the_end(table: Table):
 
 @tables
 def test_nothing_leads_past_authentication(table: Table):
-    """Every way from GREETING to READY goes through PROVING and JOINING."""
+    """Every way from GREETING to READY goes through PROVING, NAMING and JOINING."""
     inside = {State.READY, State.DRAINING}
     for (state, _), after in table.items():
         if after in inside:
             assert state in {State.JOINING, *inside}
         if after is State.JOINING:
-            assert state in {State.PROVING, State.JOINING}
+            assert state in {State.NAMING, State.JOINING}
+        if after is State.NAMING:
+            assert state is State.PROVING
 
 
 def test_each_side_takes_only_what_the_other_says():
-    from_coordinator_only = {Challenge, Welcome, Refusal, Lease, Params, Verdict}
-    from_worker_only = {Hello, Proof, Ready, Result, Done}
+    from_coordinator_only = {Challenge, Accepted, Welcome, Refusal, Lease, Params, Verdict}
+    from_worker_only = {Hello, Proof, Introduction, Ready, Result, Done}
     assert not from_coordinator_only & {cls for _, cls in COORDINATOR}
     assert not from_worker_only & {cls for _, cls in WORKER}
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.program.carriage import Unloading
-from w5xde_async.errors import MalformedFrame, Refused, RemoteError
+from w5xde_async.errors import LinkLost, MalformedFrame, Refused, RemoteError
 from w5xde_async.net.memory import memory_pair
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import DTYPE_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode
-from w5xde_async.wire.messages import PROTOCOL_VERSION, Challenge, Lease, Params, Proof, Welcome
+from w5xde_async.wire.messages import PROTOCOL_VERSION, Accepted, Challenge, Introduction, Lease, Params, Proof, Welcome
 from w5xde_async.worker.inbox import Inbox
 from w5xde_async.worker.joining import join
 from w5xde_async.worker.pieces import PieceInbox
@@ -126,6 +126,8 @@ async def test_any_welcome_is_taken_or_refused(update: str, names: tuple[str, ..
         await far.recv()
         await far.send(encode(Challenge(PROTOCOL_VERSION, bytes(32), False, b"")))
         assert type((await far.recv()).message) is Proof
+        await far.send(encode(Accepted(b"")))
+        assert type((await far.recv()).message) is Introduction
         welcome = Welcome(*(update if field == "sync" else field for field in WELCOME.fields()))
         await far.send(
             encode(welcome, [(BufferSpec(name, "uint8", (len(text),), "raw", len(text)), text) for name in names])
@@ -133,11 +135,27 @@ async def test_any_welcome_is_taken_or_refused(update: str, names: tuple[str, ..
 
     serving = asyncio.create_task(coordinator())
     try:
-        joined = await join(near, worker_id="w", name="w", token="", terms={})
+        joined = await join(near, key="w", name="w", token="", terms={})
     except (RemoteError, Refused):
         assert names != (("layout",) if update == "sync" else ("layout", "inner"))
     else:
         assert joined.layout == LAYOUT
     await serving
     near.abort()
+    far.abort()
+
+
+async def test_a_worker_says_nothing_of_itself_before_the_coordinator_has_proved_itself() -> None:
+    near, far = memory_pair()
+    joining = asyncio.create_task(join(near, key="my key", name="my name", token="secret", terms={}))
+    hello = (await far.recv()).message
+    assert hello.fields()[2:] == ("", "", "", "")
+    await far.send(encode(Challenge(PROTOCOL_VERSION, bytes(32), True, b"")))
+    assert type((await far.recv()).message) is Proof
+    await far.send(encode(Accepted(bytes(32))))
+    with pytest.raises(Refused, match="does not know this worker's token"):
+        await joining
+    near.abort()
+    with pytest.raises(LinkLost):
+        await far.recv()
     far.abort()

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.credentials import Credentials
 from w5xde_async.errors import UsageError
-from w5xde_async.net.join import Invitation, new_secret, read_secret_file, worker_secret, write_private_line
+from w5xde_async.net.join import (
+    Invitation,
+    check_strength,
+    new_secret,
+    read_secret_file,
+    worker_secret,
+    write_private_line,
+)
 from w5xde_async.net.tls import TlsFiles, certificate_hash, client_context, is_loopback, own_certificate, server_context
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Worker
 
 HASH = bytes(range(32))
 
@@ -127,3 +137,27 @@ def test_a_workers_secret_is_that_of_the_document() -> None:
     assert worker_secret("correct horse", "alice") == "N565vw5_LSjUlqgpHzmltSzqr47Eo6irGZN0UEnILOs"
     text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
     assert worker_secret("correct horse", "alice") in text
+
+
+@pytest.mark.parametrize("weak", ["x", "swordfish", "correct horse battery", "0123456789" * 3, "ab" * 40, "a" * 200])
+def test_a_secret_that_could_be_guessed_is_refused_off_this_machine(weak: str) -> None:
+    with pytest.raises(UsageError, match="token_urlsafe"):
+        check_strength(weak, "the token")
+    with pytest.raises(UsageError, match="could be guessed"):
+        CoordinatorConfig(host="0.0.0.0", token=weak)
+    with pytest.raises(UsageError, match="could be guessed"):
+        Worker("10.0.0.1:5555", config=WorkerConfig(token=weak, device="cpu"))
+    assert CoordinatorConfig(token=weak).token == weak  # on loopback that is its owner's affair
+
+
+def test_a_random_secret_is_strong() -> None:
+    for strong in (new_secret(), "0123456789abcdef" * 2, "another secret, long enough"):
+        check_strength(strong, "the token")
+    check_strength("", "the token")
+
+
+def test_a_worker_trusts_no_server_that_nothing_tells_from_another() -> None:
+    with pytest.raises(UsageError, match=r"--join-file.*--token-file.*--tls-ca-file.*--insecure"):
+        Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu"))
+    Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu", insecure=True))
+    Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu", token=new_secret()))

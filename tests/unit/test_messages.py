@@ -138,6 +138,13 @@ def test_a_value_out_of_bounds_never_becomes_a_message(cls: type[Message]):
                 cls.parse((*right[:place], value, *right[place + 1 :]))
 
 
+@pytest.mark.parametrize("name", ["heartbeat_s", "silence_s"])
+def test_no_time_of_nothing_keeps_a_worker_busy(name: str):
+    welcome = dataclasses.replace(sample(messages.Welcome), **{name: 0.0})
+    with pytest.raises(MalformedFrame, match=name):
+        over_the_wire(welcome)
+
+
 def test_bounds_are_of_fields_that_there_are():
     with pytest.raises(ValueError, match="no field nonce"):
         messages._message(99, nonce=lambda value: True)(type("Other", (Message,), {"__annotations__": {"x": int}}))

@@ -291,3 +291,17 @@ def test_once_a_later_term_has_begun_nothing_is_put_there_or_removed(tmp_path: P
         assert [path.name for path in run.checkpoints_path.iterdir()] == ["step-000000003"]
         with pytest.raises(Superseded):
             store.abandon_after(0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_what_a_run_writes_is_for_its_owner(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with RunDir.open(tmp_path / "run", resume=True) as run:
+            export_model(nn.Linear(2, 2), run.model_path)
+            run.filesystem.make_directory(run.checkpoints_path)
+            made = (run.path, run.model_path, run.checkpoints_path, run.path / "run.json")
+            modes = {path.name: path.stat().st_mode & 0o777 for path in made}
+    finally:
+        os.umask(before)
+    assert modes == {"run": 0o700, "model.safetensors": 0o600, "checkpoints": 0o700, "run.json": 0o600}

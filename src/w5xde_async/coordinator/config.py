@@ -9,6 +9,7 @@ from typing import Literal
 
 from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import parse_address
+from w5xde_async.net.join import check_strength
 from w5xde_async.net.tls import TlsFiles, is_loopback
 from w5xde_async.plan.audit import AuditConfig
 from w5xde_async.plan.pacing import PacingConfig
@@ -169,11 +170,18 @@ class CoordinatorConfig:
         if self.dashboard:
             parse_address(self.dashboard)
         check_trackers(self.trackers)
+        if not is_loopback(self.host):
+            check_strength(self.token, "the token")
         need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
         need(
             not (self.insecure and (self.tls.cert or self.tls.ca or self.join_file)),
             "--insecure and TLS's settings contradict each other; leave out one of them",
         )
+
+    @property
+    def share(self) -> int:
+        """Most workers under one proven name, or from one address off this machine with the run's secret alone."""
+        return min(self.max_workers, max(8, self.max_workers // 4))
 
     @property
     def gate(self) -> NormGateConfig | None:

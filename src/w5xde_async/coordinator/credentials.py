@@ -1,8 +1,8 @@
 """Who may join: the run's secret, each worker's own, and the names that are locked out.
 
-Whoever has the run's secret may join under any name. A worker with a secret of its own (``net.join.worker_secret``) has
-proved its name, so locking that name out keeps it out; so it does for one that was put out because its results were
-wrong, which is told why. Changing the run's secret locks everybody out who joins anew;
+Whoever has the run's secret may join, nameless: names are proved by secrets of their own (``net.join.worker_secret``),
+which nobody can make of the run's. So locking that name out keeps it out; so it does for one that was put out because
+its results were wrong, which is told why. Changing the run's secret locks everybody out who joins anew;
 who is in stays in until it is dropped.
 """
 
@@ -19,8 +19,10 @@ __all__ = ["Credentials"]
 class Credentials:
     """``binding`` is what proofs are bound to: the hash of the coordinator's certificate, empty without TLS."""
 
-    def __init__(self, secret: str = "", binding: bytes = b"") -> None:
-        self.binding = binding
+    def __init__(self, secret: str = "", binding: bytes = b"", inviting: str = "") -> None:
+        """``inviting``: what workers' own secrets are made from besides. Nobody but the coordinator has it, so that the
+        run's secret, which many have, opens the run under no name."""
+        self.binding, self._inviting = binding, inviting
         self._secret = secret
         self._revoked: set[str] = set()
         self._quarantined: dict[str, str] = {}  # name -> why
@@ -35,7 +37,11 @@ class Credentials:
 
     def secret_of(self, identity: str) -> bytes:
         """What a worker of that name proves; the run's own secret for the nameless. Raises UsageError."""
-        return (worker_secret(self._secret, identity) if identity else self._secret).encode()
+        return self.invited(identity).encode() if identity else self._secret.encode()
+
+    def invited(self, identity: str) -> str:
+        """The secret of the worker of that name. Raises UsageError."""
+        return worker_secret(f"{self._inviting}{self._secret}", identity)
 
     def rotate(self, secret: str) -> None:
         """From now on this is the run's secret."""

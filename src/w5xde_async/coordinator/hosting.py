@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from w5xde_async.coordinator.accounts import Accounts
@@ -54,6 +55,16 @@ __all__ = ["Commit", "Counts", "Hosting", "NonFinite"]
 _RETURN_S = 5.0
 _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
+_MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
+_SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
+
+
+def _is_address(host: str) -> bool:
+    """An address off this machine, to which what we say has come back: so much a stranger cannot make up."""
+    try:
+        return not ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 class NonFinite(W5xdeError):
@@ -256,6 +267,10 @@ class Hosting(ABC):
         self._liveness.tick(now, f"step {self.progress} of {self.total_steps}")
         self._schedule()
 
+    def _links_of(self, principal: str) -> list[Session]:
+        """Every link of one who has proved who he is, members' and others'."""
+        return [one for one in (*self.sessions.values(), *self._joining) if one.principal == principal]
+
     def drop(self, name: str, reason: str) -> None:
         """End the links of a worker, by the name it has proved or by its id."""
         for session in (*self.sessions.values(), *self._joining):
@@ -277,6 +292,11 @@ class Hosting(ABC):
             return False
         self._put_out_ids.add(worker_id)
         self.on_quarantine(identity or worker_id, reason)
+        for other in self._links_of(identity) if identity else ():
+            if other is not session:  # the same name on another link: what it says is worth no more
+                if other.worker_id in self.sessions:
+                    self._put_out_ids.add(other.worker_id)
+                other.abort(f"put out of the run: {reason}")
         member = self.membership.members.get(worker_id)
         if session is None or self.sessions.get(worker_id) is not session or member is None:
             return True
@@ -367,6 +387,17 @@ class Hosting(ABC):
         others = len(self._ids) - (session.worker_id in self._ids)
         if others >= self.config.max_workers:
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
+        share, where = self.config.share, session.place[0]
+        if session.identity or _is_address(where):
+            same = {
+                known.worker_id
+                for known in (*self.sessions.values(), *self._joining)
+                if known.place[0] == where and known.identity == session.identity
+            }
+            if len(same - {session.worker_id}) >= share:
+                return Refusal(RefusalCode.RUN_FULL, f"the run has its {share} workers of {where}", _SHARE_HINT)
+        for older in [one for one in self._joining if one.worker_id == session.worker_id][:-_MOST_JOINING]:
+            older.abort("the same worker has connected anew")
         self._admitted[session] = session.worker_id
         self._ids[session.worker_id] += 1
         self._joining[session] = session.admitted_at = self.clock()

@@ -15,7 +15,7 @@ aggregator's thread, from the task that drives it (``settle``); everything else 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +40,7 @@ __all__ = ["Candidate", "Judging", "Machine"]
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
 _LOSSY_FACTOR = 10.0  # an odd result in a lossy codec may be that much larger than the gradient and than usual ones
+_REMEMBERED = 4096  # where workers run or ran
 _MOST_STRIKES = 3  # of those that are larger, in a row
 
 
@@ -80,6 +81,7 @@ class Judging:
         self.active = gate is not None or auditor.config.fraction > 0
         self.referee: Referee | None = None  #: without one, who is wrong cannot be told: the block is done again
         self.machines: dict[str, Machine] = {}  #: of every member
+        self._homes: dict[str, tuple[str, Hashable]] = {}  # worker -> the name that it proved, and where it runs
         self.count: Callable[[Candidate], None] = lambda candidate: None
         self.discard: Callable[[Candidate, str], None] = lambda candidate, reason: None
         #: A worker is proven wrong: its id, its session where that is known, the reason.
@@ -212,14 +214,19 @@ class Judging:
                 if self._clock() - candidate.held_at < _PATIENCE_S and len(ready) > 1:
                     continue
                 able = list(ready)
+            involved = {held.worker, *held.suppliers.values()}
             choices = [
-                Choice(worker, self._alike(worker, held.worker), self._ledger.num_held(worker)) for worker in able
+                Choice(
+                    worker, self._alike(worker, held.worker), self._ledger.num_held(worker), self._apart(worker, held)
+                )
+                for worker in able
+                if not self._of_one(worker, involved)
             ]
             worker = self._auditor.choose(held, choices)
             if worker is None:
                 # What is odd waits a while for workers that are here but take no work just now: one may hang for good.
                 waits = held.why in (Why.NORM, Why.NOT_FINITE) and self._clock() - candidate.held_at < _ODD_PATIENCE_S
-                there = self.machines if waits else able
+                there = [one for one in (self.machines if waits else able) if not self._of_one(one, involved)]
                 if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
                     self._held.remove(candidate)
                     self._given_up.append(candidate)
@@ -243,6 +250,9 @@ class Judging:
         held.lease = None
         return True
 
+    def _apart(self, worker: str, held: HeldBlock) -> bool:
+        return self._homes.get(worker) != self._homes.get(held.worker)
+
     def _alike(self, worker: str, other: str) -> bool:
         mine = self.machines.get(worker)
         return mine is not None and mine == self.machines.get(other)
@@ -252,6 +262,19 @@ class Judging:
         for candidate in self._held:
             if candidate.held is not None and candidate.held.lease == done.lease:
                 candidate.other = done
+
+    def joined(self, worker: str, machine: Machine, identity: str, place: Hashable) -> None:
+        """``worker`` is a member: on what machine, by what proven name ("" for the run's secret), and where."""
+        self.machines[worker] = machine
+        self._homes.pop(worker, None)
+        self._homes[worker] = (identity, place)
+        if len(self._homes) > _REMEMBERED:
+            del self._homes[next(iter(self._homes))]
+
+    def _of_one(self, worker: str, others: Iterable[str]) -> bool:
+        """Whether it and one of these are workers of one proven name: nobody audits himself."""
+        identity, _ = self._homes.get(worker, ("", ""))
+        return bool(identity) and any(self._homes.get(other, ("", ""))[0] == identity for other in others)
 
     def left(self, worker: str) -> None:
         """The worker is gone; blocks that it has finished stay."""

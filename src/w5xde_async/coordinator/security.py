@@ -20,7 +20,7 @@ from pathlib import Path
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.credentials import Credentials
 from w5xde_async.errors import StoreError, UsageError
-from w5xde_async.net.join import Invitation, new_secret, read_secret_file, worker_secret, write_private_line
+from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
 __all__ = ["Security", "reachable", "uses_tls"]
@@ -49,7 +49,7 @@ class Security:
             self.context, certificate = self._certificate()
             self._secret = self._secret or self._own_secret()
         self._from_file = self.context is not None and not config.token and run_path is not None
-        self.credentials = Credentials(self._secret, certificate)
+        self.credentials = Credentials(self._secret, certificate, self._inviting() if self.context is not None else "")
         self._read_revoked()
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class Security:
         """The join string (of one worker, where ``identity`` names it); None without TLS."""
         if self.context is None:
             return None
-        secret = worker_secret(self._secret, identity) if identity else self._secret
+        secret = self.credentials.invited(identity) if identity else self._secret
         return Invitation(
             host=self._config.advertise or reachable(self._config.host), port=port,
             certificate=self.credentials.binding, secret=secret, identity=identity,
@@ -111,6 +111,8 @@ class Security:
         """Another secret for everybody who joins from now on. Blocking. Raises UsageError, StoreError."""
         if not secret or secret != secret.strip() or len(secret.splitlines()) != 1 or len(secret.encode()) > 4000:
             raise UsageError("the new secret is not one line of text")
+        if not is_loopback(self._config.host):
+            check_strength(secret, "the new secret")
         with self._lock:
             if self._from_file:  # first: who cannot keep it must not give it out
                 self._write_secret(secret)
@@ -188,6 +190,21 @@ class Security:
         assert own.cert is not None
         return server_context(own.with_ca(files.ca)), certificate_hash(own.cert)
 
+    def _inviting(self) -> str:
+        """What invitations are made from: of this coordinator alone, kept so that they outlive it."""
+        if self._run_path is None:
+            return new_secret()
+        path = self._run_path / "inviting"
+        if not path.exists():
+            self._write_line(path, new_secret(), "what invitations are made from")
+        return read_secret_file(path)
+
+    def _write_line(self, path: Path, text: str, what: str) -> None:
+        try:
+            write_private_line(path, text)
+        except OSError as error:
+            raise StoreError(str(path), f"cannot keep {what}: {error.strerror or error}") from error
+
     def _own_secret(self) -> str:
         if self._run_path is None:
             return new_secret()
@@ -201,10 +218,7 @@ class Security:
     def _write_secret(self, secret: str) -> None:
         assert self._run_path is not None
         path = self._run_path / "secret"
-        try:
-            write_private_line(path, secret)
-        except OSError as error:
-            raise StoreError(str(path), f"cannot keep the secret: {error.strerror or error}") from error
+        self._write_line(path, secret, "the secret")
         self._last_read = secret
 
     def _read_revoked(self) -> None:

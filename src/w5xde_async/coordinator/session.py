@@ -23,9 +23,10 @@ from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteErro
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
-from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, prove, verify
+from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, member_id, prove, verify
 from w5xde_async.wire.messages import (
     PROTOCOL_VERSION,
+    Accepted,
     Bye,
     ByeCode,
     Challenge,
@@ -34,6 +35,7 @@ from w5xde_async.wire.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Introduction,
     Lease,
     Message,
     ProgramRequest,
@@ -196,7 +198,7 @@ class Session:
         hello = received.message
         self.state = advance(COORDINATOR, self.state, hello)
         assert isinstance(hello, Hello)
-        self.hello, self.worker_id, self.name = hello, hello.worker_id[:64], _printable(hello.name)
+        self.hello = hello
         if hello.protocol != PROTOCOL_VERSION:
             await self._refuse(
                 RefusalCode.PROTOCOL_VERSION,
@@ -211,8 +213,7 @@ class Session:
             secret = self._credentials.secret_of(hello.identity) if auth else b""
         except UsageError:
             raise MalformedFrame("the identity is not a name") from None
-        own = prove(secret, "coordinator", hello.nonce, nonce, binding) if auth else b""
-        await self.link.send(encode(Challenge(PROTOCOL_VERSION, nonce, auth, own)))
+        await self.link.send(encode(Challenge(PROTOCOL_VERSION, nonce, auth, b"")))
         received = await self.link.recv()
         self.state = advance(COORDINATOR, self.state, received.message)
         assert isinstance(received.message, Proof)
@@ -224,6 +225,13 @@ class Session:
             )
             return False
         self.identity = hello.identity if auth else ""
+        own = prove(secret, "coordinator", hello.nonce, nonce, binding) if auth else b""
+        await self.link.send(encode(Accepted(own)))
+        received = await self.link.recv()
+        self.state = advance(COORDINATOR, self.state, received.message)
+        assert isinstance(received.message, Introduction)
+        self.worker_id = member_id(self.identity, received.message.key)
+        self.name = _shown(self.identity, received.message.name)
         if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):
             await self._refuse(
                 RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
@@ -384,6 +392,12 @@ def quarantined(reason: str) -> Refusal:
         f"this worker was put out of the run: {reason}"[:500],
         "check its memory, its drivers and its versions; whoever runs the coordinator can let it in again (revoked)",
     )
+
+
+def _shown(identity: str, name: str) -> str:
+    """How a worker is called in lists: by what it proved, and by what it calls itself; for people alone."""
+    name = _printable(name)
+    return f"{identity} ({name})" if identity and name != identity else name
 
 
 def _printable(text: str, limit: int = 64) -> str:

@@ -454,9 +454,8 @@ class Training(Hosting):
         self.ledger.places.joined(session.worker_id, session.place)
         said = session.ready
         assert said is not None
-        self.judging.machines[session.worker_id] = Machine(
-            said.device, said.device_name, said.threads, said.torch_version
-        )
+        machine = Machine(said.device, said.device_name, said.threads, said.torch_version)
+        self.judging.joined(session.worker_id, machine, session.identity, session.place[0])
         if self.downlink is None:
             self.publisher.welcome(session)
         else:

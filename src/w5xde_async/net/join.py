@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import math
 import os
 import re
 import secrets
@@ -23,9 +24,10 @@ from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.tls import write_private
 
-__all__ = ["Invitation", "new_secret", "read_secret_file", "worker_secret", "write_private_line"]
+__all__ = ["Invitation", "check_strength", "new_secret", "read_secret_file", "worker_secret", "write_private_line"]
 
 _SCHEME = "w5xde"
+_LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
 _IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -88,8 +90,28 @@ def new_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
+def check_strength(secret: str, what: str) -> None:
+    """Refuse a secret that could be guessed: whoever is given a proof of it may try as many as he can compute.
+
+    Judged by length and alphabet, so that a sentence passes too easily and nothing random is refused. "" is no secret,
+    and passes. Raises UsageError.
+    """
+    if not secret:
+        return
+    alphabets = (("0123456789", 10), ("abcdef", 6), ("ghijklmnopqrstuvwxyz", 20), ("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 26))
+    known = "".join(letters for letters, _ in alphabets)
+    size = sum(count for letters, count in alphabets if set(secret) & set(letters))
+    size += 32 if set(secret) - set(known) else 0
+    bits = len(secret) * math.log2(max(size, 2))
+    if bits < _LEAST_BITS or len(set(secret)) < _LEAST_CHARACTERS:
+        raise UsageError(
+            f"{what} could be guessed: it has the strength of {bits:.0f} bits at most, and off this machine "
+            f"{_LEAST_BITS} are needed; make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+
+
 def worker_secret(secret: str, identity: str) -> str:
-    """The secret of one worker, from the run's. Raises UsageError for a name that will not do."""
+    """The secret of one worker, from one that the coordinator keeps to itself. Raises UsageError for a bad name."""
     if not _IDENTITY.fullmatch(identity):
         raise UsageError(f"worker name {identity!r}: give 1 to 64 letters, digits, dots, dashes or underscores")
     made = hmac.new(secret.encode(), b"w5xde/1 worker " + identity.encode(), hashlib.sha256).digest()

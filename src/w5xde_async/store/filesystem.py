@@ -50,12 +50,16 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
         raise StoreError(str(path), f"cannot {doing}: {explain(error)}") from error
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class Filesystem:
     """The calls themselves, each durable or atomic as its line says."""
 
     def make_directory(self, path: Path) -> None:
         """Create one directory; ``FileExistsError`` when it is there."""
-        path.mkdir()
+        path.mkdir(mode=0o700)
 
     def make_directories(self, path: Path) -> None:
         """Create a directory and its missing parents; their names are on the disk then. One that is there will do."""
@@ -71,8 +75,8 @@ class Filesystem:
         self.sync_directory(path.parent)
 
     def create(self, path: Path) -> BinaryIO:
-        """Open a new file for writing; it must not exist."""
-        return path.open("xb", buffering=_WRITE_BUFFER_BYTES)
+        """Open a new file for writing, that its owner alone can read; it must not exist."""
+        return open(path, "xb", buffering=_WRITE_BUFFER_BYTES, opener=_private)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         file.write(data)

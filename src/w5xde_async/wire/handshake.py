@@ -3,7 +3,10 @@
 Two tables, one per side, list for each state the messages that the *peer* may send next; whatever is missing
 from them is a protocol error. The proof is HMAC-SHA256 over the role, both nonces and ``binding`` (what the
 channel adds: the certificate's hash under TLS, empty in plain text), so neither a replay nor a reflected
-message is worth anything. The coordinator proves itself first.
+message is worth anything.
+
+The worker proves itself first. A proof is worth guesses to whoever gets it: at a coordinator anybody may knock, and is
+given none; a worker knocks only where it was told to. Nothing else is said of either before both proofs are made.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from enum import Enum
 
 from w5xde_async.errors import UnexpectedMessage
 from w5xde_async.wire.messages import (
+    Accepted,
     Bye,
     Challenge,
     Done,
@@ -21,6 +25,7 @@ from w5xde_async.wire.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Introduction,
     Lease,
     Message,
     Params,
@@ -38,7 +43,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["COORDINATOR", "NONCE_BYTES", "WORKER", "State", "Table", "advance", "prove", "verify"]
+__all__ = ["COORDINATOR", "NONCE_BYTES", "WORKER", "State", "Table", "advance", "member_id", "prove", "verify"]
 
 NONCE_BYTES = 32
 
@@ -48,6 +53,7 @@ class State(Enum):
 
     GREETING = "greeting"
     PROVING = "proving"
+    NAMING = "naming"
     JOINING = "joining"
     READY = "ready"
     DRAINING = "draining"
@@ -59,7 +65,8 @@ Table = dict[tuple[State, type[Message]], State]
 #: What a coordinator may receive.
 COORDINATOR: Table = {
     (State.GREETING, Hello): State.PROVING,
-    (State.PROVING, Proof): State.JOINING,
+    (State.PROVING, Proof): State.NAMING,
+    (State.NAMING, Introduction): State.JOINING,
     (State.JOINING, Ready): State.READY,
     (State.JOINING, ProgramRequest): State.JOINING,
     (State.JOINING, Heartbeat): State.JOINING,
@@ -83,8 +90,10 @@ COORDINATOR: Table = {
 WORKER: Table = {
     (State.GREETING, Challenge): State.PROVING,
     (State.GREETING, Refusal): State.CLOSED,
-    (State.PROVING, Welcome): State.JOINING,
+    (State.PROVING, Accepted): State.NAMING,
     (State.PROVING, Refusal): State.CLOSED,
+    (State.NAMING, Welcome): State.JOINING,
+    (State.NAMING, Refusal): State.CLOSED,
     (State.JOINING, Refusal): State.CLOSED,
     (State.JOINING, Heartbeat): State.JOINING,
     (State.JOINING, Bye): State.CLOSED,
@@ -120,6 +129,13 @@ def advance(table: Table, state: State, message: Message) -> State:
         return table[state, type(message)]
     except KeyError:
         raise UnexpectedMessage(type(message).__name__, state.value) from None
+
+
+def member_id(identity: str, key: str) -> str:
+    """By what a worker is known: ``key``, which it alone says, under the name that it has proved ("" for the run's
+    secret). It shows neither, so that it may be read by others."""
+    made = hashlib.blake2b(f"{identity}\0{key}".encode(), digest_size=16, person=b"w5xde member")
+    return made.hexdigest()
 
 
 def prove(secret: bytes, role: str, worker_nonce: bytes, coordinator_nonce: bytes, binding: bytes = b"") -> bytes:

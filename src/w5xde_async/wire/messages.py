@@ -21,6 +21,7 @@ from w5xde_async.errors import MalformedFrame
 __all__ = [
     "MESSAGES",
     "PROTOCOL_VERSION",
+    "Accepted",
     "Bye",
     "ByeCode",
     "Challenge",
@@ -29,6 +30,7 @@ __all__ = [
     "Failed",
     "Heartbeat",
     "Hello",
+    "Introduction",
     "Lease",
     "Message",
     "Params",
@@ -192,9 +194,10 @@ class ByeCode(IntEnum):
 
 @_message(1, nonce=_data(64), worker_id=_text(NAME), name=_text(NAME), software=_text(NAME), identity=_text(NAME))
 class Hello(Message):
-    """Worker's first words. ``worker_id`` names the same worker over reconnects.
+    """Worker's first words, to a peer that has proved nothing: they say nothing of it.
 
-    ``identity`` is the name whose own secret it will prove; empty where it has the run's.
+    ``identity`` is the name whose own secret it will prove; empty where it has the run's. ``worker_id``, ``name`` and
+    ``software`` are empty: this message keeps its fields in every version, and INTRODUCTION says them later.
     """
 
     protocol: int
@@ -207,10 +210,7 @@ class Hello(Message):
 
 @_message(2, nonce=_data(64), proof=_data(64))
 class Challenge(Message):
-    """Coordinator's answer.
-
-    With ``auth`` its own ``proof`` comes first, so a worker never proves itself to a stranger.
-    """
+    """Coordinator's answer to a stranger: whether it asks for a proof. ``proof`` is empty: see ACCEPTED."""
 
     protocol: int
     nonce: bytes
@@ -481,3 +481,22 @@ class Retune(Message):
 
     codec: str
     downlink: str
+
+
+@_message(22, proof=_data(64))
+class Accepted(Message):
+    """The worker's proof was right, and this is the coordinator's own: only who knows the secret is given one."""
+
+    proof: bytes
+
+
+@_message(23, key=_text(64), name=_text(NAME), software=_text(NAME))
+class Introduction(Message):
+    """Who the worker is, to a coordinator that has proved itself.
+
+    ``key`` is a secret of this process: who says it again is the same worker on another link.
+    """
+
+    key: str
+    name: str
+    software: str

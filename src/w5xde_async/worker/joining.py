@@ -19,9 +19,11 @@ from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
 from w5xde_async.wire.messages import (
     PROTOCOL_VERSION,
+    Accepted,
     Bye,
     Challenge,
     Hello,
+    Introduction,
     Message,
     Program,
     ProgramRequest,
@@ -52,13 +54,13 @@ class Dismissed(W5xdeError):
         super().__init__(bye.reason[:300])
 
 
-async def join(
-    link: Link, *, worker_id: str, name: str, token: str, terms: Mapping[str, int], identity: str = ""
-) -> Joined:
+async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[str, int], identity: str = "") -> Joined:
     """Prove each other the secret and learn of the run.
 
     Over TLS the proofs are bound to the certificate that the coordinator showed: one who sits between with a
-    certificate of his own can pass nobody's proof on. ``identity``: the name that the secret belongs to.
+    certificate of his own can pass nobody's proof on. ``identity``: the name that the secret belongs to. ``key``: a
+    secret of this worker, by which the coordinator knows it again; neither it nor ``name`` is told to one who has not
+    proved himself.
 
     ``terms`` holds, for each run served before, the highest term seen: a coordinator of a lower one has been replaced
     and is refused.
@@ -68,8 +70,7 @@ async def join(
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
     binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
-    hello = Hello(PROTOCOL_VERSION, nonce, worker_id, name[:64], w5xde_async.__version__, identity)
-    await link.send(encode(hello))
+    await link.send(encode(Hello(PROTOCOL_VERSION, nonce, "", "", "", identity)))
     challenge = await _expect(link, State.GREETING)
     assert isinstance(challenge, Challenge)
     if challenge.protocol != PROTOCOL_VERSION:
@@ -90,16 +91,17 @@ async def join(
             "the coordinator asks for a token and this worker has none",
             "set the coordinator's token in W5XDE_TOKEN or --token-file",
         )
-    proof = b""
-    if challenge.auth:
-        if not verify(challenge.proof, secret, "coordinator", nonce, challenge.nonce, binding):
-            raise Refused(
-                RefusalCode.AUTHENTICATION,
-                "the coordinator does not know this worker's token",
-                "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
-            )
-        proof = prove(secret, "worker", nonce, challenge.nonce, binding)
+    proof = prove(secret, "worker", nonce, challenge.nonce, binding) if challenge.auth else b""
     await link.send(encode(Proof(proof)))
+    accepted = await _expect(link, State.PROVING)
+    assert isinstance(accepted, Accepted)
+    if challenge.auth and not verify(accepted.proof, secret, "coordinator", nonce, challenge.nonce, binding):
+        raise Refused(
+            RefusalCode.AUTHENTICATION,
+            "the coordinator does not know this worker's token",
+            "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
+        )
+    await link.send(encode(Introduction(key, name[:64], w5xde_async.__version__)))
     link.caps = SESSION_CAPS
     texts: list[bytearray] = []
 
@@ -114,7 +116,7 @@ async def join(
         return [memoryview(text) for text in texts]
 
     received = await link.recv(accept)
-    advance(WORKER, State.PROVING, received.message)
+    advance(WORKER, State.NAMING, received.message)
     if isinstance(received.message, Refusal):
         raise refused(received.message)
     welcome = received.message

@@ -44,11 +44,12 @@ from w5xde_async.errors import (
 )
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import format_address, parse_address
-from w5xde_async.net.join import Invitation
+from w5xde_async.net.join import Invitation, check_strength
 from w5xde_async.net.link import Link
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
 from w5xde_async.runtime import Runtime
+from w5xde_async.wire.handshake import member_id
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.coded import CodedServing
 from w5xde_async.worker.config import WorkerConfig
@@ -99,9 +100,18 @@ class Worker:
         self.config = config
         asked = config.certificate or config.tls.ca is not None or config.tls.cert is not None
         secure = not config.insecure and (asked or not is_loopback(self.host))
+        if secure and not (config.certificate or config.tls.ca is not None or config.token):
+            raise UsageError(
+                f"nothing tells {self.host} from another machine that answers in its place: give the coordinator's "
+                "join file (--join-file), its token (--token-file, W5XDE_TOKEN) or its authority (--tls-ca-file); "
+                "--insecure goes without encryption, for a network that you trust"
+            )
+        if not config.certificate and config.tls.ca is None and not is_loopback(self.host):
+            check_strength(config.token, "the token")  # whoever answers is given a proof of it
         self._tls = client_context(config.tls) if secure else None
         self._hung_up = 0  # TLS stood and the coordinator closed without a word, so many times in a row
-        self.worker_id = self._runtime.random_bytes(8).hex()
+        self._key = self._runtime.random_bytes(16).hex()
+        self.worker_id = member_id(config.identity, self._key)
         self.name = self.config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.leases_done = self.leases_stale = 0
         self.parted = asyncio.Event()  #: it has left, though the block under way is not finished
@@ -287,7 +297,7 @@ class Worker:
             self._check_certificate(link)
             async with asyncio.timeout(min(left_s, 20.0)):
                 joined = await join(
-                    link, worker_id=self.worker_id, name=self.name, token=self.config.token, terms=self._terms,
+                    link, key=self._key, name=self.name, token=self.config.token, terms=self._terms,
                     identity=self.config.identity,
                 )  # fmt: skip
             self._hung_up = 0

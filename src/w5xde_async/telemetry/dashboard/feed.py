@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator
 
 from w5xde_async.telemetry.dashboard.view import View
+from w5xde_async.telemetry.records import plain_value
 
 __all__ = ["Feed", "sse"]
 
@@ -21,7 +22,10 @@ _KEEPALIVE_S = 15.0
 
 def sse(event: str, data: object, number: int) -> bytes:
     """One server-sent event."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=str)
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=str)
+    except ValueError:  # JSON has no word for what is not finite: one such value must not keep the others away
+        text = json.dumps(plain_value(data), separators=(",", ":"), allow_nan=False, default=str)
     return f"id: {number}\nevent: {event}\ndata: {text}\n\n".encode()
 
 
