@@ -44,6 +44,7 @@ __all__ = ["Report", "run"]
 
 #: Applications of a sample may be off by so much, where the codec keeps every value by and by.
 _TOLERANCE = {"bf16": 0.02, "fp16": 0.01, "int8": 0.1, "lz4:int8": 0.1, "int4": 0.6}
+_MOST_DEATHS = 8
 _HARD_S = 700.0  # and so much later it is not waited for any more
 
 
@@ -98,7 +99,7 @@ class _Run(Cluster):
         self.told: RunFinished | None = None
         self.stopped_at: tuple[int, str] | None = None  # step and digest of a run that was stopped in good order
         self.warnings: list[str] = []
-        self.left_out = False
+        self.left_out = self.given_up = False
         codec_exact = scenario.codec in EXACT
         update = UpdateConfig(
             rule=scenario.rule, codec=scenario.codec, downlink=scenario.downlink, inner_steps=scenario.inner_steps,
@@ -155,7 +156,9 @@ class _Run(Cluster):
             return
         if isinstance(outcome, Refused | RunFailed | LeafFailed) and self.hostile:
             return  # what was played again in its name was against the protocol
-        if isinstance(outcome, LeafFailed | RunFailed) and self.faults["leaf failed"] >= self.config.max_leaf_failures:
+        deaths = sum(count for fault, count in self.faults.items() if fault.startswith("worker "))
+        if isinstance(outcome, LeafFailed | RunFailed) and max(deaths, self.faults["leaf failed"]) >= _MOST_DEATHS:
+            self.given_up = True  # so many died on one leaf, or so often it failed: the run ends, as it says
             return
         if host.machine == "c":
             if outcome == "stopped":
@@ -258,6 +261,8 @@ class _Run(Cluster):
 
     def check(self) -> None:
         scenario, told = self.scenario, self.told
+        if self.given_up:
+            return
         if told is None or self.model is None:
             return self.violate("error", "the run has ended and nobody was told")
         if self.ended_at > self.bound_s():
