@@ -299,12 +299,12 @@ async def test_a_step_whose_data_fill_several_chunks_is_one_lease(update: dict[s
 
 
 async def test_a_step_that_fits_into_no_lease_is_refused_by_name() -> None:
-    class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    class Many(torch.utils.data.Dataset[tuple[Tensor, ...]]):
         def __len__(self) -> int:
-            return 5000
+            return 200
 
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            return torch.zeros(1), torch.zeros(1)
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            return (torch.zeros(1),) * 50
 
     def many(dataset: Any, batch_size: int) -> Job:
         return Job(
@@ -316,8 +316,8 @@ async def test_a_step_that_fits_into_no_lease_is_refused_by_name() -> None:
     points = TensorDataset(torch.zeros(40_000, 1), torch.zeros(40_000, 1))
     with pytest.raises(JobError, match=r"a step has 40000 leaves.*raise microbatch_size"):
         await Coordinator(many(points, 40_000), config=config).start()
-    async with Coordinator(many(Pairs(), 5000), config=config) as coordinator:
-        working = asyncio.create_task(Worker(coordinator.address, job=many(Pairs(), 5000), config=QUICK_WORKER).run())
+    async with Coordinator(many(Many(), 200), config=config) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=many(Many(), 200), config=QUICK_WORKER).run())
         with pytest.raises(JobError, match=r"10000 tensors.*raise microbatch_size"):
             await coordinator.wait()
         await asyncio.gather(working, return_exceptions=True)

@@ -296,7 +296,7 @@ def test_state_of_half_precision_parameters_keeps_its_dtype(name: str) -> None:
     skeleton, tensors = pack_state(first.rule.state_dict())
     second.rule.load_state_dict(unpack_state(skeleton, {key: tensor.clone() for key, tensor in tensors.items()}))
     second.state.copy_from(first.model)
-    for step in range(3, 6):
-        first.apply(gradients(step))
-        second.apply(gradients(step))
-    assert first.state.digest() == second.state.digest()
+    for state, restored in zip(*(bench.rule.optimizer.state.values() for bench in (first, second)), strict=True):
+        for key, value in state.items():
+            assert restored[key].dtype == value.dtype
+            assert torch.equal(restored[key], value)
