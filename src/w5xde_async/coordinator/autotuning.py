@@ -21,17 +21,13 @@ __all__ = ["Autotuning", "chosen"]
 _PROBE_STEPS = 3
 _PROBE_S = 5.0  # of a step: then one is enough
 _LEAST_S = 1e-6
-_SHORT_ROUND = 100  # own steps
 _ENOUGH_BYTES = 64 << 10  # to measure a rate anew
 
 
 def chosen(choice: Choice, update: UpdateConfig) -> UpdateConfig:
     """``update`` with what was chosen in place of its own."""
-    momentum = update.outer_momentum
-    if momentum == UpdateConfig().outer_momentum and choice.inner_steps < _SHORT_ROUND:
-        momentum = 0.5  # Deltas of short rounds are alike, and 0.9 makes steps of ten times their length of them
     return replace(
-        update, outer_momentum=momentum, rule=choice.update, codec=choice.codec, downlink=choice.downlink,
+        update, rule=choice.update, codec=choice.codec, downlink=choice.downlink,
         inner_steps=max(choice.inner_steps, 1), fragments=choice.fragments, overlap=max(choice.delay, 0),
     )  # fmt: skip
 

@@ -82,9 +82,9 @@ class TrainingSettings(Program):
         None, "learning rate of the outer step under rules of own steps", group="updates", metavar="X",
         accepts=_ABOVE_0, shown="0.7; streaming 0.4",
     )  # fmt: skip
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
-        _UPDATE.outer_momentum, "its Nesterov momentum", group="updates", metavar="X",
-        accepts="a number from 0 to less than 1",
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = setting(
+        None, "its Nesterov momentum", group="updates", metavar="X",
+        accepts="a number from 0 to less than 1", shown="0.5; 0.9 from 100 inner steps on",
     )  # fmt: skip
     fragments: AtLeast1 = setting(
         _UPDATE.fragments, "streaming: parts of the model that take turns", group="updates", accepts=FROM_1

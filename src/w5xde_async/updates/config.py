@@ -15,6 +15,7 @@ __all__ = ["AVERAGES", "LOCAL_RULES", "RULES", "UpdateConfig"]
 RULES = ("sync", "async", "local", "streaming", "async-local")
 #: Rules whose workers run the optimizer themselves and submit how far they went.
 LOCAL_RULES = ("local", "streaming", "async-local")
+_SHORT_ROUND = 100  # inner steps
 AVERAGES = ("mean", "radial", "median", "trimmed", "clipping")
 #: Results of which an average makes something else than the mean: trimmed leaves out a quarter at each end.
 _FEWEST = {"mean": 1, "radial": 2, "median": 3, "trimmed": 4, "clipping": 3}
@@ -36,7 +37,8 @@ class UpdateConfig:
     feedback            what a lossy codec leaves out is added to the next gradient
     inner_steps         H, of the fastest worker; others do fewer, by their speed
     outer_lr            of local rules; None: the paper's (0.7; streaming 0.4)
-    outer_momentum      Nesterov momentum of local rules
+    outer_momentum      Nesterov momentum of local rules; None: 0.5 below 100 inner steps, whose Deltas are alike (0.9
+                        makes steps of ten times their length of them), and the papers' 0.9 from there on
     fragments, overlap, mixing   streaming: P, tau (inner steps until a fragment is mixed in) and alpha (kept of local)
     results_per_step    async: K results make a commit; async-local: N (0: the workers that are there)
     max_staleness       versions; None: the rule's own (async 16, local 1, others none)
@@ -52,7 +54,7 @@ class UpdateConfig:
     feedback: bool = True
     inner_steps: int = 50
     outer_lr: float | None = None
-    outer_momentum: float = 0.9
+    outer_momentum: float | None = None
     fragments: int = 4
     overlap: int = 1
     mixing: float = 0.5
@@ -76,7 +78,10 @@ class UpdateConfig:
         need(0 <= self.mixing < 1, f"mixing is {self.mixing}; it lies in [0, 1)")
         need(self.results_per_step >= 0, f"results_per_step is {self.results_per_step}; give a number >= 0")
         need(self.outer_lr is None or self.outer_lr > 0, f"outer_lr is {self.outer_lr}; give a number > 0")
-        need(0 <= self.outer_momentum < 1, f"outer_momentum is {self.outer_momentum}; it lies in [0, 1)")
+        need(
+            self.outer_momentum is None or 0 <= self.outer_momentum < 1,
+            f"outer_momentum is {self.outer_momentum}; it lies in [0, 1)",
+        )
         need(self.max_staleness is None or self.max_staleness >= 0, f"max_staleness is {self.max_staleness}; give >= 0")
         need(
             self.staleness_exponent is None or self.staleness_exponent >= 0,
@@ -120,6 +125,13 @@ class UpdateConfig:
             return _codec(self.downlink)
         up = self.uplink_codec
         return _codec("int8") if up.needs_feedback else up
+
+    @property
+    def momentum(self) -> float:
+        """Of the outer optimizer."""
+        if self.outer_momentum is not None:
+            return self.outer_momentum
+        return 0.5 if self.inner_steps < _SHORT_ROUND else 0.9
 
     @property
     def local(self) -> bool:

@@ -355,7 +355,7 @@ class _Fragmented(OuterRule):
         default_lr = 0.4 if name == "streaming" else 0.7
         made = LocalStepsConfig(
             learning_rate=config.outer_lr or default_lr,
-            momentum=config.outer_momentum,
+            momentum=config.momentum,
             max_staleness=1 if config.max_staleness is None else config.max_staleness,
             staleness_exponent=0.5 if config.staleness_exponent is None else config.staleness_exponent,
         )
@@ -422,7 +422,7 @@ class _Delayed(OuterRule):
         self._min_workers = min_workers
         self._learning_rate = config.outer_lr or 0.7
         made = DelayedNesterovConfig(
-            period=config.results_per_step or None, learning_rate=self._learning_rate, momentum=config.outer_momentum,
+            period=config.results_per_step or None, learning_rate=self._learning_rate, momentum=config.momentum,
             max_staleness=config.max_staleness, staleness_exponent=config.staleness_exponent or 0.0,
         )  # fmt: skip
         self._rule = DelayedNesterovRule(self.parameters, made, gate=gate)
