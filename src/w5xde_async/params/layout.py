@@ -285,7 +285,9 @@ def _check_shared_memory(module: nn.Module) -> None:
         found.setdefault(id(tensor), (name, tensor))
     pieces: list[tuple[str, int, int, int, str]] = []
     for name, tensor in found.values():
-        if tensor.layout is torch.strided and tensor.numel() and not nn.parameter.is_lazy(tensor):
+        if tensor.is_meta or nn.parameter.is_lazy(tensor):  # no memory yet
+            continue
+        if tensor.layout is torch.strided and tensor.numel():
             reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = tensor.data_ptr()
             end = begin + tensor.numel() * tensor.element_size()
