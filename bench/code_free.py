@@ -10,7 +10,9 @@ Figures: ``over_local_code_<model>``, ``over_local_code_min`` (aim 0.98): sample
 ``cpu_over_local_code_<model>``: the same by CPU time of the compute thread alone, where nothing else counts;
 ``program_bytes_<model>``: the program on the wire, constants included; ``trace_s_<model>``: what the coordinator
 takes to trace and to compare; ``first_gradient_ms_<model>`` and ``first_gradient_local_ms_<model>``: from connecting
-to the first block computed, with Python started and the job loaded.
+to the first block computed, with Python started and the job loaded; ``first_gradient_sandbox_ms_<model>``: with the
+start of the sandbox's process. ``sandbox_over_in_process_<model>``: samples/s of a worker without the code in the
+sandbox over one without it (aim 0.95).
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ def main() -> None:
     rounds = args.rounds or (3 if args.quick else 7)
     steps = {name: STEPS[name][int(args.quick)] for name in args.models}
     report = Report({"rounds": rounds, "steps": steps, "workers": 1, "threads": 1})
-    with Rig(__file__, ["coordinator", "local", "free"]) as rig:
+    with Rig(__file__, ["coordinator", "local", "free", "sandbox"]) as rig:
         lowest = [compare(report, rig, name, steps[name], rounds) for name in args.models]
     report.add("over_local_code_min", [min(lowest)])
     print()
@@ -111,11 +113,12 @@ def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> flo
     report.add(f"program_bytes_{name}", [traced["bytes"]])
     report.add(f"trace_s_{name}", [traced["seconds"]])
     report.add(f"cpu_over_local_code_{name}", traced["cpu_ratios"])
-    rates: dict[str, list[float]] = {"local": [], "free": []}
-    firsts: dict[str, list[float]] = {"local": [], "free": []}
+    kinds = ("local", "free", "sandbox")
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    firsts: dict[str, list[float]] = {kind: [] for kind in kinds}
     digests = set()
     for number in range(rounds):
-        for kind in ("local", "free") if number % 2 == 0 else ("free", "local"):
+        for kind in kinds if number % 2 == 0 else kinds[::-1]:
             ended = one_run(rig, kind, name, steps)
             rates[kind].append(ended["rate"])
             firsts[kind].append(ended["first_ms"])
@@ -124,7 +127,11 @@ def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> flo
         raise SystemExit(f"{name}: the digests differ")
     report.add(f"first_gradient_ms_{name}", firsts["free"])
     report.add(f"first_gradient_local_ms_{name}", firsts["local"])
-    print(f"{name}: samples/s {median(rates['free']):,.0f} (free), {median(rates['local']):,.0f} (local)")
+    report.add(f"first_gradient_sandbox_ms_{name}", firsts["sandbox"])
+    report.add(f"sandbox_over_in_process_{name}", [a / b for a, b in zip(rates["sandbox"], rates["free"], strict=True)])
+    print(
+        f"{name}: samples/s {median(rates['free']):,.0f} (free), {median(rates['local']):,.0f} (local), {median(rates['sandbox']):,.0f} (sandbox)"
+    )
     return report.add(f"over_local_code_{name}", [a / b for a, b in zip(rates["free"], rates["local"], strict=True)])
 
 
@@ -132,10 +139,10 @@ def one_run(rig: Rig, kind: str, name: str, steps: int) -> dict[str, Any]:
     options = {"workers": 1, "steps": steps + min(WARM, steps)}
     rig["coordinator"].tell(
         "coordinate", job=name, options=options, workers=1, warm_steps=min(WARM, steps),
-        config={"code_free": kind == "free"},
+        config={"code_free": kind != "local"},
     )  # fmt: skip
     port = rig["coordinator"].answer()["port"]
-    rig[kind].tell("work", port=port, job=name if kind == "local" else "", options=options)
+    rig[kind].tell("work", port=port, job=name if kind == "local" else "", options=options, sandbox=kind == "sandbox")
     rig["coordinator"].answer()  # it is warm
     passed = rig["coordinator"].answer()
     ended = rig["coordinator"].answer()
@@ -186,11 +193,12 @@ def _cpu_s(engine: Engine, task: Task) -> float:
     return time.thread_time() - began
 
 
-def work(reply: Reply, *, port: int, job: str, options: dict[str, Any]) -> None:
-    """One worker, with the code of ``job`` or, where it is empty, without."""
+def work(reply: Reply, *, port: int, job: str, options: dict[str, Any], sandbox: bool) -> None:
+    """One worker, with the code of ``job`` or, where it is empty, without; then perhaps in a sandbox."""
     torch.set_num_threads(1)
     made = make_job(job, **options) if job else None
-    worker = Worker(f"127.0.0.1:{port}", job=made, config=WorkerConfig(device="cpu", threads=1, inline_block_s=0.0005))
+    config = WorkerConfig(device="cpu", threads=1, inline_block_s=0.0005, sandbox="on" if sandbox else "off")
+    worker = Worker(f"127.0.0.1:{port}", job=made, config=config)
 
     async def run() -> float:
         began = time.perf_counter()
