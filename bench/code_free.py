@@ -129,9 +129,8 @@ def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> flo
     report.add(f"first_gradient_local_ms_{name}", firsts["local"])
     report.add(f"first_gradient_sandbox_ms_{name}", firsts["sandbox"])
     report.add(f"sandbox_over_in_process_{name}", [a / b for a, b in zip(rates["sandbox"], rates["free"], strict=True)])
-    print(
-        f"{name}: samples/s {median(rates['free']):,.0f} (free), {median(rates['local']):,.0f} (local), {median(rates['sandbox']):,.0f} (sandbox)"
-    )
+    shown = ", ".join(f"{median(rates[kind]):,.0f} ({kind})" for kind in kinds)
+    print(f"{name}: samples/s {shown}")
     return report.add(f"over_local_code_{name}", [a / b for a, b in zip(rates["free"], rates["local"], strict=True)])
 
 
