@@ -100,13 +100,13 @@ def test_the_numbers_are_the_kernels() -> None:
 @pytest.mark.parametrize(("given", "there"), [("auto", True), ("auto", False), ("on", True), ("on", False)])
 def test_who_needs_one_and_has_none_is_told_so(given: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "unsupported", lambda device: "" if there else "it is an abacus")
-    config = WorkerConfig(device="cpu", sandbox=given, token="x" * 32)
+    config = WorkerConfig(device="cpu", sandbox=given, token=bytes(range(32)).hex())
     if there:
         assert Worker("example.org:5555", config=config)
         return
     with pytest.raises(UsageError, match=r"an abacus; give --job .* --sandbox off"):
         Worker("example.org:5555", config=config)
-    assert Worker("example.org:5555", config=WorkerConfig(device="cpu", sandbox="off", token="x" * 32))
+    assert Worker("example.org:5555", config=WorkerConfig(device="cpu", sandbox="off", token=bytes(range(32)).hex()))
 
 
 def test_on_loopback_there_is_none_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
