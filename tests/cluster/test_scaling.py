@@ -39,7 +39,7 @@ async def warmed(run: Fleet, answers: int = 1) -> None:
     ("rule", "many", "checks"),
     [
         ("sync", 256, {}),
-        pytest.param("sync", 4096, {}, marks=pytest.mark.slow),
+        pytest.param("sync", 4096, {}, marks=[pytest.mark.slow, pytest.mark.timeout(200)]),
         ("sync", 256, {"norm_gate": 4.0, "audit_fraction": 0.01}),
         ("local", 256, {}),
         ("streaming", 256, {}),
