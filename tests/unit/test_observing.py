@@ -27,6 +27,7 @@ from w5xde_async.coordinator.showing import Showing
 from w5xde_async.errors import ExitCode
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
@@ -159,7 +160,7 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     loop = asyncio.get_running_loop()
     prepared = await loop.run_in_executor(None, prepare, mlp_sgd(), config, None, lambda: "0" * 16)
     showing = Showing(config, bus, None)
-    phases = Phases(prepared, config, bus, name="test", reference="")
+    phases = Phases(prepared, config, bus, name="test", reference="", runtime=Runtime())
     phases.on_change = showing.began
     first = phases.training
     showing.began(first)
