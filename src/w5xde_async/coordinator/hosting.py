@@ -73,8 +73,8 @@ class NonFinite(W5xdeError):
     def __init__(self, step: int, count: int) -> None:
         self.step, self.count = step, count
         super().__init__(
-            f"the gradient was not finite in {count} steps in a row, up to step {step}: training diverges; "
-            "lower the learning rate, set gradient_clip_val, or look at the data"
+            f"the gradient was not finite in {count} steps in a row, when the run was at step {step}: "
+            "training diverges; lower the learning rate, set gradient_clip_val, or look at the data"
         )
 
 
@@ -130,6 +130,7 @@ class Hosting(ABC):
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
         self._admitted: dict[Session, str] = {}  # those two and their ids
         self._ids: Counter[str] = Counter()
+        self._ids_at: dict[tuple[str, str], Counter[str]] = {}  # (host or name, identity) -> the ids of its links
         self.membership = Membership(config.silence_s, self._takes_work)
         self.pacing = Pacing(config.pacing)
         self.on_commit: Callable[[Commit], None] = lambda commit: None
@@ -389,17 +390,14 @@ class Hosting(ABC):
             return Refusal(RefusalCode.RUN_FULL, f"the run has its {self.config.max_workers} workers", "")
         share, where = self.config.share, session.place[0]
         if session.identity or _is_address(where):
-            same = {
-                known.worker_id
-                for known in (*self.sessions.values(), *self._joining)
-                if known.place[0] == where and known.identity == session.identity
-            }
-            if len(same - {session.worker_id}) >= share:
+            same = self._ids_at.get((where, session.identity), ())
+            if len(same) - (session.worker_id in same) >= share:
                 return Refusal(RefusalCode.RUN_FULL, f"the run has its {share} workers of {where}", _SHARE_HINT)
         for older in [one for one in self._joining if one.worker_id == session.worker_id][:-_MOST_JOINING]:
             older.abort("the same worker has connected anew")
         self._admitted[session] = session.worker_id
         self._ids[session.worker_id] += 1
+        self._ids_at.setdefault((where, session.identity), Counter())[session.worker_id] += 1
         self._joining[session] = session.admitted_at = self.clock()
         session.taken = (session.link.bytes_sent, session.admitted_at)
         return None
@@ -484,9 +482,13 @@ class Hosting(ABC):
         self.accounts.close(session)
         self._forget(session)
         if (admitted := self._admitted.pop(session, None)) is not None:
-            self._ids[admitted] -= 1
-            if not self._ids[admitted]:
-                del self._ids[admitted]
+            home = (session.place[0], session.identity)
+            for ids in (self._ids, self._ids_at[home]):
+                ids[admitted] -= 1
+                if not ids[admitted]:
+                    del ids[admitted]
+            if not self._ids_at[home]:
+                del self._ids_at[home]
         self._joining.pop(session, None)
         member = self.membership.leave(session.worker_id, session.incarnation)
         if self.sessions.get(session.worker_id) is not session:

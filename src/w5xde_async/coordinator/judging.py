@@ -165,8 +165,8 @@ class Judging:
         return False
 
     def _why(self, candidate: Candidate) -> Why | None:
-        if not all(map(math.isfinite, candidate.norms.values())):
-            return Why.NOT_FINITE
+        if not all(map(math.isfinite, (*candidate.norms.values(), *candidate.done.losses))):
+            return Why.NOT_FINITE  # a loss alone too: honest gradients of such a loss are not finite either, mostly
         for role, size in candidate.sizes.items():
             gate = self._gates[role]
             if gate.cold:
@@ -211,7 +211,8 @@ class Judging:
                 continue
             able = [worker for worker in ready if worker == held.worker or self.has_delivered(worker)]
             if all(worker == held.worker for worker in able):
-                if self._clock() - candidate.held_at < _PATIENCE_S and len(ready) > 1:
+                patient = self._clock() - candidate.held_at < _PATIENCE_S
+                if patient and len(ready) > 1 and self._others_may_deliver(held, ready):
                     continue
                 able = list(ready)
             involved = {held.worker, *held.suppliers.values()}
@@ -239,6 +240,12 @@ class Judging:
             held.lease, held.second = grant.lease, worker
             granted.append(grant)
         return granted
+
+    def _others_may_deliver(self, held: HeldBlock, ready: Collection[str]) -> bool:
+        """Whether waiting can bring another worker that has delivered: one that is at this step, or has work there."""
+        return bool(self._ledger.free_leaves(held.step)) or any(
+            grant.step == held.step for worker in ready if worker != held.worker for grant in self._ledger.held(worker)
+        )
 
     def _renewed(self, held: HeldBlock) -> bool:
         """Whether its audit's lease ended without a result, and its memory is free again."""

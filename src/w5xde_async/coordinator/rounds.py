@@ -219,6 +219,7 @@ class Rounds(Assigning):
                 self.loader.close_step(step)
         if accepted:
             self._contributors.add(given.worker)
+            self.ledger.places.delivered(given.worker)
         else:
             self._refused[code] += 1
             self._leaves_in_vain += leaves
@@ -436,7 +437,10 @@ class Rounds(Assigning):
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             # Whose optimizer skipped the step has no result of it.
-            self._count_own_steps(worker, skipped=bool(done.absent) or not all(map(math.isfinite, done.losses)))
+            finite = all(map(math.isfinite, done.losses))
+            if not finite:
+                self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
+            self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
             self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
             self.loader.close_step(grant.step)
             self.turns.carried(worker, self._plan(grant.step).num_samples)

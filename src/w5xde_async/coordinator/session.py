@@ -166,6 +166,7 @@ class Session:
             reason = f"silent for {self._handshake_s:.0f} s before it had proved itself"
         except RemoteError as error:
             reason = f"broke the protocol: {error}"
+            self.given_up = True  # it did not die of its work
             await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, str(error)[:500], "")))
         except LinkLost as error:
             reason = self._end_reason or error.reason

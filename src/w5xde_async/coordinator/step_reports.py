@@ -24,7 +24,7 @@ class _Report:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Steps that were committed together, weighted by samples."""
+    """Steps that were committed together, weighted by samples; those whose loss is not finite only where all are so."""
 
     samples: int
     leaves: int
@@ -57,6 +57,8 @@ class StepReports:
     def take(self, steps: Sequence[int]) -> Summary | None:
         """Of steps that are committed; None where nothing is known of any."""
         found = [self._reports.pop(step) for step in steps if step in self._reports]
+        # Whose loss is not finite was skipped by its worker's optimizer: of what was applied it says nothing.
+        found = [report for report in found if math.isfinite(report.loss)] or found
         samples = sum(report.samples for report in found)
         if not samples:
             return None

@@ -401,6 +401,7 @@ class Training(Hosting):
 
     def _counted(self, session: Session, grant: Grant, done: Done) -> None:
         """A block counts: credit to whoever did it."""
+        self.ledger.places.delivered(session.worker_id)
         member, step = self.membership.members.get(session.worker_id), self.aggregator.step
         if member is not None and step is not None:
             member.leaves += grant.block.num_leaves

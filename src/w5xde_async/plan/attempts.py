@@ -2,11 +2,15 @@
 
 A worker runs at a **place**: its host, and whether it computes with the job's own code. Work that fails everywhere at
 one place may be done at another; it is to blame only when every place that is present has tried it.
+
+A worker that vanishes may have died of its work, or may only look so: identities cost nothing. So a worker that is
+present, has delivered results and has not tried the work itself is believed more than any number of workers that never
+delivered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 __all__ = ["Places"]
 
@@ -20,6 +24,7 @@ class Places:
         #: Workers that take work now.
         self.present: Callable[[], Iterable[str]] = tuple
         self._places: dict[str, Hashable] = {}
+        self._delivered: dict[str, None] = {}  # workers whose results counted; bounded as ``_places`` is
 
     def joined(self, worker: str, place: Hashable) -> None:
         """``worker`` runs at ``place``."""
@@ -27,6 +32,25 @@ class Places:
         self._places[worker] = place
         if len(self._places) > _REMEMBERED:
             del self._places[next(iter(self._places))]
+
+    def delivered(self, worker: str) -> None:
+        """A result of ``worker`` counts."""
+        if worker not in self._delivered:
+            self._delivered[worker] = None
+            if len(self._delivered) > _REMEMBERED:
+                del self._delivered[next(iter(self._delivered))]
+
+    def has_delivered(self, worker: str) -> bool:
+        """Whether a result of ``worker`` has counted."""
+        return worker in self._delivered
+
+    def kills(self, deaths: Mapping[str, bool], most: int) -> bool:
+        """Whether work is to blame for ``deaths``: who vanished while it had it, and whether that one had delivered."""
+        if len(deaths) < most or self.untried(deaths):
+            return False
+        if sum(deaths.values()) >= most:
+            return True
+        return not any(worker in self._delivered and worker not in deaths for worker in self.present())
 
     def of(self, worker: str) -> Hashable:
         """Where a worker runs, or ran."""

@@ -81,7 +81,8 @@ class OpenStep:
     leases: dict[int, Grant] = field(default_factory=dict)  # open ones, in order
     held_leaves: int = 0  # in these
     failures: dict[int, list[str]] = field(default_factory=dict)  # leaf -> workers that failed on it
-    deaths: dict[int, set[str]] = field(default_factory=dict)  # leaf -> workers that vanished on it
+    # Leaf -> workers that vanished on it, and whether results of theirs had counted.
+    deaths: dict[int, dict[str, bool]] = field(default_factory=dict)
     finished_leaves: int = 0
 
     @property
@@ -391,9 +392,9 @@ class Ledger:
             slot = current.slots.get(block.start)
             suspects = range(block.stop - 1, block.stop) if slot is not None and slot.buckets else range(*block)
             for leaf in suspects:
-                deaths = current.deaths.setdefault(leaf, set())
-                deaths.add(worker)
-                if len(deaths) >= self.max_deaths and len(suspects) == 1 and not self.places.untried(deaths):
+                deaths = current.deaths.setdefault(leaf, {})
+                deaths[worker] = self.places.has_delivered(worker)
+                if len(suspects) == 1 and self.places.kills(deaths, self.max_deaths):
                     culprit = Culprit(current.step, leaf, len(deaths), died=True)
         return grants, culprit
 
@@ -401,7 +402,7 @@ class Ledger:
         """The worker is here again: it had lost its link, not its life."""
         for opened in self._steps.values():
             for deaths in opened.deaths.values():
-                deaths.discard(worker)
+                deaths.pop(worker, None)
 
     def take_over(self, step: int, leaf: int, *, now: float) -> Grant | None:
         """Lease the coordinator a leaf, in the block that it was sent in where something of that is filled.

@@ -103,7 +103,9 @@ class StreamLedger:
         self._since: dict[str, float] = {}  # worker -> when its oldest lease could begin
         self._failures: dict[int, list[str]] = {}
         self._refusals: dict[int, list[str]] = {}  # whose results of a step were no good
-        self._deaths: dict[int, set[str]] = {}
+        self._deaths: dict[
+            int, dict[str, bool]
+        ] = {}  # step -> who vanished on it, and whether results of theirs had counted
         self._past: dict[int, tuple[StreamGrant, bool]] = {}
         self._twins: dict[int, int] = {}  # lease -> the other one on its step
         self._ended: deque[int] = deque()
@@ -300,16 +302,16 @@ class StreamLedger:
         self._since.pop(worker, None)
         culprit = None
         if died and begun is not None:
-            deaths = self._deaths.setdefault(begun.step, set())
-            deaths.add(worker)
-            if len(deaths) >= self.max_deaths and not self.places.untried(deaths):
+            deaths = self._deaths.setdefault(begun.step, {})
+            deaths[worker] = self.places.has_delivered(worker)
+            if self.places.kills(deaths, self.max_deaths):
                 culprit = Culprit(begun.step, 0, len(deaths), died=True)
         return count, culprit
 
     def returned(self, worker: str) -> None:
         """The worker is here again: it had lost its link, not its life."""
         for step, deaths in list(self._deaths.items()):
-            deaths.discard(worker)
+            deaths.pop(worker, None)
             if not deaths:
                 del self._deaths[step]
 
