@@ -9,6 +9,7 @@ import math
 import os
 import random
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -292,8 +293,11 @@ async def test_a_stranger_is_refused(misbehave: Misbehaviour, code: RefusalCode,
 async def test_a_peer_without_the_token_learns_nothing(token: str) -> None:
     async with started(token=TOKEN) as coordinator:
         peer = await peer_of(coordinator)
-        await peer.greet(token=token)
-        refusal = await peer.expect(Refusal)
+        nonce = os.urandom(32)
+        await peer.send(Hello(PROTOCOL_VERSION, nonce, "", "", ""))
+        challenge = await peer.expect(Challenge)
+        await peer.send(Proof(prove(token.encode(), "worker", nonce, challenge.nonce) if token else b""))
+        refusal = await peer.expect(Refusal)  # and no proof of the coordinator's, which could be guessed at
         assert refusal.code == RefusalCode.AUTHENTICATION
         assert "W5XDE_TOKEN" in refusal.hint
         await peer.link.aclose()
@@ -313,6 +317,37 @@ async def test_a_worker_says_whose_token_is_wrong(theirs: str, ours: str, reason
         with pytest.raises(Refused, match=reason) as refused:
             await worker.run()
     assert refused.value.exit_code == ExitCode.AUTHENTICATION
+
+
+async def test_peers_that_vanish_with_a_lease_end_no_run_while_one_that_delivered_is_there() -> None:
+    """Twenty identities of one host, each gone as soon as it has work: a leaf that kills looks like that, and so does
+    one peer. A worker that has delivered tries it before the leaf is blamed. Who broke the protocol died of nothing."""
+    events, busy, release = Events(), threading.Event(), threading.Event()
+    cross_entropy = nn.CrossEntropyLoss()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if busy.is_set():  # the honest worker is at its leaf for as long as the others come and go
+            release.wait(10.0)
+        return cross_entropy(output, target)
+
+    async with started(events=events, min_workers=1) as coordinator:
+        worker = Worker(coordinator.address, job=tiny(loss=loss), config=QUICK_WORKER)
+        honest = asyncio.create_task(worker.run())
+        await events.until(StepCommitted, 1)
+        busy.set()
+        for number in range(20):
+            peer = await peer_of(coordinator)
+            await peer.join(worker_id=f"bad-{number}")
+            lease = await peer.expect(Lease)
+            if number % 2:
+                await peer.send(Result(lease.lease, 0), (BufferSpec("", "float32", (1,), "raw", 4), bytes(4)))
+            peer.link.abort()
+            await events.until(WorkerLeft, number + 1)
+        release.set()
+        result = await coordinator.wait()
+        assert await honest is Departure.FINISHED
+    assert result.outcome == "finished"
+    assert result.digest == expected()
 
 
 async def test_with_the_same_token_on_both_sides_the_run_is_done() -> None:

@@ -17,6 +17,7 @@ from tests.support.jobs import mlp_sgd
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Event, WorkerQuarantined
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
@@ -79,10 +80,12 @@ async def test_without_the_defence_it_does_harm(clean: Found):
     assert million.found_at == -1
 
 
-def liar(coordinator: Coordinator, worker_id: str = "") -> FalseWorker:
-    made = FalseWorker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER, attack=ATTACKS["sign flip"])
-    made.worker_id = worker_id or made.worker_id
-    return made
+def liar(coordinator: Coordinator) -> FalseWorker:
+    """Each is the same worker: it has the same key."""
+    runtime = Runtime(random_bytes=lambda count: bytes(count))
+    return FalseWorker(
+        coordinator.address, job=mlp_sgd(), config=QUICK_WORKER, attack=ATTACKS["sign flip"], runtime=runtime
+    )
 
 
 async def test_two_that_disagree_are_judged_by_the_coordinator_and_the_wrong_one_stays_out(tmp_path: Path):
@@ -99,7 +102,7 @@ async def test_two_that_disagree_are_judged_by_the_coordinator_and_the_wrong_one
         assert caught.value.code == RefusalCode.QUARANTINED
         assert "is not what the block gives" in caught.value.reason
         with pytest.raises(Refused) as caught:
-            await liar(coordinator, false.worker_id).run()
+            await liar(coordinator).run()
         assert caught.value.code == RefusalCode.QUARANTINED  # its id stays out
         await commits.reach(commits.step + 3)  # the honest one goes on
         assert not honest.done()
@@ -110,12 +113,12 @@ async def test_two_that_disagree_are_judged_by_the_coordinator_and_the_wrong_one
         assert listed.startswith(f"{false.worker_id}  # quarantined: its result for step")
         await coordinator.reload_access()  # the list says the same as before
         with pytest.raises(Refused):
-            await liar(coordinator, false.worker_id).run()
+            await liar(coordinator).run()
         (tmp_path / "run" / "revoked").write_text("")  # the operator lets it in again
         await coordinator.reload_access()
         before = len(put_out)
         with pytest.raises(Refused):  # it lies again
-            await liar(coordinator, false.worker_id).run()
+            await liar(coordinator).run()
         put_out = [event for event in events if isinstance(event, WorkerQuarantined)]
         assert len(put_out) == before + 1
         honest.cancel()
