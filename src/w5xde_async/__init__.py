@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from w5xde_async.errors import W5xdeError
     from w5xde_async.job import Job
     from w5xde_async.telemetry.events import Bus
+    from w5xde_async.updates.config import UpdateConfig
     from w5xde_async.worker.config import WorkerConfig
     from w5xde_async.worker.service import Worker
 
@@ -25,6 +26,7 @@ __all__ = [
     "Job",
     "LocalCluster",
     "RunResult",
+    "UpdateConfig",
     "W5xdeError",
     "Worker",
     "WorkerConfig",
@@ -38,6 +40,7 @@ _HOMES = {
     "Job": "job",
     "LocalCluster": "cluster",
     "RunResult": "coordinator.result",
+    "UpdateConfig": "updates.config",
     "W5xdeError": "errors",
     "Worker": "worker.service",
     "WorkerConfig": "worker.config",
