@@ -7,6 +7,7 @@ A job is data and callables; nothing here runs them but ``loss_of`` (the default
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -226,8 +227,16 @@ def _load(reference: str, target: str, attribute: str) -> Job:
     for part in attribute.split("."):
         found = getattr(found, part, None)
         if found is None:
-            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-            near = ", ".join(names[:8])
+            # Jobs and functions of its own, not what it imports; those that are spelled alike first.
+            names = [
+                name
+                for name, value in vars(module).items()
+                if not name.startswith("_")
+                and (isinstance(value, Job) or getattr(value, "__module__", None) == module.__name__)
+                and not isinstance(value, type)
+            ]
+            alike = difflib.get_close_matches(attribute, names, 3)
+            near = ", ".join(dict.fromkeys((*alike, *names[:8])))
             raise JobError(reference, f"{target} has no {attribute!r}", f"it has {near}" if near else "")
     if not isinstance(found, Job):
         if not callable(found):

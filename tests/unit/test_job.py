@@ -236,7 +236,7 @@ def test_a_module_level_model_is_the_same_at_every_start(folder: Path) -> None:
         ("nowhere.py:job", "there is no file nowhere.py; the current directory is"),
         ("w5nowhere:job", "there is no module w5nowhere; for a file write its name with .py"),
         ("w5jobs.nowhere:job", "there is no module w5jobs.nowhere"),
-        ("w5jobs.py:jobs", "has no 'jobs'; it has TensorDataset"),
+        ("w5jobs.py:jobs", "has no 'jobs'; it has job"),
         ("w5jobs.py:Space.outer", "has no 'Space.outer'"),
         ("w5jobs.py:number", "is a int, not a Job or a function"),
         ("w5jobs.py:wrong", "returned int; return a w5xde_async.Job"),
