@@ -445,10 +445,21 @@ class Training(Hosting):
         member, session = self.membership.members.get(worker), self.sessions.get(worker)
         if member is None or session is None or member.standing is not Standing.DRAINING:
             return
-        # What its codec has left out depends on verdicts that are still to come.
-        waits = self._keeps_residuals and (member.owes or self.verdicts.owed(worker))
-        if not self.ledger.num_held(worker) and not waits:
-            session.say_goodbye(ByeCode.LEAVING, "drained")
+        if self.ledger.num_held(worker):
+            return
+        if self._keeps_residuals and (member.owes or self.verdicts.owed(worker)):
+            # What its codec has left out depends on verdicts that are still to come, while somebody is there to finish
+            # the step. Else it would wait for whoever comes next.
+            if self.membership.num_ready or self._stopping:
+                return
+            self.verdicts.presume(worker)
+        session.say_goodbye(ByeCode.LEAVING, "drained")
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        if self._keeps_residuals:
+            for member in tuple(self.membership.members.values()):
+                self._let_go(member.worker_id)  # whoever could have finished the step may be gone
 
     def _introduce(self, session: Session) -> None:
         self.ledger.returned(session.worker_id)

@@ -116,6 +116,20 @@ class Verdicts:
         for worker, leases in whole.items():
             self._say(worker, Verdict(tuple(leases), VerdictCode.APPLIED, ""), version)
 
+    def presume(self, worker: str) -> None:
+        """The worker leaves before its step is committed: what is in the step's sums counts when that is.
+
+        So it is told, and a coordinator that is killed before that breaks the word.
+        """
+        for lease, known in list(self._leases.items()):
+            if known.worker == worker:
+                known.counted |= known.unsettled
+                known.unsettled.clear()
+                known.waits = False
+                if not known.partly:
+                    known.answer = (VerdictCode.APPLIED, "")
+                self._settle(lease, self.version + 1)
+
     # -- who comes and goes --------------------------------------------------------------------------------
 
     def owed(self, worker: str) -> bool:
