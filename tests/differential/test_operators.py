@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(150)
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
 def test_calls_made_by_hand_and_changed_are_refused_or_equal() -> None:
