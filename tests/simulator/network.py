@@ -174,7 +174,7 @@ class SimStream(Stream):
             return chunks
         data = b"".join(chunks)
         self.num_sends += 1
-        if self.num_sends == 3 and self.host.pauses_at_joining_s:  # HELLO, PROOF, READY
+        if self.num_sends == 4 and self.host.pauses_at_joining_s:  # HELLO, PROOF, INTRODUCTION, READY
             self.host.deaf_until = self.host.loop.now + self.host.pauses_at_joining_s
             self.host.pauses_at_joining_s = 0.0
             pipe.network.hit("worker reads nothing at first")
