@@ -138,7 +138,7 @@ def _replay(world: Cluster, rng: random.Random) -> bool:
 
     def again() -> None:
         connection = _connection(world, rng)
-        if connection is not None and connection.forth.writer is None and connection.near.num_sends > 3:
+        if connection is not None and connection.forth.writer is None and connection.near.num_sends > 4:
             recorded = world.network.recorded.get(connection.worker.machine, ())
             earlier = [data for number, data in recorded if number != connection.forth.number]
             for data in rng.sample(earlier, min(len(earlier), rng.randint(1, 6))):
