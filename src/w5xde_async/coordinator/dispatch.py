@@ -54,6 +54,7 @@ class Dispatch:
         self._late_step, self._late_by_speed = -1, False  # of what the heap says it; whether speeds were known then
         self._timed: dict[str, None] = {}  # workers whose leases are late at another time than the heap says
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
+        self._ahead = pacing.config.leases_ahead
         self.num_backups = 0
         self.holds_back = False  #: nothing more of the current step is leased: too much of it waits for judgement
         self.at_most_half = False  #: no lease holds leaves of both halves of its step, which are measured
@@ -142,6 +143,9 @@ class Dispatch:
 
     def _look_again(self) -> None:
         refused, self._refused = self._refused, {}
+        if self._ahead != self._pacing.config.leases_ahead:  # who had no room may have some now
+            self._ahead = self._pacing.config.leases_ahead
+            refused = dict(self._workers)
         for worker in refused:
             self._queue(worker)
         if len(self.unread) > self._most_unread:  # what was given back, or whose step was closed, may never be read
