@@ -21,6 +21,8 @@ from typing import Any
 
 from tests.simulator.disk import HostFilesystem
 
+from w5xde_async.randomness import _TURN
+
 __all__ = [
     "HOST", "ComputeExecutor", "Deadlock", "Host", "InlineExecutor", "Killed", "Livelock", "TimeUp", "VirtualLoop",
 ]  # fmt: skip
@@ -337,7 +339,13 @@ class ComputeExecutor:
         return getattr(ComputeExecutor._local, "executor", None)
 
     def pay(self) -> None:
-        """Let the time pass that was computed. Not done in the midst of computing, where the random state is held."""
+        """Let the time pass that was computed.
+
+        Not in the midst of computing (an encoder's clock may be read there): the thread holds the random state, and
+        another compute thread would wait for it in real time, which never passes here.
+        """
+        if _TURN._is_owned():  # type: ignore[attr-defined]
+            return
         while self._host.hangs:
             self.sleep(5.0)
         if self.debt_s:
