@@ -87,6 +87,10 @@ class Made:
         (steps,) = {float(x) / RATE for number in self.fragments[fragment] for x in vector.buckets[number]}
         return steps
 
+    def weight(self, fragment: int) -> float:
+        """What the replica computes with."""
+        return float(self.engine.live.bucket(self.layout.buckets[self.fragments[fragment][0]])[0])
+
     def settle(self, code: VerdictCode) -> None:
         self.replica.settle([self.lease], code)
 
@@ -118,6 +122,38 @@ def test_what_counted_is_in_no_delta_again(made: Made) -> None:
     assert made.submit(1) == 5  # the other fragment has never been asked for
 
 
+@pytest.mark.parametrize("mixing", [0.0, 0.5, 0.9999])
+def test_what_is_under_way_is_in_no_delta_again(mixing: float) -> None:
+    """The round closed without it: it is judged into the next one. What others made is neither lost nor sent back."""
+    made = Made(Constant, streaming=[2, 1, mixing])
+    made.step()
+    assert made.submit(0) == 1
+    made.commit(0, -9.0)
+    made.step()
+    assert made.weight(0) == -9.0 - 2 * RATE
+    made.settle(APPLIED)
+    made.step()
+    assert made.submit(0) == 2
+    made.settle(APPLIED)
+    made.commit(0, -9.0 - 3 * RATE)  # both are in it
+    made.step()  # of which as much is forgotten as the mixing says
+    assert made.submit(0) == pytest.approx(mixing, abs=1e-5)
+
+
+def test_what_came_before_the_verdict_was_made_without_the_delta() -> None:
+    """Nothing was computed between the commit, the verdict and the next commit."""
+    made = Made(Constant, streaming=[2, 0, 0.5])
+    made.step()
+    assert made.submit(0) == 1
+    made.commit(0, -9.0)
+    made.settle(APPLIED)
+    assert made.weight(0) == -9.0 - RATE
+    made.commit(0, -9.0 - RATE)
+    made.step()
+    assert made.weight(0) == -9.0 - 1.5 * RATE  # half of the step since is kept
+    assert made.submit(0) == 0.5
+
+
 @pytest.mark.parametrize("code", [STALE, REJECTED])
 @pytest.mark.parametrize("comes", ["never", "after", "before"])
 def test_what_was_refused_is_in_the_next_delta_once(made: Made, code: VerdictCode, comes: str) -> None:
@@ -132,7 +168,8 @@ def test_what_was_refused_is_in_the_next_delta_once(made: Made, code: VerdictCod
         made.commit(0, -9.0)
     made.step()
     made.step()
-    assert made.submit(0) == 3
+    # Before the verdict nothing is mixed in; after it the step that was made meanwhile is forgotten (mixing 0).
+    assert made.submit(0) == (4 if comes == "before" else 3)
 
 
 def test_refused_twice_it_is_left_to_the_mixing(made: Made) -> None:

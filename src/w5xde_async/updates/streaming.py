@@ -174,6 +174,18 @@ class StreamingReplica:
             piece = self.fragments[fragment]
             piece.scatter_(self.local, piece.gather(self.local).sub_(delta, alpha=1.0 - self.config.mixing))
 
+    @torch.no_grad()
+    def rebase(self, fragment: int, values: Tensor) -> None:
+        """New values have come that were made without what was sent, which is still under way: it goes on from them.
+
+        The replica is as far from the new values as it was from the old, so others' progress is in it at once. Nothing
+        is mixed: what is under way would count again in part, when it is in the Delta after that.
+        """
+        check_vector(values, self.fragments[fragment].numel, device=self.local.device.type)
+        piece = self.fragments[fragment]
+        piece.scatter_(self.local, piece.gather(self.local).add_(values).sub_(piece.gather(self._base)))
+        piece.scatter_(self._base, values)
+
     def deliver(self, fragment: int, values: Tensor) -> None:
         """The fragment's new values have come; they are kept until it is their time."""
         check_vector(values, self.fragments[fragment].numel, device=self.local.device.type)

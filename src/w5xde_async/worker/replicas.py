@@ -179,14 +179,36 @@ class SteppingReplica:
                 of_old.clear()
 
     def _deliver(self) -> None:
-        """Hand over fragments that have come since they were sent."""
+        """Hand over fragments that have come since they were sent.
+
+        Verdicts and parameters come in the order in which they were sent: while a Delta has no verdict, whatever has
+        been published was made without it.
+        """
         assert self._streaming is not None
-        for index, sent_at in self._sent_at.items():
-            newest = max(self.published.newest.get(number, -1) for number in self._buckets[index])
-            if newest > sent_at:
-                values = self._fragments[index].gather(self.published.state.groups[self._group])
-                self._streaming.deliver(index, values.to(self._live.groups[self._group].device))
+        under_way = {sent.fragment for sent in self._awaited.values()}
+        for index in self._sent_at:
+            if index in under_way:
+                self._rebase(index)
+            elif (newest := self._newest(index)) > self._sent_at[index]:
+                self._streaming.deliver(index, self._values(index))
                 self._fragment_version[index] = newest
+
+    def _rebase(self, index: int) -> None:
+        """Go on from what has come of a fragment without this replica's Delta in it."""
+        assert self._streaming is not None
+        newest = self._newest(index)
+        if newest > self._sent_at[index]:
+            self._streaming.rebase(index, self._values(index))
+            self._sent_at[index] = self._fragment_version[index] = newest
+
+    def _newest(self, index: int) -> int:
+        """The version in which a fragment has come last."""
+        return max(self.published.newest.get(number, -1) for number in self._buckets[index])
+
+    def _values(self, index: int) -> Tensor:
+        """A fragment as it was published last."""
+        values = self._fragments[index].gather(self.published.state.groups[self._group])
+        return values.to(self._live.groups[self._group].device)
 
     def _mixed(self, fragments: Sequence[int]) -> None:
         for index in fragments:
@@ -236,6 +258,7 @@ class SteppingReplica:
                 self._kept.discard(index)
                 if streaming.is_sent(index):
                     self._counted[index] = sent.delta
+                    self._rebase(index)  # what has come so far was made without it
                 continue
             if not sent.delta.isfinite().all():
                 self.version = -1  # nothing finite would ever come of it: it begins anew
