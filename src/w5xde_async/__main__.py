@@ -2,6 +2,9 @@
 
 Signals, the choice of the event loop and the process's exit live in the ``__main__`` modules alone: everything below
 them is a guest in somebody's loop.
+
+Everything slow (settings, torch, the job) is imported after ``launch`` has taken the signals over: one that comes while
+a program starts is kept for whoever listens to it later, and kills nobody.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UsageError, W5xdeError
-from w5xde_async.net.join import Invitation
-from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, read
 
-__all__ = ["attach", "launch", "main", "memory_reports", "signals"]
+__all__ = ["attach", "launch", "listening", "main", "memory_reports", "signals"]
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
 
-_S = TypeVar("_S", CoordinatorSettings, WorkerSettings)
+    from w5xde_async.settings import CoordinatorSettings, WorkerSettings
+
+_S = TypeVar("_S", "CoordinatorSettings", "WorkerSettings")
 _Body = Callable[[], Coroutine[Any, Any, int]]
 
 _NO_JOIN_SECRET = (
@@ -62,26 +67,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.OK if wanted else ExitCode.USAGE
 
 
-def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Callable[[_S, str], _Body]) -> int:
+class _Early:
+    """The handler of a signal that comes before anybody listens to it. ``came``: it did.
+
+    One that stops the program also interrupts what is going on. Code that is being imported may swallow that: whoever
+    listens later finds ``came`` set.
+    """
+
+    def __init__(self, *, stops: bool = False) -> None:
+        self.came = False
+        self._stops = stops
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if self._stops:
+            raise KeyboardInterrupt
+
+
+def _came_early(number: signal.Signals) -> bool:
+    handler = signal.getsignal(number)
+    return isinstance(handler, _Early) and handler.came
+
+
+def launch(
+    kind: Callable[[], type[_S]], arguments: Sequence[str], *, prog: str, prepare: Callable[[_S, str], _Body],
+    heeds: Sequence[str] = (),
+) -> int:  # fmt: skip
     """Read the settings and the token, ``prepare`` with them, run what that gives in an event loop.
 
-    Until the loop runs, SIGINT and SIGTERM end the program where it stands: nothing has begun.
+    ``kind`` imports the class of the settings. Until somebody listens (``signals``, ``listening``), SIGINT and SIGTERM
+    end the program where it stands: nothing has begun. The signals named in ``heeds`` wait.
     """
     as_json = False
+    code: int | None = None
+    stops = _Early(stops=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, stops)
+    for name in heeds:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _Early())
     try:
-        settings, given = read(kind, arguments, prog=prog)
+        from w5xde_async.net.join import Invitation
+        from w5xde_async.settings import Answer, find_token, read
+
+        try:
+            settings, given = read(kind(), arguments, prog=prog)
+        except Answer as answer:
+            _answer(answer.text)
+            return ExitCode.OK
         as_json = settings.log_format == "json"
+        if settings.profile_memory is not None and hasattr(signal, "SIGUSR2"):
+            signal.signal(signal.SIGUSR2, _Early())
         token = find_token(settings.token_file, given_as_argument="token_file" in given, environment=os.environ)
         if "join" in given and Invitation.parse(getattr(settings, "join", ""), place="--join").secret:
             raise UsageError(_NO_JOIN_SECRET)
         body = prepare(settings, token)
+        if stops.came:  # the job's own code has swallowed the interrupt
+            raise KeyboardInterrupt
 
         async def run() -> int:
+            nonlocal code
             try:
-                return await body()
+                code = await body()
+                return code
             except DiskHangs as error:  # the loop's end, and Python's, would wait for threads that hang
                 _complain(prog, str(error), error.exit_code, as_json)
                 sys.stdout.flush()
@@ -89,10 +138,9 @@ def launch(kind: type[_S], arguments: Sequence[str], *, prog: str, prepare: Call
 
         with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
             return runner.run(run())
-    except Answer as answer:
-        _answer(answer.text)
-        return ExitCode.OK
     except KeyboardInterrupt:
+        if code is not None:  # the program had ended, and waited for its threads
+            return code
         _complain(prog, "stopped before it began", ExitCode.OK, as_json)
         return ExitCode.OK
     except W5xdeError as error:
@@ -118,12 +166,15 @@ def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None =
         stop("Ctrl-C" if number == signal.SIGINT else number.name)
 
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    early = [number for number in numbers if _came_early(number)]
     for number in numbers:
         if sys.platform == "win32":
             signal.signal(number, lambda got, _: loop.call_soon_threadsafe(received, signal.Signals(got)))
         else:
             loop.add_signal_handler(number, received, number)
     try:
+        if early:
+            received(early[0])
         yield
     finally:
         for number in numbers:
@@ -131,6 +182,24 @@ def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None =
                 signal.signal(number, signal.SIG_DFL)
             else:
                 loop.remove_signal_handler(number)
+
+
+@contextmanager
+def listening(name: str, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` in the event loop when the signal of that name comes, and now where it came before."""
+    if not hasattr(signal, name):  # Windows has none of them
+        yield
+        return
+    loop, number = asyncio.get_running_loop(), getattr(signal, name)
+    came = _came_early(number)
+    loop.add_signal_handler(number, act)
+    try:
+        if came:
+            loop.call_soon(act)
+        yield
+    finally:
+        loop.remove_signal_handler(number)
+        signal.signal(number, _Early())  # while the program ends it changes nothing
 
 
 @contextmanager
@@ -149,15 +218,11 @@ def memory_reports(folder: Path | None, name: str, device: torch.device | None =
         except OSError as error:
             logger.error("no memory report: %s: %s", error.filename or folder, error.strerror or error)
 
-    number = getattr(signal, "SIGUSR2", None)
-    if number is not None and sys.platform != "win32":
-        loop.add_signal_handler(number, loop.run_in_executor, None, write)
     report.begin()
     try:
-        yield
+        with listening("SIGUSR2", lambda: loop.run_in_executor(None, write)):
+            yield
     finally:
-        if number is not None and sys.platform != "win32":
-            loop.remove_signal_handler(number)
         write()
         report.end()
 

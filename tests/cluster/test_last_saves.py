@@ -160,6 +160,8 @@ def test_the_program_does_not_wait_for_threads_that_hang(
 
     monkeypatch.setattr(program.os, "_exit", end)
     with pytest.raises(Ended) as ended:
-        program.launch(CoordinatorSettings, ["job.py:job", "--loop", "asyncio"], prog="w5xde", prepare=lambda *_: body)
+        program.launch(
+            lambda: CoordinatorSettings, ["job.py:job", "--loop", "asyncio"], prog="w5xde", prepare=lambda *_: body
+        )
     assert ended.value.args == (ExitCode.ERROR,)
     assert "the last checkpoint did not end in time" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.proxy import FaultProxy
 from tests.support.scripted import Run, Scripted, scripted, settle
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import w5xde_async
 from w5xde_async.coordinator.service import Coordinator
@@ -39,6 +40,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.telemetry.events import Event, StepCommitted, Warned
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode, header_length
 from w5xde_async.wire.messages import Heartbeat, Lease, Params, Result
 from w5xde_async.worker.service import Departure, Worker
@@ -446,3 +448,31 @@ def test_every_report_has_a_test() -> None:
     text = here.read_text() + (here.parents[1] / "process" / "test_reports.py").read_text()
     tests = [line for line in text.splitlines() if line.startswith(("def test_", "async def test_"))]
     assert {report for report in reports if not any(report in line for line in tests)} == set()
+
+
+# -- metrics
+
+
+def some_metrics(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """Leaves are of 2 samples: "low" is returned for samples 0, 1, 4, 5, ..., "high" for 8 to 15."""
+    first = int(batch[1][0])
+    metrics = {"low": float(first)} if first % 4 == 0 else {"all": 1.0}
+    return model(batch[0]).square().mean(), metrics | ({"high": float(first)} if first >= 8 else {})
+
+
+@pytest.mark.parametrize("update", ["sync", "async", "local"])
+async def test_metrics_are_means_over_the_leaves_that_have_them(update: str) -> None:
+    def job() -> Job:
+        data = TensorDataset(torch.ones(16, 3), torch.arange(16))
+        return Job(
+            model=lambda: nn.Linear(3, 1), dataset=data, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+            step=some_metrics, batch_size=8, microbatch_size=2, max_steps=2, shuffle=False,
+        )  # fmt: skip
+
+    events: list[Event] = []
+    await train(job, events=events, update=UpdateConfig(rule=update, inner_steps=2))
+    steps = [event.metrics for event in events if isinstance(event, StepCommitted)]
+    if len(steps) == 1:  # a round of both
+        assert steps == [{"low": 6.0, "all": 1.0, "high": 11.0}]
+    else:
+        assert steps == [{"low": 2.0, "all": 1.0}, {"low": 10.0, "high": 11.0, "all": 1.0}]

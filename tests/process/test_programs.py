@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(120)]
 
 DIGITS = f"{ROOT}/examples/digits.py:job"
 JOBS = """
+import os
+import signal
 import time
 import torch
 from torch import nn
@@ -61,6 +63,19 @@ def failing():
 
 def raises():
     raise ValueError("no data here")
+
+def signalled():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGHUP)
+    return job()
+
+def stopped():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    except BaseException:
+        pass
+    return job()
 
 def number():
     return 3
@@ -292,7 +307,14 @@ COORDINATOR_MISTAKES = {
     "raises": (("{jobs}:raises",), ExitCode.USAGE, "raised ValueError: no data here (jobs.py:"),
     "open to others": (("{jobs}:job", "--host", "0.0.0.0", "--insecure"), ExitCode.USAGE, "W5XDE_TOKEN"),
     "run directory below a file": (("{jobs}:job", "--run-dir", "{jobs}/run"), ExitCode.USAGE, "--run-dir"),
-    "no such checkpoint": (("{jobs}:job", "--resume", "{jobs}.nothing"), ExitCode.ERROR, "jobs.py.nothing"),
+    "no such checkpoint": (("{jobs}:signalled", "--resume", "{jobs}.nothing"), ExitCode.USAGE, "jobs.py.nothing"),
+    "no checkpoint": (("{jobs}:job", "--resume", "."), ExitCode.USAGE, "step-..."),
+    "no codec": (("{jobs}:job", "--codec", "nope"), ExitCode.USAGE, "there are raw,"),
+    "no tracker": (("{jobs}:job", "--tracker", "nope"), ExitCode.USAGE, "give one of tensorboard"),
+    "no host": (("{jobs}:job", "--advertise", "a/b"), ExitCode.USAGE, "'a/b:0' has no valid host"),
+    "no authorities": (("{jobs}:job", "--tls-ca-file", "nope"), ExitCode.USAGE, "TLS authorities nope"),
+    "join file below a file": (("{jobs}:job", "--join-file", "{jobs}/join"), ExitCode.USAGE, "jobs.py/join"),
+    "stopped while it starts": (("{jobs}:stopped",), ExitCode.OK, "stopped before it began"),
 }  # fmt: skip
 
 
@@ -341,6 +363,9 @@ def test_a_worker_alone(jobs: str) -> None:
     assert code == ExitCode.UNREACHABLE
     assert "no coordinator reachable at 127.0.0.1:1 within 1 s" in said
     assert said.count("\n") == 1
+    code, said = run("w5xde_async.worker", "--server", "127.0.0.77", "--connect-timeout", "0.1")
+    assert code == ExitCode.UNREACHABLE
+    assert "connecting server=127.0.0.77:5555 (the default port)" in said
     code, said = run("w5xde_async.worker")
     assert code == ExitCode.USAGE
     assert "--join-file or --server is missing" in said

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Where programs look for modules: the tests first, then where this process does (it may be another working tree).
+SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 _MESSAGE_BYTES = 1 << 17
 
 
@@ -83,7 +85,7 @@ class ForkServer:
         env.pop("OMP_NUM_THREADS", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.forking", str(theirs.fileno())], cwd=ROOT, pass_fds=[theirs.fileno()],
-            env=env | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+            env=env | {"PYTHONPATH": SEARCHED}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
         self._socket = ours

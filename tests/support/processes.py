@@ -37,7 +37,7 @@ class Program:
         """
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)  # thread counts come from the flags, as they do for people
-        env |= {"PYTHONPATH": str(ROOT), LEAF_DELAY: str(leaf_s), "W5XDE_CODE_FREE": str(code_free).lower()}
+        env |= {"PYTHONPATH": forking.SEARCHED, LEAF_DELAY: str(leaf_s), "W5XDE_CODE_FREE": str(code_free).lower()}
         env |= {"W5XDE_DASHBOARD": "false"} | environment
         self.process: subprocess.Popen[str] | forking.Forked
         if forking.running is None or fresh:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -448,12 +450,26 @@ def test_metrics_come_leaf_by_leaf_as_means_over_samples() -> None:
     assert [outcome.metrics[1], outcome.metrics[4]] == pytest.approx([4.0, (4 * 4 + 3 * 3) / 7])
 
 
-@pytest.mark.parametrize("order", [[{"a": 1.0}, {}], [{}, {"a": 1.0}], [{"a": 1.0}, {"b": 1.0}], [{"a": 1.0}, None]])
-def test_metrics_that_come_and_go_are_an_error(order: list[Any]) -> None:
-    supply: Iterator[Any] = iter(order)
-    run = Run(job(loss=None, step=lambda module, batch: (module(batch[0]).sum(), next(supply)), model=plain_net))
-    with pytest.raises(LeafError, match="return the same every time"):
-        run.compute(task(leaves((4, 4)), (4, 4)))
+def returning(metrics: Iterator[Any], module: nn.Module, batch: Any) -> Any:
+    return module(batch[0]).sum(), next(metrics)
+
+
+def test_metrics_that_come_and_go_are_means_over_those_that_returned_them() -> None:
+    """The second leaf is of two microbatches, of 4 and 3 samples."""
+    supply: Iterator[Any] = iter([{"a": 1.0}, None, {"b": 2.0, "a": 3.0}, {"b": 9.0}])
+    step = partial(returning, supply)
+    run = Run(job(loss=None, step=step, model=plain_net, accumulate_grad_batches=2))
+    outcome = run.compute(task(leaves((8, 7)), (8, 7)))
+    assert outcome.metric_names == ("a", "b")
+    assert outcome.metrics == pytest.approx([1.0, math.nan, 3.0, (4 * 2 + 3 * 9) / 7], nan_ok=True)
+
+
+def test_names_of_metrics_are_bounded_whatever_the_steps_return(caplog: pytest.LogCaptureFixture) -> None:
+    step = partial(returning, ({f"at {number}": 1.0} for number in range(99)))
+    run = Run(job(loss=None, step=step, model=plain_net))
+    outcome = run.compute(task(leaves((4,) * 66), (4,) * 66))
+    assert outcome.metric_names == tuple(f"at {n}" for n in range(64))
+    assert [record.args[0] for record in caplog.records if record.args] == ["at 64"]  # once
 
 
 def test_a_loss_with_one_element_will_do() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +15,9 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Block", "Computing", "Emit", "Outcome", "Task"]
+__all__ = ["Block", "Computing", "Emit", "MetricNames", "Outcome", "Task"]
+
+logger = logging.getLogger(__name__)
 
 Emit = Callable[[int, ResultVector], None]
 """Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
@@ -88,16 +92,47 @@ class Computing(Protocol):
         """Free threads, hooks and processes."""
 
 
+class MetricNames:
+    """The names of the metrics that a step has returned so far. It may return others of one batch than of the next."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+        self._told = False
+
+    def taken(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Those of ``metrics`` that are reported: at most MOST_METRICS in the life of this object."""
+        if len(metrics) > MOST_METRICS or not all(type(name) is str for name in metrics):
+            raise TypeError(f"a step returns at most {MOST_METRICS} metrics with string names")
+        taken = []
+        for name in metrics:
+            if name not in self._known:
+                if not name.isprintable() or len(name) > METRIC_NAME:
+                    raise ValueError(
+                        f"a metric's name is printable and has at most {METRIC_NAME} characters: {name[:200]!r}"
+                    )
+                if len(self._known) >= MOST_METRICS:
+                    if not self._told:
+                        self._told = True
+                        logger.warning(
+                            "metric left out name=%s: the step has returned %d other names before; return fewer",
+                            name, MOST_METRICS,
+                        )  # fmt: skip
+                    continue
+                self._known[name] = None
+            taken.append(name)
+        return taken
+
+
 class Block:
     """The state of one block while it is computed."""
 
     __slots__ = (
-        "changed", "emit", "emitted", "host", "leaf", "losses", "metric_names", "metrics", "open", "pending", "spent",
-        "task", "touched",
+        "changed", "emit", "emitted", "host", "leaf", "losses", "metrics", "names", "open", "pending", "spent", "task",
+        "touched",
     )  # fmt: skip
 
-    def __init__(self, task: Task, emit: Emit) -> None:
-        self.task, self.emit = task, emit
+    def __init__(self, task: Task, emit: Emit, names: MetricNames) -> None:
+        self.task, self.emit, self.names = task, emit, names
         self.emitted: set[int] = set()
         self.spent: list[ResultVector] = []  # hosts of attempts that had emitted before they broke off
         self.host: ResultVector | None = None
@@ -107,8 +142,7 @@ class Block:
     def begin(self) -> None:
         self.leaf = 0
         self.losses: list[Tensor] = []
-        self.metric_names: tuple[str, ...] | None = None
-        self.metrics: list[Tensor | float] = []
+        self.metrics: list[dict[str, tuple[Tensor | float, int]]] = []  # of each leaf: sum over samples, their number
         self.touched: set[int] = set()
         self.changed: set[int] = set()
         self.pending: dict[int, int] | None = None
@@ -122,19 +156,24 @@ class Block:
         """The last backward begins: from now on hooks finish buckets."""
         self.pending = {bucket.index: len(bucket.entries) for bucket in buckets}
 
-    def note_metrics(self, metrics: Mapping[str, Any], share: float, *, first: bool) -> None:
-        names = tuple(metrics)
-        if self.metric_names is None:
-            if len(names) > MOST_METRICS or not all(type(name) is str for name in names):
-                raise TypeError(f"a step returns at most {MOST_METRICS} metrics with string names")
-            if not all(name.isprintable() and len(name) <= METRIC_NAME for name in names):
-                raise ValueError(f"a metric's name is printable and has at most {METRIC_NAME} characters: {names}")
-            self.metric_names = names
-        if names != self.metric_names:
-            raise TypeError(f"the step returned metrics {names} after {self.metric_names}; return the same every time")
-        values = [v.detach().float().reshape(()) if isinstance(v, Tensor) else float(v) for v in metrics.values()]
+    def note_metrics(self, metrics: Mapping[str, Any], samples: int, share: float, *, first: bool) -> None:
+        """What the step returned for ``samples`` samples, which are ``share`` of their leaf's."""
         if first:
-            self.metrics.extend(value * share if share != 1 else value for value in values)
-        else:
-            for offset, value in enumerate(values, start=len(self.metrics) - len(names)):
-                self.metrics[offset] = self.metrics[offset] + value * share
+            self.metrics.append({})
+        known = self.metrics[-1]
+        for name in self.names.taken(metrics):
+            value = metrics[name]
+            value = value.detach().float().reshape(()) if isinstance(value, Tensor) else float(value)
+            value = value * share if share != 1 else value
+            before, weight = known.get(name, (None, 0))
+            known[name] = (value if before is None else before + value, weight + samples)
+
+    def reported(self) -> tuple[tuple[str, ...], list[Tensor | float]]:
+        """Names, and for each leaf a value of each: its mean over the samples that have it, NaN where none has."""
+        names = tuple(dict.fromkeys(name for leaf in self.metrics for name in leaf))
+        values: list[Tensor | float] = []
+        for leaf, samples in zip(self.metrics, self.task.samples, strict=True):
+            for name in names:
+                value, weight = leaf.get(name, (math.nan, samples))
+                values.append(value if weight == samples else value * (samples / weight))
+        return names, values

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
-from w5xde_async.compute.block import Block, Emit, Outcome, Task
+from w5xde_async.compute.block import Block, Emit, MetricNames, Outcome, Task
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
@@ -148,6 +148,7 @@ class Engine:
         # With one gradient bucket nothing is to be sent before backward ends: noting who came is enough, and a list's
         # own append is the cheapest note there is (small models spend most of a leaf outside their kernels).
         self._notes: list[Tensor] = []
+        self._metric_names = MetricNames()
         # Seeding ``random`` and numpy costs a tenth of a small leaf, and few jobs draw from them. Where nothing leaves
         # before the block's end they are seeded only once a block has been seen to draw; that block is done again.
         self._seeds_python = len(self._grad_buckets) != 1
@@ -207,7 +208,7 @@ class Engine:
     def compute(self, task: Task, emit: Emit) -> Outcome:
         """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
         began = self.clock()
-        block = self._block = Block(task, emit)
+        block = self._block = Block(task, emit, self._metric_names)
         while True:
             try:
                 self._run(block)
@@ -222,12 +223,13 @@ class Engine:
                 self._pieces *= 2
                 self._transfer.empty_cache()
         losses = self._read(block.losses)
-        metrics = self._read(block.metrics) if block.metrics else ()
+        metric_names, values = block.reported()
+        metrics = self._read(values) if values else ()
         self._transfer.wait()
         self._overlap = not self._in_parts
         return Outcome(
             losses=losses,
-            metric_names=block.metric_names or (),
+            metric_names=metric_names,
             metrics=metrics,
             untouched=tuple(index for index in self.layout.trainable if index not in block.touched),
             absent=tuple(bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted),
@@ -314,7 +316,7 @@ class Engine:
                 raise _AgainOtherwise
             share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
-            block.note_metrics(metrics or {}, (end - begin) / samples, first=begin == 0)
+            block.note_metrics(metrics or {}, end - begin, (end - begin) / samples, first=begin == 0)
         assert loss_sum is not None
         block.losses.append(loss_sum)
         self._buffers.collect(block.open[-1], samples, block.changed)

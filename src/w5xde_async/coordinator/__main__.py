@@ -8,19 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.__main__ import attach, launch, memory_reports, signals
+from w5xde_async.__main__ import attach, launch, listening, memory_reports, signals
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.settings import CoordinatorSettings, to_mapping
-from w5xde_async.store.failpoints import arm
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.service import Coordinator
+    from w5xde_async.settings import CoordinatorSettings
 
 __all__ = ["main"]
 
@@ -28,10 +26,19 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.coordinator") -> int:
     """Train; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(CoordinatorSettings, given, prog=prog, prepare=_prepare)
+    return launch(_kind, given, prog=prog, prepare=_prepare, heeds=("SIGUSR1", "SIGHUP"))
+
+
+def _kind() -> type[CoordinatorSettings]:
+    from w5xde_async.settings import CoordinatorSettings
+
+    return CoordinatorSettings
 
 
 def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+    from w5xde_async.settings import to_mapping
+    from w5xde_async.store.failpoints import arm
+
     config = settings.coordinator_config(token)
     arm(os.environ.get("W5XDE_FAILPOINTS", ""))
     assert settings.job is not None
@@ -89,16 +96,12 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
             stack.callback(progress.close)
             stack.enter_context(signals(stop, abandon=abandon))
             stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
-            if hasattr(signal, "SIGUSR1"):
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGUSR1, coordinator.request_checkpoint)
-                stack.callback(loop.remove_signal_handler, signal.SIGUSR1)
-                reloading = Reloading(coordinator)
-                loop.add_signal_handler(signal.SIGHUP, reloading.begin)
-                stack.callback(loop.remove_signal_handler, signal.SIGHUP)
-                stack.push_async_callback(reloading.aclose)
             await coordinator.start()
             stack.push_async_callback(coordinator.aclose)
+            reloading = Reloading(coordinator)
+            stack.push_async_callback(reloading.aclose)
+            stack.enter_context(listening("SIGUSR1", coordinator.request_checkpoint))
+            stack.enter_context(listening("SIGHUP", reloading.begin))
             if stop_reason:  # it came while the run was being prepared
                 coordinator.request_stop(stop_reason)
             if settings.workers:

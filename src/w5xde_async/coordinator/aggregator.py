@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from w5xde_async.coordinator.step_reports import known_mean
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
@@ -80,6 +81,10 @@ class StepState:
     def mean(self, values: Sequence[float]) -> float:
         """One value a leaf, weighted by samples, added in leaf order."""
         return sum(n * value for n, value in zip(self.samples, values, strict=True)) / self.plan.num_samples
+
+    def mean_metrics(self) -> dict[str, float]:
+        """Each over the leaves that have it."""
+        return {name: known_mean(zip(self.samples, values, strict=True))[0] for name, values in self.metrics.items()}
 
     def note(self, block: Block, done: Done) -> None:
         """A block is finished: keep what its DONE says."""

@@ -78,12 +78,10 @@ class Claims:
         own = self._names_of.setdefault(who, set())
         if len(self._names_of) > _MOST_WORKERS:
             del self._names_of[next(iter(self._names_of))]
-        if len(own.union(names)) > MOST_METRICS:
-            raise RemoteError(f"it reported more than {MOST_METRICS} metrics by name")
-        own.update(names)
+        own.update([name for name in names if name not in own][: MOST_METRICS - len(own)])
         room = _MOST_NAMES - len(self._names)
-        self._names.update([name for name in names if name not in self._names][:room])
-        kept = [index for index, name in enumerate(names) if name in self._names]
+        self._names.update([name for name in names if name in own and name not in self._names][:room])
+        kept = [index for index, name in enumerate(names) if name in own and name in self._names]
         if len(kept) == len(names):
             self._last = names
             return done

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from w5xde_async.errors import UsageError
-from w5xde_async.net.endpoint import parse_address
+from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import check_strength
 from w5xde_async.net.tls import TlsFiles, is_loopback
 from w5xde_async.plan.audit import AuditConfig
@@ -169,6 +169,8 @@ class CoordinatorConfig:
         )
         if self.dashboard:
             parse_address(self.dashboard)
+        if self.advertise:
+            parse_address(format_address(self.advertise, self.port))
         check_trackers(self.trackers)
         if not is_loopback(self.host):
             check_strength(self.token, "the token")

@@ -32,7 +32,7 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.sampler import Sampler, Steps
 from w5xde_async.plan.tuning import PAIRS
-from w5xde_async.store.checkpoint import CheckpointStore, Record, Skipped
+from w5xde_async.store.checkpoint import CheckpointStore, Record, Skipped, is_record
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.journal import Journal, Position, Replay
@@ -151,6 +151,11 @@ def prepare(
         prepared.run_id = new_run_id()
         _order(prepared, config)
         return prepared
+    if config.resume not in ("auto", "never") and not is_record(Path(config.resume)):
+        raise UsageError(
+            f"--resume: {config.resume} is no checkpoint; give auto, never, or a step-... directory of "
+            "checkpoints/ in a run directory"
+        )
     run_dir = RunDir.open(
         run_path, resume=config.resume != "never", filesystem=filesystem, new_run_id=new_run_id
     )  # fmt: skip

@@ -31,7 +31,7 @@ _CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the ru
 
 def uses_tls(config: CoordinatorConfig) -> bool:
     """Off loopback always, on it when asked for; never with ``insecure``."""
-    asked = config.tls.cert is not None or config.join_file is not None
+    asked = config.tls.cert is not None or config.tls.ca is not None or config.join_file is not None
     return not config.insecure and (asked or not is_loopback(config.host))
 
 
@@ -87,7 +87,8 @@ class Security:
         try:
             write_private_line(path, invitation.reveal())
         except OSError as error:
-            raise StoreError(str(path), f"cannot write the join file: {error.strerror or error}") from error
+            why = f"cannot write the join file: {error.strerror or error}"
+            raise (StoreError(str(path), why) if given is None else UsageError(f"--join-file {path}: {why}")) from error
         return path
 
     def page_context(self) -> tuple[ssl.SSLContext, bytes]:

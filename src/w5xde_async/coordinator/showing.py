@@ -18,7 +18,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.hosting import Hosting
 from w5xde_async.coordinator.observing import Observer
 from w5xde_async.coordinator.security import Security, reachable
-from w5xde_async.net.endpoint import parse_address
+from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
 from w5xde_async.net.join import write_private_line
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus, Warned
@@ -99,7 +99,7 @@ class Showing:
             await loop.run_in_executor(None, self._tracking.close)
 
     async def _open_dashboard(self, security: Security, settings: Mapping[str, object], resumed_step: int) -> None:
-        host, port = parse_address(self._config.dashboard)
+        host, port = parse_address(self._config.dashboard, DASHBOARD_PORT)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, _import)

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.wire.messages import Done
 
-__all__ = ["StepReports", "Summary"]
+__all__ = ["StepReports", "Summary", "known_mean"]
+
+
+def known_mean(values: Iterable[tuple[int, float]]) -> tuple[float, int]:
+    """The mean of a metric over the samples that have it, and their number. ``values``: samples and value.
+
+    A step may return a metric for some batches alone: where it has none the value is NaN, and does not count. The mean
+    is NaN where nobody has it.
+    """
+    total, samples = 0.0, 0
+    for count, value in values:
+        if not math.isnan(value):
+            total, samples = total + count * value, samples + count
+    return (total / samples if samples else math.nan), samples
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One step: ``loss`` and ``metrics`` are means over its samples."""
+    """One step: ``loss`` is the mean over its samples; ``metrics`` are ``known_mean``s."""
 
     samples: int
     leaves: int
     loss: float
-    metrics: dict[str, float]
+    metrics: dict[str, tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,10 @@ class StepReports:
         def mean(values: Sequence[float]) -> float:
             return sum(n * value for n, value in zip(samples, values, strict=True)) / plan.num_samples
 
-        metrics = {name: mean(done.metrics[index::count]) for index, name in enumerate(done.metric_names)}
+        metrics = {
+            name: known_mean(zip(samples, done.metrics[index::count], strict=True))
+            for index, name in enumerate(done.metric_names)
+        }
         self._reports[plan.step] = _Report(plan.num_samples, plan.num_leaves, mean(done.losses), metrics)
 
     def forget(self, steps: Sequence[int]) -> None:
@@ -62,9 +78,11 @@ class StepReports:
         samples = sum(report.samples for report in found)
         if not samples:
             return None
+        names = dict.fromkeys(name for report in found for name in report.metrics)
         metrics = {
-            name: sum(report.samples * report.metrics.get(name, math.nan) for report in found) / samples
-            for name in found[0].metrics
-        }
+            name: known_mean((report.metrics[name][1], report.metrics[name][0]) for report in found
+                             if name in report.metrics)[0]
+            for name in names
+        }  # fmt: skip
         loss = sum(report.samples * report.loss for report in found) / samples
         return Summary(samples, sum(report.leaves for report in found), loss, metrics)

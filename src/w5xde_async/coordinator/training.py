@@ -304,7 +304,7 @@ class Training(Hosting):
                 step=self.version,
                 epoch=plan.epoch,
                 loss=loss,
-                metrics={name: step.mean(values) for name, values in step.metrics.items()},
+                metrics=step.mean_metrics(),
                 samples=plan.num_samples,
                 leaves=plan.num_leaves,
                 learning_rate=applied.learning_rate,

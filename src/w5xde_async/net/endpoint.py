@@ -26,9 +26,9 @@ from w5xde_async.net.transport import TransportStream
 from w5xde_async.net.tuning import tune, tune_listener
 from w5xde_async.wire.frame import HANDSHAKE_CAPS
 
-__all__ = ["DEFAULT_PORT", "Listener", "connect", "format_address", "listen", "parse_address"]
+__all__ = ["DASHBOARD_PORT", "DEFAULT_PORT", "Listener", "connect", "format_address", "listen", "parse_address"]
 
-DEFAULT_PORT = 5555
+DEFAULT_PORT, DASHBOARD_PORT = 5555, 5556
 #: A TLS handshake that takes longer is dropped.
 HANDSHAKE_S = 10.0
 #: How long to leave the backlog alone when the system has no descriptor or memory left.
@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 _Address = tuple[socket.AddressFamily, Any]
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is DEFAULT_PORT where none is given."""
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is ``default_port`` where none is given."""
     host, port_text = text.strip(), ""
     if host.startswith("["):
         host, closed, rest = host[1:].partition("]")
@@ -53,14 +53,14 @@ def parse_address(text: str) -> tuple[str, int]:
             raise UsageError(f"address {text!r} is not [IPv6]:port")
         port_text, colon = rest[1:], bool(rest)
     elif host.count(":") > 1:
-        raise UsageError(f"address {text!r}: write an IPv6 address in brackets, as in [::1]:{DEFAULT_PORT}")
+        raise UsageError(f"address {text!r}: write an IPv6 address in brackets, as in [::1]:{default_port}")
     else:
         host, found, port_text = host.partition(":")
         colon = bool(found)
     if not host or any(character.isspace() or character in "/@[]" for character in host):
-        raise UsageError(f"address {text!r} has no valid host; it looks like host:{DEFAULT_PORT}")
+        raise UsageError(f"address {text!r} has no valid host; it looks like host:{default_port}")
     if not colon:
-        return host, DEFAULT_PORT
+        return host, default_port
     if not (port_text.isascii() and port_text.isdigit()) or len(port_text) > 5 or int(port_text) > 65535:
         raise UsageError(f"address {text!r} has no valid port; a port is a number from 0 to 65535")
     return host, int(port_text)

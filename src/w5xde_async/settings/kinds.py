@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from w5xde_async.settings.values import Duration, WholeNumber
 
@@ -18,6 +19,7 @@ __all__ = [
     "AtLeast1",
     "Average",
     "Durability",
+    "Folder",
     "LogFormat",
     "LogMode",
     "LoopKind",
@@ -40,6 +42,16 @@ Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Time = Annotated[Duration, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^/\x00-\x1f]+$")]
+
+
+def _folder(path: Path) -> Path:
+    """Raises ValueError where something else stands in a directory's place."""
+    if next(known for known in (path, *path.parents, Path()) if known.exists()).is_dir():
+        return path
+    raise ValueError("not a directory")
+
+
+Folder = Annotated[Path, AfterValidator(_folder)]
 LogMode = Literal["silent", "normal", "verbose"]
 LogFormat = Literal["text", "json"]
 Sandboxing = Literal["auto", "on", "off"]

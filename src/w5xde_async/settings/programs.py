@@ -24,6 +24,7 @@ from w5xde_async.settings.kinds import (
     AtLeast0,
     AtLeast1,
     Durability,
+    Folder,
     LogFormat,
     LogMode,
     LoopKind,
@@ -185,7 +186,7 @@ class CoordinatorSettings(TrainingSettings):
     dashboard: bool = setting(True, "show the run in a browser", group="watching", accepts="true or false")
     dashboard_address: Text = setting(
         "127.0.0.1:5556", "where; off loopback with a token and TLS, and where the port is taken at another",
-        group="watching", metavar="ADDRESS", accepts="HOST:PORT",
+        group="watching", metavar="ADDRESS", accepts="HOST or HOST:PORT",
     )  # fmt: skip
     tracker: Text | None = setting(
         None, "experiment trackers, each with a target if wanted: tensorboard[:DIR], wandb[:online], mlflow[:URI], "
@@ -205,9 +206,9 @@ class CoordinatorSettings(TrainingSettings):
     threads: AtLeast1 | None = setting(
         None, "torch's threads in the coordinator itself", group="program", accepts=FROM_1, shown="torch's choice"
     )
-    data_dir: Path | None = setting(
+    data_dir: Folder | None = setting(
         None, "what a lossy codec has left out is kept there when the worker leaves in good order", group="machine",
-        metavar="DIR", accepts="a path",
+        metavar="DIR", accepts="a directory, which need not exist yet",
     )  # fmt: skip
 
     loop: LoopKind = setting(
@@ -220,9 +221,9 @@ class CoordinatorSettings(TrainingSettings):
     log_format: LogFormat = setting(
         "text", "text, or json: an object per line", group="program", metavar="HOW", accepts="text or json"
     )
-    profile_memory: Path | None = setting(
+    profile_memory: Folder | None = setting(
         None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",
-        group="program", metavar="DIR", accepts="a path",
+        group="program", metavar="DIR", accepts="a directory, which need not exist yet",
     )  # fmt: skip
     config: Path | None = setting(
         None, "TOML file with the tables [coordinator] and [worker]", group="program", metavar="FILE", accepts="a path"
@@ -328,7 +329,11 @@ class WorkerSettings(Program):
     )
 
     server: Text | None = setting(
-        None, "the coordinator's address", group="the run", metavar="HOST:PORT", accepts="HOST:PORT"
+        None,
+        "the coordinator's address; without a port, 5555",
+        group="the run",
+        metavar="HOST:PORT",
+        accepts="HOST or HOST:PORT",
     )
     job: Text | None = setting(
         None, "the job that the coordinator trains, as this machine finds it: its own code in place of the "
@@ -408,9 +413,9 @@ class WorkerSettings(Program):
         group="machine", metavar="SIZE", accepts=f"auto, or {BYTES}, at least 1MiB", shown="auto",
     )  # fmt: skip
 
-    data_dir: Path | None = setting(
+    data_dir: Folder | None = setting(
         None, "what a lossy codec has left out is kept there when the worker leaves in good order", group="machine",
-        metavar="DIR", accepts="a path",
+        metavar="DIR", accepts="a directory, which need not exist yet",
     )  # fmt: skip
 
     loop: LoopKind = setting(
@@ -423,9 +428,9 @@ class WorkerSettings(Program):
     log_format: LogFormat = setting(
         "text", "text, or json: an object per line", group="program", metavar="HOW", accepts="text or json"
     )
-    profile_memory: Path | None = setting(
+    profile_memory: Folder | None = setting(
         None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",
-        group="program", metavar="DIR", accepts="a path",
+        group="program", metavar="DIR", accepts="a directory, which need not exist yet",
     )  # fmt: skip
     config: Path | None = setting(
         None, "TOML file with the tables [coordinator] and [worker]", group="program", metavar="FILE", accepts="a path"

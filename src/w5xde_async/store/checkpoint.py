@@ -30,7 +30,7 @@ from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, exp
 from w5xde_async.store.state import JSON
 from w5xde_async.store.tensors import read_tensors, write_tensors
 
-__all__ = ["CheckpointStore", "Record", "SavedCheckpoint", "Skipped"]
+__all__ = ["CheckpointStore", "Record", "SavedCheckpoint", "Skipped", "is_record"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,11 @@ class Skipped:
 
     path: Path
     reason: str
+
+
+def is_record(path: Path) -> bool:
+    """Whether a checkpoint lies there, whole or not."""
+    return path.is_dir() and (_DIRECTORY.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
 class CheckpointStore:

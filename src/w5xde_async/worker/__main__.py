@@ -11,11 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from w5xde_async.__main__ import attach, launch, memory_reports, signals
 from w5xde_async.errors import ExitCode
-from w5xde_async.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from w5xde_async.settings import WorkerSettings
 
 __all__ = ["main"]
 
@@ -28,7 +30,13 @@ _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
     """Work until the run is finished; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(WorkerSettings, given, prog=prog, prepare=_prepare)
+    return launch(_kind, given, prog=prog, prepare=_prepare)
+
+
+def _kind() -> type[WorkerSettings]:
+    from w5xde_async.settings import WorkerSettings
+
+    return WorkerSettings
 
 
 def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
@@ -53,7 +61,9 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     async def work() -> int:
         worker = Worker(server, job=job, config=config)
         with signals(worker.drain), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
-            logger.info("connecting server=%s name=%s", format_address(worker.host, worker.port), worker.name)
+            address = format_address(worker.host, worker.port)
+            said = "" if f":{worker.port}" in server else " (the default port)"
+            logger.info("connecting server=%s%s name=%s", address, said, worker.name)
             try:
                 running = asyncio.create_task(worker.run(), name="worker")
                 parting = asyncio.create_task(worker.parted.wait(), name="parting")
