@@ -309,6 +309,11 @@ def test_the_table_at_the_end() -> None:
     assert "plot" not in text
     shares = [line.split() for line in text.splitlines() if line.startswith(("  anna", "  bert"))]
     assert [row[:4] for row in shares] == [["anna", "cpu", "75", "%"], ["bert", "cuda:0", "25", "%"]]
+    many = tuple(replace(FINISHED.shares[0], name=f"anna-{n}", leaves=1, samples=8) for n in range(1000))
+    table = Shown()(START, replace(FINISHED, shares=many)).splitlines()
+    shares = [line.split() for line in table if line.startswith(("  anna", "  977 others"))]
+    assert len(shares) == 24
+    assert shares[-1][:6] == ["977", "others", "98", "%", "977", "7,816"]
     failed = Shown()(
         START, replace(FINISHED, outcome="failed", reason="leaf 3 failed", shares=(), samples=0, loss=None)
     )

@@ -14,11 +14,15 @@ _MAX_SHARES = 512
 
 
 class Accounts:
-    """Bytes and shares of workers that have left. At most 512 workers are kept by name; the rest is summed."""
+    """Bytes and shares of workers that have left. At most 512 workers are kept by name; the rest is summed.
+
+    A worker that is started again under its old name, after it had left, is the same worker.
+    """
 
     def __init__(self) -> None:
         self._sent = self._received = 0
         self._shares: dict[str, WorkerShare] = {}
+        self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
         self.downlink_bytes = (0, 0)  #: of the phases before, raw and encoded
 
@@ -27,9 +31,16 @@ class Accounts:
         self._sent += session.link.bytes_sent
         self._received += session.link.bytes_received
 
-    def remember(self, session: Session, member: Member) -> None:
+    def remember(self, session: Session, member: Member, now: float) -> None:
         """A member has left: keep its share."""
         key = session.identity or member.worker_id
+        if not session.identity:
+            before, left_at = self._left.pop(member.name, (key, now))
+            if key not in self._shares and left_at <= member.joined_at:
+                key = before
+            self._left[member.name] = key, now
+            if len(self._left) > _MAX_SHARES:
+                del self._left[next(iter(self._left))]
         if key not in self._shares and len(self._shares) >= _MAX_SHARES:
             key = ""
         self._shares[key] = _joined(self._shares.get(key), member, session, "others" if not key else member.name)

@@ -510,7 +510,7 @@ class Hosting(ABC):
         returned = self._take_back(session)
         self.verdicts.left(session.worker_id)
         if member is not None:
-            self.accounts.remember(session, member)
+            self.accounts.remember(session, member, self.clock())
         self.bus.publish(
             WorkerLeft(
                 worker_id=session.worker_id, name=session.name, reason=reason, clean=clean,

@@ -22,6 +22,7 @@ from w5xde_async.telemetry.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerQuarantined,
+    WorkerShare,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ Paint = Callable[[str, str], str]
 
 _CODES = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "accent": "36"}
 _LABEL = 11
+_MOST_ROWS = 24  # workers in the table at the end; the rest are one row
 _SEPARATOR = " · "
 
 
@@ -279,8 +281,20 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     return [*lines, ""]
 
 
+def _summed(name: str, shares: Sequence[WorkerShare]) -> WorkerShare:
+    return WorkerShare(
+        name=name, device="", leaves=sum(s.leaves for s in shares), samples=sum(s.samples for s in shares),
+        compute_s=sum(s.compute_s for s in shares), wait_s=sum(s.wait_s for s in shares),
+        bytes_sent=sum(s.bytes_sent for s in shares), bytes_received=sum(s.bytes_received for s in shares),
+    )  # fmt: skip
+
+
 def _shares(event: RunFinished, paint: Paint) -> list[str]:
     total = sum(share.leaves for share in event.shares) or 1
+    shares = sorted(event.shares, key=lambda share: -share.leaves)
+    if len(shares) > _MOST_ROWS:
+        rest = shares[_MOST_ROWS - 1 :]
+        shares[_MOST_ROWS - 1 :] = [_summed(f"{len(rest):,} others", rest)]
     rows: list[Sequence[str]] = [("worker", "device", "share", "leaves", "samples", "computing", "sent", "received")]
     rows += [
         (
@@ -293,7 +307,7 @@ def _shares(event: RunFinished, paint: Paint) -> list[str]:
             size(share.bytes_sent),
             size(share.bytes_received),
         )
-        for share in sorted(event.shares, key=lambda share: -share.leaves)
+        for share in shares
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
