@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
+from w5xde_async.updates.buffers import BufferState
 
 
 class Model(nn.Module):
@@ -17,6 +19,9 @@ class Model(nn.Module):
         self.register_buffer("mean", torch.tensor([1.0, -0.0]))
         self.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
         self.register_buffer("low", torch.tensor([-5], dtype=torch.int32))
+        self.register_buffer("narrow", torch.tensor([5, (1 << 16) - 2], dtype=torch.uint16))
+        self.register_buffer("middle", torch.tensor([5, (1 << 31) + 5], dtype=torch.uint32))
+        self.register_buffer("wide", torch.tensor([5, (1 << 63) + 5, 0], dtype=torch.uint64))
         self.register_buffer("passing", torch.zeros(1), persistent=False)
 
 
@@ -64,6 +69,38 @@ def test_integers_and_flags_become_the_maximum() -> None:
         assert bench.leaf(1) >= {"low", "flags"}
     assert bench.sum("low").tolist() == [-7]
     assert bench.sum("flags").tolist() == [0, 1]
+
+
+UNSIGNED = {
+    "narrow": [[4, (1 << 16) - 1], [7, 1]],
+    "middle": [[4, (1 << 32) - 1], [7, 1 << 31]],
+    "wide": [[4, (1 << 64) - 1, 1 << 63], [7, 9, 1 << 63]],
+}
+
+
+@pytest.mark.parametrize("name", UNSIGNED)
+def test_unsigned_integers_become_the_maximum_too(name: str) -> None:
+    bench = Bench()
+    own = getattr(bench.model, name)
+    for values in UNSIGNED[name]:
+        bench.merge.restore()
+        own.copy_(torch.tensor(values, dtype=own.dtype))
+        bench.leaf(1)
+    state = BufferState(bench.layout, bench.state)
+    for bucket in state.buckets:
+        state.write(bucket, bench.vector.buckets[bucket.index], 2)
+    expected = [max(pair) for pair in zip(*UNSIGNED[name], strict=True)]
+    assert bench.state.views[bench.names.index(name)].tolist() == expected
+    for other in UNSIGNED.keys() - {name}:
+        assert torch.equal(bench.state.views[bench.names.index(other)], getattr(Model(), other))
+
+
+def test_a_zero_that_the_maximum_would_miss_is_refused() -> None:
+    bench = Bench()
+    bench.merge.restore()
+    bench.model.wide.zero_()
+    with pytest.raises(TypeError, match="uint64 buffer 'wide' to 0"):
+        bench.leaf(1)
 
 
 def test_what_nobody_changes_is_not_named() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from w5xde_async.params.flat import ResultVector, isfinite, state_of
+from w5xde_async.params.flat import ResultVector, isfinite, ordered, state_of
 from w5xde_async.params.layout import Layout
 
 __all__ = ["BufferMerge", "change", "statistics"]
@@ -102,7 +102,12 @@ class BufferMerge:
                 target = vector.group(entry.group)[entry.offset : entry.offset + entry.numel].view(entry.shape)
                 value = assigned.get(index, self._live[index])
                 if entry.role == "max":
-                    torch.maximum(target, value.to(torch.int64), out=target)
+                    if value.dtype == torch.uint64 and bool(((value == 0) & (self._origin[index] != 0)).any()):
+                        raise TypeError(
+                            f"forward set an element of the uint64 buffer {entry.name!r} to 0; buffers of integers "
+                            "become the largest value of all leaves, in which that is lost; keep it as int64"
+                        )
+                    torch.maximum(target, ordered(value), out=target)
                 else:
                     target.add_(change(value, self._origin[index], samples, finite=index not in self._infinite))
         for index in moved:

@@ -118,6 +118,23 @@ def state_of(module: nn.Module, layout: Layout) -> Iterator[Tensor]:
         yield tensors[entry.name]
 
 
+_LEAST = torch.iinfo(torch.int64).min
+
+
+def ordered(value: Tensor) -> Tensor:
+    """Integers or flags as a result holds them: int64 of the same order.
+
+    uint64 lies 2^63 lower there, so that its zero is the maximum's neutral element: of all values the one that can be
+    missed, where every leaf sets it in place of a larger one (``compute.buffers`` refuses that).
+    """
+    return value.view(torch.int64) ^ _LEAST if value.dtype == torch.uint64 else value.to(torch.int64)
+
+
+def of_ordered(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of ``ordered``."""
+    return (value ^ _LEAST).view(torch.uint64) if dtype == torch.uint64 else value.to(dtype)
+
+
 class ResultVector:
     """One block's sums: a single allocation, groups in order, each aligned; float32, int64 for role ``max``."""
 
@@ -168,6 +185,6 @@ class ResultVector:
         for group, piece in zip(self.layout.groups, self.groups, strict=True):
             if piece is not None:
                 if group.role == "max":
-                    piece.fill_(torch.iinfo(torch.int64).min)
+                    piece.fill_(_LEAST)
                 else:
                     piece.fill_(-0.0)

@@ -5,7 +5,7 @@ one flat vector. Roles:
 
   grad    trainable parameters: a step's result is the float32 sum of weighted gradients
   mean    floating buffers (batch norm's running statistics): the float32 sum of weighted changes
-  max     integer and bool buffers (batch norm's counters): the elementwise maximum, int64
+  max     integer and bool buffers (batch norm's counters): the elementwise maximum, int64 (``flat.ordered``)
   frozen  parameters without gradient: sent once to each worker, never changed
 
 A **bucket** is a contiguous piece of one group, the unit on the wire and in the reducer. Offsets are multiples of

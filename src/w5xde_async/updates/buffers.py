@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from w5xde_async.params.flat import FlatState, ResultVector, isfinite
+from w5xde_async.params.flat import FlatState, ResultVector, isfinite, of_ordered, ordered
 from w5xde_async.params.layout import Bucket, Layout
 
 __all__ = ["BufferState"]
@@ -63,7 +63,7 @@ class BufferState:
         if over is not None:
             result[over] = _UNCHANGED
         # Entries that no leaf changed hold the maximum's neutral element.
-        mine.copy_(torch.where(result == _UNCHANGED, mine.to(torch.int64), result))
+        mine.copy_(of_ordered(torch.where(result == _UNCHANGED, ordered(mine), result), mine.dtype))
 
     def differs(self, bucket: Bucket, value: Tensor) -> Tensor:
         """Where float32 values are not those of the state."""
@@ -82,7 +82,7 @@ class BufferState:
         at = self._counters.get(bucket.index)
         if at is None:
             return None
-        over = result[at] > self._state.bucket(bucket)[at].to(torch.int64) + _CALLS * max(samples, 1)
+        over = result[at] > ordered(self._state.bucket(bucket)[at]) + _CALLS * max(samples, 1)
         return at[over] if bool(over.any()) else None
 
 

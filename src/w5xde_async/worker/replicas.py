@@ -17,7 +17,7 @@ from torch import Tensor
 from w5xde_async.compute.block import Computing, Emit, Outcome, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
 from w5xde_async.errors import MalformedFrame
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, ordered
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica
@@ -239,7 +239,8 @@ class SteppingReplica:
         for number in set(buckets) - set(trained):
             bucket = layout.buckets[number]
             where = slice(bucket.offset, bucket.offset + bucket.numel)
-            vector.group(bucket.group)[where].copy_(self._live.groups[bucket.group][where])  # buffers as they are
+            live = self._live.groups[bucket.group][where]  # buffers as they are
+            vector.group(bucket.group)[where].copy_(live if live.is_floating_point() else ordered(live))
         return vector, version
 
     @torch.no_grad()
