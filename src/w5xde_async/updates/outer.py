@@ -150,6 +150,14 @@ class _Buffers:
         self._sums = {int(index): value.clone() for index, value in state["sums"].items()}
         self._samples = {int(index): int(value) for index, value in state["samples"].items()}
         self._moved = {int(index): value.clone() for index, value in state.get("moved", {}).items()}
+        if not self._values or "moved" in state:
+            return
+        # Written when every rule took sums of changes: what they make of the state's values is what was meant.
+        for bucket in self._state.buckets:
+            changes = self._sums.get(bucket.index)
+            if changes is not None and self._state.roles[bucket.index] == "mean":
+                self._sums[bucket.index] = self._state.summed(bucket, changes, self._samples[bucket.index])
+                self._moved[bucket.index] = changes != 0
 
 
 class OuterRule(ABC):
