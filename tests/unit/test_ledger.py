@@ -336,6 +336,26 @@ def test_no_leaf_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
     assert book.fail(grant(book, "e").lease, 0) == Culprit(0, 0, 4, died=False)
 
 
+@pytest.mark.parametrize("delivered", ["h", "abch"])
+def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_not_tried(delivered: str) -> None:
+    """All at one place. Three that have delivered are believed at once."""
+    book = ledger(1, max_failures=3)
+    for worker in "abch":
+        book.places.joined(worker, "here")
+    for worker in delivered:
+        book.places.delivered(worker)
+    book.places.present = lambda: "abch"
+    for worker in "ab":
+        assert book.fail(grant(book, worker).lease, 0) is None
+    third = book.fail(grant(book, "c").lease, 0)
+    if delivered == "abch":
+        assert third == Culprit(0, 0, 3, died=False)
+        return
+    assert third is None
+    assert book.grant("a", 0, 1, now=0.0, deadline_s=1.0, others="abch") is None
+    assert book.fail(grant(book, "h").lease, 0) == Culprit(0, 0, 4, died=False)
+
+
 def test_the_coordinator_takes_over_a_leaf_that_nobody_is_at() -> None:
     book = ledger()
     held = grant(book, "a", 2)

@@ -137,6 +137,23 @@ def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
     assert ledger.fail(grant.lease) == Culprit(0, 0, 3, died=False)
 
 
+def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_not_tried() -> None:
+    """All at one place: of three nothing is known but that they fail."""
+    ledger = StreamLedger(total_steps=1, max_failures=3)
+    for worker in "abch":
+        ledger.places.joined(worker, "here")
+    ledger.places.delivered("h")
+    ledger.places.present = lambda: "abch"
+    for worker in "abc":
+        grant = ledger.grant(worker, now=0.0, deadline_s=5.0, others="abch")
+        assert grant is not None
+        assert ledger.fail(grant.lease) is None
+    assert ledger.grant("a", now=0.0, deadline_s=5.0, others="abch") is None
+    grant = ledger.grant("h", now=0.0, deadline_s=5.0, others="abch")
+    assert grant is not None
+    assert ledger.fail(grant.lease) == Culprit(0, 0, 4, died=False)
+
+
 def test_a_step_is_done_once() -> None:
     done = DoneSteps.of_state({"floor": 2, "above": [4]})
     done.add(2)

@@ -3,14 +3,14 @@
 A worker runs at a **place**: its host, and whether it computes with the job's own code. Work that fails everywhere at
 one place may be done at another; it is to blame only when every place that is present has tried it.
 
-A worker that vanishes may have died of its work, or may only look so: identities cost nothing. So a worker that is
-present, has delivered results and has not tried the work itself is believed more than any number of workers that never
-delivered.
+A worker that vanishes may have died of its work, or may only look so; one that says that the work raises may lie, or
+be broken. So a worker that is present, has delivered results and has not tried the work itself is believed more than
+any number of workers that never delivered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 __all__ = ["Places"]
 
@@ -46,11 +46,19 @@ class Places:
 
     def kills(self, deaths: Mapping[str, bool], most: int) -> bool:
         """Whether work is to blame for ``deaths``: who vanished while it had it, and whether that one had delivered."""
-        if len(deaths) < most or self.untried(deaths):
+        return len(deaths) >= most and self._blamed(deaths, most)
+
+    def fails(self, failures: Sequence[str], most: int) -> bool:
+        """Whether work is to blame for ``failures``: the workers on which it raised, each as often as it did."""
+        return len(failures) >= most and self._blamed({worker: worker in self._delivered for worker in failures}, most)
+
+    def _blamed(self, tried: Mapping[str, bool], most: int) -> bool:
+        """``tried``: who did in vain, and whether results of theirs had counted."""
+        if self.untried(tried):
             return False
-        if sum(deaths.values()) >= most:
+        if sum(tried.values()) >= most:
             return True
-        return not any(worker in self._delivered and worker not in deaths for worker in self.present())
+        return not any(worker in self._delivered and worker not in tried for worker in self.present())
 
     def of(self, worker: str) -> Hashable:
         """Where a worker runs, or ran."""

@@ -365,13 +365,13 @@ class Ledger:
     def fail(self, lease: int, leaf: int) -> Culprit | None:
         """The job raised on ``leaf`` of the lease. The lease goes back.
 
-        A leaf that failed too often is returned, once no place is left that has not tried it.
+        A leaf that failed too often is returned, once nobody is left whose word would count for more.
         """
         grant = self.give_back(lease)
         opened = self._steps[grant.step]
         failures = opened.failures.setdefault(leaf, [])
         failures.append(grant.worker)
-        if len(failures) >= self.max_failures and not self.places.untried(failures):
+        if self.places.fails(failures, self.max_failures):
             return Culprit(grant.step, leaf, len(failures), died=False)
         return None
 

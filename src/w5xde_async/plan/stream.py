@@ -282,11 +282,11 @@ class StreamLedger:
         return grant
 
     def fail(self, lease: int) -> Culprit | None:
-        """The job raised on a step. It goes back; one that failed too often, wherever it was tried, is returned."""
+        """The job raised on a step. It goes back; one that failed too often is returned, as ``Ledger.fail`` says."""
         grant = self.give_back(lease)
         failures = self._failures.setdefault(grant.step, [])
         failures.append(grant.worker)
-        if len(failures) < self.max_failures or self.places.untried(failures):
+        if not self.places.fails(failures, self.max_failures):
             return None
         return Culprit(grant.step, 0, len(failures), died=False)
 
