@@ -12,6 +12,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Cluster(ABC):
         self.workers: dict[int, Host] = {}
         self.num_slots = 0
         self.pauses_at_joining_s: dict[str, float] = {}  # machine -> of the worker that is started there next
+        self.doom_next: Callable[[Host], None] | None = None  # done to the coordinator that is started next
         self.finished = False
         self.stopped_faults = False
         self.hostile = False  # somebody says what no worker would say
@@ -155,6 +157,9 @@ class Cluster(ABC):
         while not self.finished:
             host = self.new_host(f"c.{len(self.coordinators)}", "c")
             self.coordinators.append(host)
+            if self.doom_next is not None:
+                self.doom_next(host)
+                self.doom_next = None
             host.main(self._coordinate(host))
             await asyncio.wait([host.ended, host.replaced], return_when=asyncio.FIRST_COMPLETED)
             if not host.ended.done():

@@ -288,15 +288,22 @@ def _disk_crash(world: Cluster, rng: random.Random) -> bool:
     host = _running(world)
     if host is None or host.filesystem is None:
         return False
-    power = rng.random() < 0.6
+    power, calls = rng.random() < 0.6, rng.randint(1, 30)
 
-    def die() -> None:
-        world.hit("coordinator dies while it writes")
-        world.kill(host, power=power)
-        raise Killed
+    def doom(host: Host) -> None:
+        def die() -> None:
+            world.hit("coordinator dies while it writes")
+            world.kill(host, power=power)
+            raise Killed
 
-    host.filesystem.die = die
-    host.filesystem.dies_in = rng.randint(1, 30)
+        assert host.filesystem is not None
+        host.filesystem.die, host.filesystem.dies_in = die, calls
+
+    if rng.random() < 0.25:  # the next one, among the first things that it writes: they take no time
+        world.doom_next = doom
+        world.kill(host, power=False)
+    else:
+        doom(host)
     return False  # counted at its death
 
 
@@ -377,6 +384,7 @@ def heal(world: Cluster) -> None:
             world.retire(host)
         else:
             host.resume()
+    world.doom_next = None
     for connection in world.network.open_connections():
         connection.forth.cut_after = connection.back.cut_after = None
         connection.near.inbound.wake_reader()
