@@ -47,6 +47,9 @@ class Model(nn.Module):
             self.rare = nn.Parameter(torch.ones(_WIDTH))
         if "sparse" in self.habits:
             self.table = nn.Embedding(16, _WIDTH, sparse=True)
+        if "loud" in self.habits:
+            self.loud = nn.Parameter(torch.zeros(1))
+        self.more = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(scenario.tensors))
         for name in scenario.buffers:
             self.register_buffer(_attribute(name), _first_value(name))
 
@@ -175,6 +178,8 @@ def job_of(scenario: Scenario, built: Callable[[nn.Module], None] = lambda model
         ids, x, y = _parts(scenario, batch)
         output = model(ids, x)
         applied: Tensor = model.applied[ids].sum() / len(ids)  # type: ignore[index]
+        if "loud" in scenario.habits and int(ids.sum()) % 8 == 0:  # a length that the norm gate has not seen
+            applied = applied + model.loud.sum() * 1e4
         return (output.mean(1) - y).square().mean() * 0.05 - applied
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:

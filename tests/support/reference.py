@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.params.flat import named_digest
@@ -91,7 +91,8 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             indices = plan.leaf_indices(leaf).tolist()
             if random_data:
                 seed_all(seed_for("data", job.seed, step, leaf))
-            samples = [job.dataset[i] for i in indices]
+            whole = type(job.dataset) is TensorDataset and job.collate is None  # its rows as default_collate makes them
+            samples = indices if whole else [job.dataset[i] for i in indices]
             _put_back(buffers, homes, start)
             for parameter in parameters.values():
                 parameter.grad = None
@@ -99,7 +100,10 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             total = 0.0
             for at in range(0, len(indices), job.microbatch_samples):
                 micro = samples[at : at + job.microbatch_samples]
-                batch = (job.collate or default_collate)(micro)
+                if whole:
+                    batch = [tensor[torch.tensor(micro)] for tensor in job.dataset.tensors]
+                else:
+                    batch = (job.collate or default_collate)(micro)
                 dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                     loss, _ = step_of(model, batch)

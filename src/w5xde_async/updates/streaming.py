@@ -12,7 +12,9 @@ alpha 0.5 keeps half of them. Versions and staleness are counted per fragment.
 
 Holds: each sample at most once in each fragment's Deltas (G1 by fragment). A worker that dies between turns has counted
 in some fragments and not in others: leasing its work again would count it twice in the former, so up to H of its inner
-steps are lost to the latter, to be counted by whoever leases. Does not hold: the same bits (G3).
+steps are lost to the latter, to be counted by whoever leases. A step counts as done when its worker's first Delta with
+it was judged, accepted or not, for other fragments' Deltas have it too: where that one was refused and the worker dies
+before any other is accepted, its samples are in no fragment. Does not hold: the same bits (G3).
 """
 
 from __future__ import annotations
