@@ -26,6 +26,8 @@ W5xdeError
 
 from __future__ import annotations
 
+import os
+import traceback
 from enum import IntEnum
 
 __all__ = [
@@ -53,7 +55,13 @@ __all__ = [
     "UpdateFailed",
     "UsageError",
     "W5xdeError",
+    "told",
 ]
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+_HEADLINE = 500  # characters of what was raised
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class ExitCode(IntEnum):
@@ -211,13 +219,37 @@ class Refused(W5xdeError):
 class LeafFailed(W5xdeError):
     """The user's code failed on one leaf more often than allowed.
 
-    Fields: ``step``, ``leaf``, ``indices`` (the samples of the leaf), ``attempts``, ``traceback`` (text).
+    Fields: ``step``, ``leaf``, ``indices`` (the samples of the leaf), ``attempts``, ``traceback`` (text). The first
+    line says what was raised.
     """
 
     def __init__(self, step: int, leaf: int, indices: list[int], attempts: int, traceback: str) -> None:
         self.step, self.leaf, self.indices, self.attempts, self.traceback = step, leaf, indices, attempts, traceback
         shown = ", ".join(map(str, indices[:64])) + (f", ... ({len(indices)} in all)" if len(indices) > 64 else "")
-        super().__init__(f"step {step}, leaf {leaf} failed {attempts} time(s); sample indices [{shown}]\n{traceback}")
+        where = f"step {step}, leaf {leaf} failed {attempts} time(s); sample indices [{shown}]"
+        super().__init__(f"{_raised(traceback)[:_HEADLINE]}: {where}\n{traceback}")
+
+
+def _raised(told: str) -> str:
+    """The line of a traceback that names the exception, or the last line of another text."""
+    lines = [line for line in told.splitlines() if line.strip()] or ["it failed"]
+    if _TRACEBACK in lines:
+        after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
+        return next((line for line in after if not line[0].isspace()), lines[-1])
+    return lines[-1].strip()
+
+
+def told(error: BaseException) -> str:
+    """The traceback from the first frame that is not of this package: the user's, or the library's that was called."""
+    made = traceback.TracebackException.from_exception(error)
+    one: traceback.TracebackException | None = made
+    while one is not None:
+        own = [frame.filename.startswith(_PACKAGE) for frame in one.stack]
+        begin = own.index(True) if True in own else 0
+        if False in own[begin:]:
+            del one.stack[: own.index(False, begin)]
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    return "".join(made.format())
 
 
 class UpdateFailed(W5xdeError):

@@ -743,6 +743,9 @@ async def test_a_leaf_that_always_raises_ends_the_run(workers: int) -> None:
     failure = caught.value
     # Three times on workers, and once here.
     assert (7 in failure.indices, len(failure.indices), failure.attempts, trouble.raised) == (True, 4, 3, 4)
+    first, _, rest = str(failure).partition("\n")
+    assert first.startswith("ValueError: this sample is bad: step ")
+    assert rest.splitlines()[1].startswith(f'  File "{__file__}"')  # no frame of the engine before
     assert 'raise ValueError("this sample is bad")' in failure.traceback
     said = texts(events)
     assert [f"w{i} failed on" in said for i in range(workers)] == [True] * workers  # both workers tried
@@ -754,7 +757,8 @@ async def test_a_sample_that_cannot_be_read_ends_the_run() -> None:
         with pytest.raises(LeafFailed, match="while reading the dataset") as caught:
             await coordinator.wait()
     assert 7 in caught.value.indices
-    assert "this sample is unreadable" in caught.value.traceback
+    assert "this sample is unreadable: step " in str(caught.value).splitlines()[0]
+    assert caught.value.traceback.splitlines()[2].startswith(f'  File "{__file__}"')
 
 
 async def test_a_worker_with_another_model_is_told_the_first_difference() -> None:
