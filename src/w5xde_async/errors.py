@@ -55,7 +55,6 @@ __all__ = [
     "UpdateFailed",
     "UsageError",
     "W5xdeError",
-    "told",
 ]
 
 
@@ -229,6 +228,19 @@ class LeafFailed(W5xdeError):
         where = f"step {step}, leaf {leaf} failed {attempts} time(s); sample indices [{shown}]"
         super().__init__(f"{_raised(traceback)[:_HEADLINE]}: {where}\n{traceback}")
 
+    @staticmethod
+    def shown(error: BaseException) -> str:
+        """The traceback from the first frame outside of this package: the user's, or the called library's."""
+        made = traceback.TracebackException.from_exception(error)
+        one: traceback.TracebackException | None = made
+        while one is not None:
+            own = [frame.filename.startswith(_PACKAGE) for frame in one.stack]
+            begin = own.index(True) if True in own else 0
+            if False in own[begin:]:
+                del one.stack[: own.index(False, begin)]
+            one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        return "".join(made.format())
+
 
 def _raised(told: str) -> str:
     """The line of a traceback that names the exception, or the last line of another text."""
@@ -237,19 +249,6 @@ def _raised(told: str) -> str:
         after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
         return next((line for line in after if not line[0].isspace()), lines[-1])
     return lines[-1].strip()
-
-
-def told(error: BaseException) -> str:
-    """The traceback from the first frame that is not of this package: the user's, or the library's that was called."""
-    made = traceback.TracebackException.from_exception(error)
-    one: traceback.TracebackException | None = made
-    while one is not None:
-        own = [frame.filename.startswith(_PACKAGE) for frame in one.stack]
-        begin = own.index(True) if True in own else 0
-        if False in own[begin:]:
-            del one.stack[: own.index(False, begin)]
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-    return "".join(made.format())
 
 
 class UpdateFailed(W5xdeError):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ class Coordinator:
 
 @asynccontextmanager
 async def served(
-    *, coded: bool = False, limit: int = 1 << 30, ends: type[BaseException] | None = None
+    *, coded: bool = False, update: str = "sync", limit: int = 1 << 30, ends: type[BaseException] | None = None
 ) -> AsyncIterator[Coordinator]:
     """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through."""
     near, far = memory_pair()
@@ -115,6 +116,7 @@ async def served(
     engine = Engine(mlp_sgd(), bucket_bytes=64 << 10)
     layout, compute = engine.layout, Held()
     welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, layout.fingerprint, 1e6, 2e6)
+    welcome = replace(welcome, update=update)
     serving = (CodedServing if coded else Serving)(near, welcome, compute, memory_limit_bytes=limit, inline_s=0.0)
     if isinstance(serving, CodedServing):
         from w5xde_async.codecs.registry import codec
@@ -163,6 +165,22 @@ async def test_batches_count_until_their_lease_is_done(coded: bool) -> None:
         await coordinator.settle()
         assert sorted(done.lease for done in coordinator.all(Done)) == [1, 2, 3]
         assert coordinator.held_bytes == 0
+
+
+async def test_a_lease_is_computed_at_the_newest_version_that_has_come() -> None:
+    """Under async: one that stands before a newer version in the queue too, or leases ahead would add staleness."""
+    async with served(coded=True, update="async") as coordinator:
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.lease(2)
+        await coordinator.settle()
+        await coordinator.publish(1)
+        await coordinator.publish(2)
+        await coordinator.lease(3, version=2)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        assert [(done.lease, done.version) for done in coordinator.all(Done)] == [(1, 2), (2, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("coded", [False, True])

@@ -27,7 +27,7 @@ from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.program.replica import Replica
 from w5xde_async.compute.transfer import Lent, Transfer
-from w5xde_async.errors import W5xdeError, told
+from w5xde_async.errors import LeafFailed, W5xdeError
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
@@ -46,7 +46,7 @@ class LeafError(W5xdeError):
 
     def __init__(self, leaf: int, error: BaseException) -> None:
         self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
-        self.traceback = _utf8(told(error)[-_MAX_TRACEBACK:])
+        self.traceback = _utf8(LeafFailed.shown(error)[-_MAX_TRACEBACK:])
         super().__init__(f"leaf {leaf}: {self.error}")
 
     @classmethod

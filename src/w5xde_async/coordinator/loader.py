@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, joined
-from w5xde_async.errors import JobError, LeafFailed, told
+from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
@@ -312,7 +312,7 @@ class Loader:
 
     def _failure(self, step: int, leaf: int, error: BaseException) -> LeafFailed:
         plan = self._opened[step].plan if step in self._opened else self._sampler.plan(step)
-        text = told(error)[-8000:]
+        text = LeafFailed.shown(error)[-8000:]
         return LeafFailed(step, leaf, plan.leaf_indices(leaf).tolist(), 1, f"while reading the dataset:\n{text}")
 
     def _read_here(self, indices: Any, seed: int) -> _Read:

@@ -43,6 +43,7 @@ class CodedServing(Serving):
             engine.layout, downlink, engine.incoming, self._limit, exact=welcome.update == "sync"
         )
         published = Published(engine.layout)
+        self._ahead: set[int] = set()  # versions in the queue that have been taken up before their turn, by id
         self._replica: Replica
         if welcome.update in ("sync", "async"):
             self._replica = FollowingReplica(engine, published)
@@ -80,7 +81,10 @@ class CodedServing(Serving):
             except IndexError:
                 return
             if isinstance(item, PieceVersion):
-                published.apply(item)
+                if id(item) in self._ahead:
+                    self._ahead.discard(id(item))
+                else:
+                    published.apply(item)
             elif isinstance(item, Verdict):
                 self._settle(item)
             elif isinstance(item, Submit):
@@ -89,6 +93,8 @@ class CodedServing(Serving):
                 self.uplink.change(_codec_of(item.codec))
             elif isinstance(item, HeldLease):
                 lease = item.message
+                if self.welcome.update == "async":
+                    self._catch_up(published)
                 if lease.lease in self._revoked:
                     self._soon(self._send_nothing, lease.lease)
                 elif published.version < lease.version:
@@ -99,6 +105,13 @@ class CodedServing(Serving):
                     self._soon(self._inbox.end, lease.lease)
             else:
                 assert not isinstance(item, Version)
+
+    def _catch_up(self, published: Published) -> None:
+        """Take up the versions that came after a lease: what is computed at an older one than need be is staler."""
+        for item in self._queue.copy():  # the queue itself is also read on the event loop
+            if isinstance(item, PieceVersion) and id(item) not in self._ahead:
+                published.apply(item)
+                self._ahead.add(id(item))
 
     def _settle(self, verdict: Verdict) -> None:
         self.uplink.settle(verdict.leases, verdict.code, verdict.buckets)
