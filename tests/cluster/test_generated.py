@@ -24,6 +24,25 @@ FOUND = {
     "the first worker hung with the whole first step, and the next had nothing to do for ten minutes": Scenario(
         ahead=3, samples=10, batch=10, microbatch=4, faults=(Fault("worker hangs in its step", 0.1),), seed=2
     ),
+    "a step was made on top of a Delta that had been sent, and forgotten with it when that was refused": Scenario(
+        samples=144,
+        batch=3,
+        microbatch=3,
+        shuffle=False,
+        buffers=("in place", "narrow"),
+        habits=("frozen", "loud", "tied"),
+        rule="local",
+        downlink="fp16",
+        inner_steps=1,
+        kept=True,
+        checkpoint_every=2,
+        workers=3,
+        gate=True,
+        audit=0.3,
+        prefetch=4,
+        leaf_s=0.001,
+        seed=335,
+    ),
 }
 
 

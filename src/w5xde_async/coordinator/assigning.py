@@ -184,7 +184,8 @@ class Assigning(Hosting):
         pace = self.turns.of(worker)
         if not self._streams:  # it goes on from the version that its Delta becomes part of
             pace.blocked = not self._with_quorum
-            pace.min_version = self.version + 1
+            # What was leased since it was asked the last time begins at a version that may be still to come, too.
+            pace.min_version = max(pace.min_version, self.version) + 1
         self._waiting.setdefault(worker, deque()).append((grant, 0))
 
     def _ask_the_rest(self, only: str | None = None) -> None:
