@@ -172,6 +172,9 @@ class Fleet:
 async def fleet(num: int, *, leaves: int, samples: int = 0, rule: str = "sync", **config: Any) -> AsyncIterator[Fleet]:
     """``num`` members and steps of ``leaves`` leaves of one sample. ``config``: of the coordinator."""
     chosen = {"max_workers": num, "norm_gate": 0.0, "audit_fraction": 0.0, "update": UpdateConfig(rule=rule), **config}
+    loop = asyncio.get_running_loop()
+    debug = loop.get_debug()
+    loop.set_debug(False)  # it takes a traceback for every callback: most of the time of what is counted elsewhere
     made = Fleet(leaves, CoordinatorConfig(**chosen), samples or 4 * leaves)
     made.running = running = asyncio.create_task(made.training.run())
     await made.settle()
@@ -184,3 +187,4 @@ async def fleet(num: int, *, leaves: int, samples: int = 0, rule: str = "sync", 
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await made.training.aclose()
+        loop.set_debug(debug)

@@ -223,15 +223,15 @@ def test_who_is_not_told_lacks_it_until_it_asks() -> None:
     run, worker = Run("raw"), Worker()
     run.join(worker)
     worker.pass_all()
-    run.downlink.skip([worker.session], run.advance(TRAINED[:2]))
-    assert worker.unsent == set(TRAINED[:2])
+    run.commit(changed=TRAINED[:2])
+    assert run.downlink.lacks([worker.session]) == TRAINED[:2]
     assert run.downlink.due == []
     run.commit(worker, changed=TRAINED[1:2])  # it lacks one more than this has
     assert run.downlink.due == [worker]
     run.send_lacking()
     worker.pass_all()
     run.check(worker)
-    run.downlink.skip([worker.session], run.advance(TRAINED[:2]))
+    run.commit(changed=TRAINED[:2])
     run.downlink.catch_up(worker.session)
     assert run.send_lacking() == [worker]
     worker.pass_all()

@@ -88,6 +88,10 @@ class Computing(Protocol):
     def release(self, vector: ResultVector) -> None:
         """A block's vector has been sent; it may be written again. Any thread."""
 
+    @property
+    def child(self) -> int:
+        """The process that it computes in, where that is one of its own, else 0."""
+
     def close(self) -> None:
         """Free threads, hooks and processes."""
 

@@ -42,17 +42,19 @@ _MAX_TRACEBACK = 8000
 
 
 class LeafError(W5xdeError):
-    """The job's own code raised on one leaf. Fields: ``leaf`` (its number in the step), ``error``, ``traceback``."""
+    """The job's own code raised on one leaf. Fields: ``leaf`` (its number in the step), ``error``, ``traceback``,
+    ``vectors`` (they hold what had been emitted by then, and are to be released when that is sent)."""
 
-    def __init__(self, leaf: int, error: BaseException) -> None:
+    def __init__(self, leaf: int, error: BaseException, vectors: tuple[ResultVector, ...] = ()) -> None:
+        self.vectors = vectors
         self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
         self.traceback = _utf8(LeafFailed.shown(error)[-_MAX_TRACEBACK:])
         super().__init__(f"leaf {leaf}: {self.error}")
 
     @classmethod
-    def told(cls, leaf: int, error: str, traceback: str) -> LeafError:
+    def told(cls, leaf: int, error: str, traceback: str, vectors: tuple[ResultVector, ...]) -> LeafError:
         """One that another process raised and described."""
-        made = cls(leaf, RuntimeError())
+        made = cls(leaf, RuntimeError(), vectors)
         made.error, made.traceback = error[:1000], traceback[-_MAX_TRACEBACK:]
         made.args = (f"leaf {leaf}: {made.error}",)
         return made
@@ -122,6 +124,7 @@ class Engine:
         self.incoming.copy_from(self.model)
         self._live = self._transfer.attach(self.model)
         self._buffers = BufferMerge(layout, self.model, self._transfer.origin, silent)
+        self.child = 0  #: it computes in this process
         self._pool = self._transfer.host_pool
         if not self._transfer.on_host:
             self._pool = VectorPool(layout, spare=4, make=self._transfer.make_vector)
@@ -218,7 +221,7 @@ class Engine:
                 # Partial sums are lost with the vectors; what was emitted is final and stays.
                 self._abandon(block)
                 if self._pieces >= self._microbatch:  # single samples already
-                    raise LeafError(task.start + block.leaf, error) from error
+                    raise self._failure(block, block.leaf, error) from error
                 self._pieces *= 2
                 self._transfer.empty_cache()
         losses = self._read(block.losses)
@@ -261,7 +264,7 @@ class Engine:
                     raise
                 except Exception as error:
                     self._abandon(block)
-                    raise LeafError(task.start + index, error) from error
+                    raise self._failure(block, index, error) from error
                 if index != last:
                     for _ in range(carries(index) - onto_left):
                         self._fold_all(block)
@@ -373,6 +376,11 @@ class Engine:
             if mine is not None and theirs is not None:
                 _add(mine, theirs)
         self._pool.give(right)
+
+    def _failure(self, block: Block, index: int, error: BaseException) -> LeafError:
+        """What to raise after ``_abandon``. What has been emitted may still be on its way."""
+        self._transfer.wait()
+        return LeafError(block.task.start + index, error, tuple(block.spent))
 
     def _abandon(self, block: Block) -> None:
         """Backward broke off: nothing in the open vectors can be trusted."""

@@ -6,8 +6,9 @@ for its Delta. What comes back is for ``Rounds``.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -67,6 +68,8 @@ class Assigning(Hosting):
         self._over = False  # nothing was left to lease the last time
         self._unjudged: Counter[str] = Counter()  # results of each worker that wait to be judged
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
+        self._by_version: list[tuple[int, int]] = []  # heap of (that version, lease), some that have ended among them
+        self._idle: dict[str, None] = {}  # workers for which nothing was left to lease
         self.ledger.waits, self.ledger.allowed_s = self._waits, self._allowed_s
         self._submitting = Pacing(config.pacing)  # what submissions under rules of local steps take
         self.num_backups = 0
@@ -83,6 +86,16 @@ class Assigning(Hosting):
         return self.sampler.size(step) if plan is None else plan
 
     def _schedule(self, only: str | None = None) -> None:
+        self._assign(None if only is None else (only,))
+
+    def _schedule_after(self, workers: Iterable[str]) -> None:
+        """Look at these workers alone, which costs the same among many as among few.
+
+        At all of them where work came back while somebody has none. Each tick looks at all of them too.
+        """
+        self._assign(None if self._idle and not self.ledger.exhausted else tuple(workers))
+
+    def _assign(self, only: Sequence[str] | None) -> None:
         if self._failure is not None:
             return
         if not self._begun:
@@ -94,15 +107,17 @@ class Assigning(Hosting):
         planned = self._open_ahead(self.membership.num_ready)
         now = self.clock()
         self._forget_leases()
-        workers = (
-            tuple(self.membership.ready_ids) if only is None else (only,) if self.membership.is_ready(only) else ()
-        )
+        if only is None:
+            workers = tuple(self.membership.ready_ids)
+            self._idle.clear()
+        else:
+            workers = tuple(worker for worker in only if self.membership.is_ready(worker))
         for room in range(self.pacing.config.leases_ahead if planned else 0):
             for worker in workers:
                 self._grant(worker, room, now)
         if only is None and not self._local and not self._stopping and self.ledger.exhausted:
             self._back_up(workers, now)
-        for worker in tuple(self._waiting) if only is None else (only,):
+        for worker in tuple(self._waiting) if only is None else only:
             self._send_waiting(worker)
         if self._local:
             self._ask_the_rest(only)
@@ -138,15 +153,16 @@ class Assigning(Hosting):
         deadline_s = self.pacing.deadline_s(worker, 1)
         grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=self.membership.ready_ids)
         if grant is None:
+            self._idle[worker] = None
             return
+        self._idle.pop(worker, None)
         if grant.step not in self._plans:
             plan = self._plans[grant.step] = self.sampler.plan(grant.step)
             self.loader.open(plan)
         waiting = self._waiting.setdefault(worker, deque())
         waiting.append((grant, pace.min_version))
         if self._local:
-            self._oldest[grant.lease] = pace.min_version
-        if self._local:
+            self._needs(grant.lease, pace.min_version)
             for fragment in self.turns.granted(worker, now):
                 # A round is an average over workers: its turn comes again when this one has closed.
                 if not (self._streams and self.turns.had_its_turn(worker, fragment)):
@@ -155,8 +171,8 @@ class Assigning(Hosting):
     def _back_up(self, ready: Sequence[str], now: float) -> None:
         """Where nothing is left to lease, a worker without work computes what another is late with.
 
-        Not under rules of local steps: a step there is part of what its worker carries. Looked at with every commit and
-        every tick, so within a second.
+        Not under rules of local steps: a step there is part of what its worker carries. Looked at with every tick, so
+        within a second.
         """
         late = []
         for grant, place in self.ledger.unbacked():
@@ -188,13 +204,12 @@ class Assigning(Hosting):
             pace.min_version = max(pace.min_version, self.version) + 1
         self._waiting.setdefault(worker, deque()).append((grant, 0))
 
-    def _ask_the_rest(self, only: str | None = None) -> None:
+    def _ask_the_rest(self, only: Sequence[str] | None = None) -> None:
         """Where no more steps come, workers submit what they have (``only``: of whom alone that may be new)."""
         members, over = self.membership.members, self._stopping or self.ledger.exhausted
-        everybody = only is None or over != self._over
-        self._over = over
+        before, self._over = self._over, over
         now = self.clock()
-        for worker in tuple(self.sessions) if everybody else (only,):
+        for worker in tuple(self.sessions) if only is None or over != before else only:
             if worker not in self.sessions:
                 continue
             if not over and members[worker].standing is not Standing.DRAINING:
@@ -242,10 +257,29 @@ class Assigning(Hosting):
         pacing = self.pacing if grant.step >= 0 else self._submitting
         return pacing.allowed_s(grant.worker, 1, grant.deadline_s)
 
+    def _needs(self, lease: int, version: int) -> None:
+        """A lease's worker computes at ``version`` or a later one."""
+        self._oldest[lease] = version
+        if self.config.update.compensation:
+            heapq.heappush(self._by_version, (version, lease))
+
+    def _oldest_needed(self) -> int:
+        """The oldest version that a result may still be of, of what is leased and what waits to be judged."""
+        heap = self._by_version
+        while heap:
+            version, lease = heap[0]
+            if self._oldest.get(lease) == version and self.ledger.is_open(lease):
+                return min(version, self.version)
+            heapq.heappop(heap)
+        return self.version
+
     def _forget_leases(self) -> None:
         """Leases that have ended need no version."""
         if len(self._oldest) > 2 * self.ledger.num_open + 64:
-            self._oldest = {lease: version for lease, version in self._oldest.items() if self.ledger.get(lease)}
+            self._oldest = {lease: at for lease, at in self._oldest.items() if self.ledger.is_open(lease)}
+        if len(self._by_version) > 2 * len(self._oldest) + 64:
+            self._by_version = [(at, lease) for lease, at in self._oldest.items()]
+            heapq.heapify(self._by_version)
 
     def _send_waiting(self, worker: str) -> None:
         """Send, in order, what has its data."""
@@ -267,7 +301,8 @@ class Assigning(Hosting):
                 return
             waiting.popleft()
             if not self._local:
-                version = self._oldest[grant.lease] = session.current_version
+                version = session.current_version
+                self._needs(grant.lease, version)
             rates = () if self.schedule is None else tuple(self.schedule.rows(grant.step, 1)[0])
             message = Lease(
                 grant.lease, max(version, 0), grant.step, 0, data.samples, grant.deadline_s, data.packed,

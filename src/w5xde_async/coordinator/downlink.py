@@ -53,6 +53,7 @@ class _Way:
     newest: dict[int, int] = field(default_factory=dict)  # bucket -> version on its way that brings its newest value
     behind: bool = False  # it is to be sent what it lacks
     left: int = -1  # the newest version that has left whole
+    seen: int = 0  # ``Downlink.sent`` when ``Session.unsent`` was last right
 
 
 class Downlink:
@@ -75,7 +76,8 @@ class Downlink:
             b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded_down(layout, b)
         }
         self._ways: dict[Session, _Way] = {}
-        self._behind: dict[Session, _Way] = {}  # those that are behind
+        self._due: dict[Session, _Way] = {}  # those that are behind and are not being sent anything
+        self._changed: dict[int, int] = {}  # bucket -> ``sent`` when it last changed
         self._made = 0  # versions that ``advance`` has made
         self.sent = 0  #: versions that ``send`` has sent
         self.raw_bytes = self.encoded_bytes = 0  #: of the deltas, before and after
@@ -137,22 +139,22 @@ class Downlink:
 
     def join(self, session: Session) -> None:
         """A worker has come: it lacks everything."""
-        self._ways[session] = _Way()
+        self._ways[session] = _Way(seen=self.sent)
         session.unsent.update(range(len(self.layout.buckets)))
         self.catch_up(session)
 
     def forget(self, session: Session) -> None:
         """The session has ended."""
         self._ways.pop(session, None)
-        self._behind.pop(session, None)
+        self._due.pop(session, None)
 
     def catch_up(self, session: Session) -> None:
         """The worker is to be sent what it lacks when all that is on its way to it has left."""
         way = self._ways.get(session)
         if way is not None:  # it may have left
             way.behind = True
-            self._behind[session] = way
             if not way.queued:
+                self._due[session] = way
                 self.wake()
 
     def has_left(self, session: Session, version: int) -> bool:
@@ -163,47 +165,54 @@ class Downlink:
     @property
     def due(self) -> list[Session]:
         """Those that are to be sent what they lack, now."""
-        return [session for session, way in self._behind.items() if not way.queued]
+        return list(self._due)
 
     def lacks(self, sessions: Iterable[Session]) -> list[int]:
-        """Buckets whose newest value one of them or another, all of them ``due``, has not been sent."""
-        return sorted(set[int]().union(*(session.unsent for session in sessions)))
+        """Buckets whose newest value one of them or another has not been sent."""
+        return sorted(set[int]().union(*(self._unsent(session, self._ways[session]) for session in sessions)))
+
+    def _unsent(self, session: Session, way: _Way) -> set[int]:
+        """``Session.unsent``, made right: a version costs nothing for those that are not sent it."""
+        if way.seen != self.sent:
+            for bucket, at in self._changed.items():
+                if at > way.seen:
+                    session.unsent.add(bucket)
+                    way.newest.pop(bucket, None)
+            way.seen = self.sent
+        return session.unsent
 
     def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
-        """Queue a version that ``advance`` made, for those that follow; the others lack it."""
+        """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
+        told_to = [(session, self._ways[session]) for session in sessions]
+        for session, way in told_to:
+            self._unsent(session, way)
         self.sent += 1
+        self._changed.update((piece.bucket, self.sent) for piece in pieces)
         frames = self._frames(version, pieces)
         nbytes = sum(len(piece.data) for piece in pieces)
         told = {piece.bucket for piece in pieces}
-        for session in sessions:
-            way = self._ways[session]
+        for session, way in told_to:
             waits = bool(way.queued) and (
                 sum(way.queued.values()) + nbytes > self._most_bytes or len(way.queued) >= _MOST_QUEUED
             )
             if not way.behind and not waits and session.unsent - told <= way.newest.keys():
+                way.seen = self.sent
                 self._post(session, way, version, frames, nbytes)
             else:
-                self.skip([session], pieces)
+                self._unsent(session, way)
                 self.catch_up(session)
 
     def send_lacking(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
         """Queue what those that are ``due`` lack at ``version``: ``pieces`` has it all, whole."""
         frames: dict[tuple[int, ...], list[tuple[int, list[Buffer]]]] = {}
         for session in sessions:
-            way, lacking = self._ways[session], tuple(sorted(session.unsent))
+            way = self._ways[session]
+            lacking = tuple(sorted(self._unsent(session, way)))
             if lacking not in frames:
                 frames[lacking] = self._frames(version, [piece for piece in pieces if piece.bucket in session.unsent])
             way.behind = False
-            self._behind.pop(session, None)
+            self._due.pop(session, None)
             self._post(session, way, version, frames[lacking], 0)
-
-    def skip(self, sessions: Iterable[Session], pieces: Sequence[Piece]) -> None:
-        """These workers are not sent a version: they lack its buckets from now on."""
-        for session in sessions:
-            way = self._ways[session]
-            for piece in pieces:
-                session.unsent.add(piece.bucket)
-                way.newest.pop(piece.bucket, None)
 
     def _frames(self, version: int, pieces: Sequence[Piece]) -> list[tuple[int, list[Buffer]]]:
         if not pieces:
@@ -231,7 +240,8 @@ class Downlink:
                 if ends:
                     del way.queued[version]
                     way.left = version
-                    if way.behind and not way.queued and session in self._ways:
+                    if way.behind and not way.queued and self._ways.get(session) is way:
+                        self._due[session] = way
                         self.wake()
 
             session.outbox.post(chunks, sent=sent, version=version)

@@ -82,6 +82,7 @@ class Rounds(Assigning):
         self._refused: Counter[VerdictCode] = Counter()
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
         self._leaves = self._leaves_in_vain = self._nonfinite = 0
+        self._unadded = 0  # commits since the bytes of all links were added up
         self._began_at = self._last_commit = clock()
         self._committed = self._followed = len(self.ledger.done)
 
@@ -182,7 +183,7 @@ class Rounds(Assigning):
             if session.current_version < 0:
                 self.turns.of(session.worker_id).blocked = False
         self.downlink.send_lacking(here, self.version, pieces)
-        self._schedule()
+        self._schedule_after(session.worker_id for session in here)
 
     async def _judge(self, given: Submission) -> None:
         counted = sum(self._plan(step).num_samples for step in given.steps)
@@ -234,7 +235,7 @@ class Rounds(Assigning):
             self._unblock(given.worker)
         self._unjudged[given.worker] -= 1  # not before: what is leased meanwhile would be of an old version
         self._let_go(given.worker)
-        self._schedule()
+        self._schedule_after((given.worker,))
 
     def _most_tries(self, outcome: Outcome) -> int:
         """Of a step whose results are refused. The norm gate learns anew after a while, and then it may count."""
@@ -274,8 +275,7 @@ class Rounds(Assigning):
     async def _commit(self, fragment: int) -> None:
         waited = self.clock() - self._last_commit
         if self.config.update.compensation:
-            leased = [at for lease, at in self._oldest.items() if self.ledger.get(lease) is not None]
-            self.rule.oldest = min([*leased, *(given.version for given in self._inbox), self.version])
+            self.rule.oldest = self._oldest_needed()
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
@@ -284,13 +284,10 @@ class Rounds(Assigning):
         if self._with_quorum:
             at_work = [w for w in self.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
             self.turns.closed(fragment, now, at_work)
-        everyone = list(self.sessions.values())
-        told = everyone
-        if self._on_demand:
-            told = [session for session in everyone if session.worker_id in self._contributors]
-            self.downlink.skip([session for session in everyone if session not in told], pieces)
+        contributors = sorted(worker for worker in self._contributors if worker in self.sessions)
+        told = [self.sessions[worker] for worker in contributors] if self._on_demand else list(self.sessions.values())
         self.downlink.send(told, self.version, pieces)
-        for worker in self._contributors:
+        for worker in contributors:
             self._unblock(worker)
         self._contributors.clear()
         failpoint("publish.after")
@@ -303,7 +300,10 @@ class Rounds(Assigning):
             steps, self._accepted = self._accepted, []
             self._note(applied, waited, steps)
             self._follow()
-        self._schedule()
+        if self._on_demand:
+            self._schedule_after(contributors)
+        else:
+            self._schedule()
 
     def _unblock(self, worker: str) -> None:
         if worker in self.sessions:
@@ -325,7 +325,7 @@ class Rounds(Assigning):
         phases = {"wait": waited, "reduce": self.aggregator.decode_s, "apply": self.aggregator.apply_s}
         self.aggregator.decode_s = self.aggregator.apply_s = 0.0
         if self.bus.active:
-            sent, received = self._traffic()
+            sent, received = self._recent_traffic()
             event = StepCommitted(
                 step=self.progress, epoch=max(0, self.progress - 1) // self.sampler.steps_per_epoch,
                 loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
@@ -337,6 +337,15 @@ class Rounds(Assigning):
             )  # fmt: skip
             self.bus.publish(event)
         failpoint("commit.after")
+
+    def _recent_traffic(self) -> tuple[int, int]:
+        """Bytes sent and received since they were last added up, which takes a look at every link: where every result
+        is a commit that is done once in as many commits as there are members, and at the end."""
+        self._unadded += 1
+        if self._on_demand and self._unadded < len(self.sessions) and not self.ledger.complete:
+            return 0, 0
+        self._unadded = 0
+        return self._traffic()
 
     def _follow(self) -> None:
         """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told."""
@@ -479,6 +488,7 @@ class Rounds(Assigning):
             fragment=fragment, untouched=done.untouched, workers=len(self.sessions),
         )  # fmt: skip
         self.verdicts.finished(done.lease, grant.worker)
+        self._needs(done.lease, done.version)
         self._inbox.append(submission)
         self._unjudged[grant.worker] += 1
 
@@ -513,7 +523,7 @@ class Rounds(Assigning):
             self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
         else:
             self._blame(culprit, failed.traceback[-8000:], max(failed.leaf, 0))
-        self._schedule()
+        self._schedule_after((session.worker_id,))
 
     def _blame(self, culprit: Culprit, traceback: str, leaf: int = 0) -> None:
         plan = self.sampler.plan(culprit.step)

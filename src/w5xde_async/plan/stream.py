@@ -128,6 +128,8 @@ class StreamLedger:
 
     def upcoming(self, count: int) -> list[int]:
         """The next ``count`` steps that would be leased, in order."""
+        if count == 1 and self._free:
+            return self._free[:1]
         found = heapq.nsmallest(count, self._free) if self._free else []
         step = self._cursor
         while len(found) < count and step < self.total_steps:
@@ -150,6 +152,10 @@ class StreamLedger:
     def get(self, lease: int) -> StreamGrant | None:
         """An open lease, or None when it is not open (any more)."""
         return self._grants.get(lease)
+
+    def is_open(self, lease: int) -> bool:
+        """Whether a lease is held, or its result is being judged."""
+        return lease in self._grants or lease in self._judged
 
     def held(self, worker: str) -> list[StreamGrant]:
         """Open leases of a worker, oldest first."""

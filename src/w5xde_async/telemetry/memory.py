@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceMemory", "MemoryReport", "device_memory", "host_bytes"]
+__all__ = ["DeviceMemory", "MemoryReport", "Usage", "device_memory", "host_bytes", "usage_of"]
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = "/proc/self/statm"
@@ -42,6 +42,26 @@ def host_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Resident bytes of a process that it does not share with others, and its CPU time."""
+
+    host_bytes: int = 0
+    cpu_s: float = 0.0
+
+
+def usage_of(pid: int) -> Usage:
+    """What another process of ours uses; nothing for 0, or where it is gone or the system does not tell."""
+    try:
+        statm = Path(f"/proc/{pid}/statm").read_text("ascii").split()
+        # The command's name, in parentheses, may hold anything; utime and stime are the 14th and 15th field.
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        resident, shared, ticks = int(statm[1]), int(statm[2]), int(stat[11]) + int(stat[12])
+    except (OSError, IndexError, ValueError):
+        return Usage()
+    return Usage(max(0, resident - shared) * _PAGE_BYTES, ticks / os.sysconf("SC_CLK_TCK"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from w5xde_async.errors import LinkLost, MalformedFrame, ProgramRefused, Refused
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.flat import ResultVector
-from w5xde_async.telemetry.memory import device_memory, host_bytes
+from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.handshake import WORKER, State, advance
 from w5xde_async.wire.messages import (
@@ -450,7 +450,12 @@ class Serving:
         self._inbox.end(lease)
         self._revoked.discard(lease)
         logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
-        self.outbox.post(encode(Failed(lease, error.leaf, error.error, error.traceback)))
+
+        def release() -> None:
+            for vector in error.vectors:
+                self._engine.release(vector)
+
+        self.outbox.post(encode(Failed(lease, error.leaf, error.error, error.traceback)), sent=release)
 
     async def _beat(self) -> None:
         """Say that we live, and notice when the coordinator does not."""
@@ -474,9 +479,11 @@ class Serving:
 
     def _report(self) -> Report:
         times, device = os.times(), device_memory(self._engine.device)
+        child = usage_of(self._engine.child)
         return Report(
-            host_bytes(), device.used_bytes, device.total_bytes, times.user + times.system, self._flops_per_leaf or 0.0
-        )
+            host_bytes() + child.host_bytes, device.used_bytes, device.total_bytes,
+            times.user + times.system + child.cpu_s, self._flops_per_leaf or 0.0,
+        )  # fmt: skip
 
     async def _stop(self) -> None:
         """Wait for the block under way: a thread cannot be cancelled, and the model is not ours until it ends."""

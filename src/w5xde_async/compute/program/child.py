@@ -18,7 +18,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -309,14 +308,14 @@ class _Runner:
             else:
                 outcome = engine.compute(task, emit)
         except LeafError as error:
-            send(self._control, ["failed", error.leaf, error.error, error.traceback])
+            numbers = [pool.number_of(vector) for vector in error.vectors]
+            send(self._control, ["failed", error.leaf, error.error, error.traceback, numbers])
             return
         send(
             self._control,
             [
                 "done", outcome.losses, outcome.metric_names, outcome.metrics, outcome.untouched, outcome.absent,
                 outcome.splits, outcome.compute_s, [pool.number_of(vector) for vector in outcome.vectors], flops,
-                time.process_time(),
             ],
         )  # fmt: skip
 

@@ -12,7 +12,6 @@ by what, and this process goes on.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
@@ -260,8 +259,7 @@ class Sandboxed:
         self._copies = VectorPool(layout) if copies else None
         self._freed = threading.Condition()
         self._released: list[int] = []  # to be told to the child
-        self._out = 0
-        self.cpu_s = 0.0  #: CPU time of the child, as it says
+        self._given: set[int] = set()  # slots that the child has filled and that are not released
 
     # -- as an engine's --------------------------------------------------------------------------------------
 
@@ -296,8 +294,13 @@ class Sandboxed:
             return
         with self._freed:
             self._released.append(number)
-            self._out -= 1
+            self._given.discard(number)
             self._freed.notify()
+
+    @property
+    def child(self) -> int:
+        """The process that computes."""
+        return self._sandbox.pid
 
     def close(self) -> None:
         """End the child."""
@@ -308,7 +311,7 @@ class Sandboxed:
     def _compute(self, task: Task, emit: Emit, *, counting: bool) -> tuple[Outcome, int]:
         began = self.clock()
         with self._freed:
-            while self._out >= _IN_FLIGHT:  # the line is slower than computing: what it holds is bounded
+            while len(self._given) >= _IN_FLIGHT:  # the line is slower than computing: what it holds is bounded
                 self._freed.wait()
             released, self._released = self._released, []
         self._sandbox.say(
@@ -331,8 +334,8 @@ class Sandboxed:
                 vector = copy
             emit(bucket, vector)
         if answer[0] == "failed":
-            _, leaf, error, told = _of_form(answer, int, str, str)
-            raise LeafError.told(leaf, error, told)
+            _, leaf, error, told, numbers = _of_form(answer, int, str, str, tuple)
+            raise LeafError.told(leaf, error, told, self._spent(numbers, copy))
         return self._outcome(task, answer, emitted, copy, began)
 
     def _placed(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -354,8 +357,8 @@ class Sandboxed:
     ) -> tuple[Outcome, int]:
         if answer[0] != "done":
             raise self._liar()
-        _, losses, names, metrics, untouched, absent, splits, _, numbers, flops, cpu_s = _of_form(
-            answer, tuple, tuple, tuple, tuple, tuple, int, float, tuple, int, float
+        _, losses, names, metrics, untouched, absent, splits, _, numbers, flops = _of_form(
+            answer, tuple, tuple, tuple, tuple, tuple, int, float, tuple, int
         )  # fmt: skip
         buckets = range(len(self.layout.result_buckets))
         entries = range(len(self.layout.entries))
@@ -365,22 +368,27 @@ class Sandboxed:
         self._need(len(metrics) == len(names) * len(losses) and _all(metrics, float))
         self._need(len(untouched) <= len(entries) and _all(untouched, int) and all(i in entries for i in untouched))
         self._need(absent == tuple(b for b in buckets if b not in emitted))
-        self._need(0 <= splits <= 64 and 0 <= flops < 1 << 62 and math.isfinite(cpu_s))
-        self._need(len(set(numbers)) == len(numbers) <= NUM_SLOTS and _all(numbers, int))
-        self._need(all(0 <= number < NUM_SLOTS for number in numbers))
-        self.cpu_s = cpu_s
-        with self._freed:
-            self._out += len(numbers)
-        vectors = tuple(self._slots.vectors[number] for number in numbers)
-        if copy is not None:
-            for vector in vectors:
-                self.release(vector)
-            vectors = (copy,)
+        self._need(0 <= splits <= 64 and 0 <= flops < 1 << 62)
+        vectors = self._spent(numbers, copy)
         outcome = Outcome(
             losses=losses, metric_names=names, metrics=metrics, untouched=untouched, absent=absent, splits=splits,
             compute_s=self.clock() - began, vectors=vectors,
         )  # fmt: skip
         return outcome, flops
+
+    def _spent(self, numbers: tuple[Any, ...], copy: ResultVector | None) -> tuple[ResultVector, ...]:
+        """The vectors that the child has given away with a block's results: to be released, whatever became of it."""
+        self._need(_all(numbers, int) and len(set(numbers)) == len(numbers) <= NUM_SLOTS)
+        self._need(all(0 <= number < NUM_SLOTS for number in numbers))
+        with self._freed:
+            self._need(not any(number in self._given for number in numbers))
+            self._given.update(numbers)
+        vectors = tuple(self._slots.vectors[number] for number in numbers)
+        if copy is None:
+            return vectors
+        for vector in vectors:
+            self.release(vector)
+        return (copy,)
 
     def _need(self, holds: bool) -> None:
         if not holds:

@@ -1,0 +1,108 @@
+"""The worker's side of the sandbox and the child's, in one process: what passes between them is real, the doors are
+open. What the doors keep in is ``tests/process/test_sandbox.py``'s."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.support import programs
+
+from w5xde_async.compute import engine
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import Task
+from w5xde_async.compute.engine import Engine, LeafError
+from w5xde_async.compute.program import child
+from w5xde_async.compute.program.channel import NUM_SLOTS
+from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
+from w5xde_async.compute.program.tracing import probe_batches, trace
+from w5xde_async.job import build_model
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.telemetry.memory import usage_of
+
+
+class Here(Sandbox):
+    """A child that is a thread of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), threads=1, memory_bytes=1 << 30)
+        self.control, self.theirs = socket.socketpair()
+        self._sealed = True
+        self.thread = threading.Thread(target=child.serve, args=(self.theirs,), daemon=True)
+        self.thread.start()
+
+    def _death(self) -> Any:
+        raise AssertionError("the child has hung up")
+
+    def end(self) -> None:
+        self.control.shutdown(socket.SHUT_RDWR)
+        self.thread.join(10)
+        self.control.close()
+        self.theirs.close()
+
+
+@contextmanager
+def sandboxed(*, copies: bool) -> Iterator[tuple[Sandboxed, Task]]:
+    job = programs.TRACEABLE["mlp"]()
+    model = build_model(job)
+    layout = Layout.of(model, bucket_bytes=1 << 12)
+    (batch,) = probe_batches(job, [job.microbatch_samples])
+    document = trace(job, model, layout, [batch])
+    made = Sandboxed(
+        Here(), document, layout, seed=1, precision="fp32", microbatch_samples=job.microbatch_samples, accumulate=1,
+        bucket_bytes=1 << 12, batch_bytes=1 << 20, memory_bytes=1 << 30, copies=copies,
+    )  # fmt: skip
+    structure, tensors = flatten(batch)
+    task = Task(
+        step=0,
+        start=0,
+        samples=(job.microbatch_samples,),
+        loss_scale=1.0,
+        structure=structure,
+        packed=False,
+        tensors=tensors,
+    )
+    try:
+        yield made, task
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_leaves_that_fail_after_some_of_them_has_left_cost_no_slot(
+    monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    finish, failing = Engine._finish, True
+
+    def fails_at_the_second(self: Engine, block: Any, bucket: Any) -> None:
+        if failing and block.emitted:
+            raise RuntimeError("a kernel has failed")
+        finish(self, block, bucket)
+
+    monkeypatch.setattr(engine.Engine, "_finish", fails_at_the_second)
+    with sandboxed(copies=copies) as (made, task):
+        sent: list[ResultVector] = []
+        for _ in range(2 * NUM_SLOTS + 8):
+            with pytest.raises(LeafError, match="a kernel has failed") as caught:
+                made.compute(task, lambda bucket, vector: sent.append(vector))
+            assert set(map(id, sent)) == set(map(id, caught.value.vectors))
+            for vector in caught.value.vectors:
+                made.release(vector)
+            sent.clear()
+        failing = False
+        outcome = made.compute(task, lambda bucket, vector: None)
+        assert len(outcome.losses) == 1
+
+
+def test_what_another_process_uses_is_known() -> None:
+    own = usage_of(os.getpid())
+    assert own.host_bytes > 1 << 20
+    assert own.cpu_s > 0
+    assert usage_of(0) == usage_of(1 << 30) == type(own)()
