@@ -240,3 +240,42 @@ def test_a_late_lease_lengthens_the_deadline_to_twice_what_it_was() -> None:
     for expected in (10.0, 20.0, 40.0):
         pacing.observe_late("a", 1, 86_400.0, 86_400.0)
         assert pacing.deadline_s("a", 1) == pytest.approx(expected)
+
+
+def test_who_was_overtaken_gets_no_larger_blocks_by_what_it_says() -> None:
+    """A worker that needs 1 s a leaf and says that it needs a microsecond."""
+    pacing = paced(a=0.1, b=0.1, liar=1e-6)
+    assert pacing.block_leaves("liar", 1024) >= 256
+    pacing.overtaken("liar", 64, 64.0)
+    honest = paced(a=0.1, b=0.1, liar=1.0)
+    assert pacing.block_leaves("liar", 1024) == honest.block_leaves("liar", 1024)
+    for _ in range(100):
+        pacing.observe("liar", 2, 1e-6, taken_s=2.0)
+        assert pacing.block_leaves("liar", 1024) == honest.block_leaves("liar", 1024)
+
+
+def test_who_was_overtaken_once_is_believed_again_when_it_was_seen_to_be_fast() -> None:
+    pacing = paced(a=0.1, b=0.1)
+    pacing.overtaken("b", 1, 86_400.0)  # its machine slept
+    assert pacing.block_leaves("b", 1024) == 1
+    pacing.observe("b", 1, 0.1, taken_s=0.1)
+    assert pacing.block_leaves("b", 1024) == pacing.block_leaves("a", 1024)
+    pacing.forget("b")
+    assert pacing.leaf_s("b") is None
+
+
+def test_a_slow_lease_is_late_by_what_others_take() -> None:
+    pacing = paced(a=0.1, b=0.2)
+    for _ in range(64):
+        pacing.observe("slow", 1, 0.1, taken_s=3600.0)
+    config = pacing.config
+    assert pacing.late_s("slow", 4) == pytest.approx(0.2 * config.deadline_factor * 4 * config.backup_factor)
+    assert pacing.late_s("b", 4) == pytest.approx(0.2 * 4 * config.backup_factor)
+    alone = paced(only=7.0)
+    assert alone.late_s("only", 1) == pytest.approx(7.0 * config.backup_factor)
+
+
+def test_the_slowest_of_many_others_does_not_count() -> None:
+    pacing = paced(**{f"w{number}": 1.0 + number / 100 for number in range(100)})
+    pacing.observe("liar", 1, 1e-6, taken_s=1e5)
+    assert pacing.late_s("liar", 1) == pytest.approx(1.95 * pacing.config.deadline_factor * pacing.config.backup_factor)

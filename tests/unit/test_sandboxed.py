@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -35,14 +35,21 @@ class Here(Sandbox):
         super().__init__(torch.device("cpu"), threads=1, memory_bytes=1 << 30)
         self.control, self.theirs = socket.socketpair()
         self._sealed = True
-        self.thread = threading.Thread(target=child.serve, args=(self.theirs,), daemon=True)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            child.serve(self.theirs)
+        finally:
+            self.theirs.shutdown(socket.SHUT_RDWR)
 
     def _death(self) -> Any:
         raise AssertionError("the child has hung up")
 
     def end(self) -> None:
-        self.control.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)
         self.thread.join(10)
         self.control.close()
         self.theirs.close()
@@ -79,7 +86,7 @@ def sandboxed(*, copies: bool) -> Iterator[tuple[Sandboxed, Task]]:
 def test_leaves_that_fail_after_some_of_them_has_left_cost_no_slot(
     monkeypatch: pytest.MonkeyPatch, copies: bool
 ) -> None:
-    finish, failing = Engine._finish, True
+    finish, failing = Engine._finish, False
 
     def fails_at_the_second(self: Engine, block: Any, bucket: Any) -> None:
         if failing and block.emitted:
@@ -89,6 +96,9 @@ def test_leaves_that_fail_after_some_of_them_has_left_cost_no_slot(
     monkeypatch.setattr(engine.Engine, "_finish", fails_at_the_second)
     with sandboxed(copies=copies) as (made, task):
         sent: list[ResultVector] = []
+        for vector in made.compute(task, lambda bucket, vector: None).vectors:  # buckets leave early from the second on
+            made.release(vector)
+        failing = True
         for _ in range(2 * NUM_SLOTS + 8):
             with pytest.raises(LeafError, match="a kernel has failed") as caught:
                 made.compute(task, lambda bucket, vector: sent.append(vector))

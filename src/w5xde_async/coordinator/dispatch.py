@@ -83,6 +83,12 @@ class Dispatch:
         self._free_since[grant.worker] = now
         self._timed[grant.worker] = None
 
+    def overtaken(self, grant: Grant, now: float) -> None:
+        """Another worker has finished the block of a lease of the current step."""
+        began = max(self._ledger.began_at(grant), self._free_since.get(grant.worker, -math.inf))
+        self._pacing.overtaken(grant.worker, grant.block.num_leaves, now - began)
+        self._timed[grant.worker] = None
+
     def observe_late(self, grant: Grant, compute_s: float, now: float) -> None:
         """A lease that had ended was done after all: deadlines learn from it too, so that one too short gets longer."""
         self._pacing.observe_late(grant.worker, grant.block.num_leaves, compute_s, now - grant.granted_at)

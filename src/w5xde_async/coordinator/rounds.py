@@ -473,6 +473,7 @@ class Rounds(Assigning):
             self._submitting.observe(grant.worker, 1, taken_s)
         steps, other = self.ledger.submitted(done.lease, now)
         if other is not None:
+            self.pacing.overtaken(other.worker, 1, now - self.ledger.began_at(other))
             self._revoke(other, "another worker was faster")
             self._liveness.await_answer(other.worker)
         samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples

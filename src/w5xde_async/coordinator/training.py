@@ -394,6 +394,7 @@ class Training(Hosting):
         if member is not None:
             self._note_coding(session, member, done)
         if other is not None:
+            self.dispatch.overtaken(other, self.clock())
             self._revoke(other, "another worker was faster")
             self._liveness.await_answer(other.worker)
         self._let_go(session.worker_id)

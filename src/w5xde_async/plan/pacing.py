@@ -98,6 +98,7 @@ class Pacing:
     config: PacingConfig
     _leaf_s: dict[str, float] = field(default_factory=dict)
     _taken: dict[str, _Window] = field(default_factory=dict)
+    _floor: dict[str, float] = field(default_factory=dict)  # worker -> seconds a leaf that it takes at least, as seen
     _overrun: dict[str, int] = field(default_factory=dict)  # worker -> leases in a row whose deadline passed
     _workers: dict[str, float | None] = field(default_factory=dict)  # that take work -> seconds a leaf that count
     _speeds: _InOrder = field(default_factory=_InOrder)  # these in order
@@ -151,10 +152,28 @@ class Pacing:
         window.add(max(seconds, taken_s or 0.0) / leaves)
         self._overrun.pop(worker, None)
         leaf_s = max(seconds, 1e-9) / leaves
-        known = self._leaf_s.get(worker)
+        known, floor = self._leaf_s.get(worker), self._floor.get(worker)
+        if floor is not None:  # it takes no longer than until its results have come
+            floor = self._floor[worker] = min(floor, max(seconds, taken_s or 0.0, 1e-9) / leaves)
+            leaf_s = max(leaf_s, floor)
+            if known is not None:
+                known = min(known, floor)
         a = self.config.smoothing
         self._leaf_s[worker] = leaf_s if known is None else (1 - a) * known + a * leaf_s
         self._count(worker)
+
+    def overtaken(self, worker: str, leaves: int, elapsed_s: float) -> None:
+        """Another worker finished a lease of ``leaves`` leaves that this one had had for ``elapsed_s``.
+
+        Whatever it says of its speed, it is no faster than that until it has been seen to be: it gets no larger blocks.
+        """
+        if elapsed_s <= 0:
+            return
+        floor = self._floor[worker] = max(self._floor.get(worker, 0.0), elapsed_s / leaves)
+        known = self._leaf_s.get(worker)
+        if known is not None and known < floor:
+            self._leaf_s[worker] = floor
+            self._count(worker)
 
     def observe_late(self, worker: str, leaves: int, seconds: float, taken_s: float) -> None:
         """A lease whose time was over was done after all, ``taken_s`` after it was given.
@@ -168,6 +187,7 @@ class Pacing:
     def forget(self, worker: str) -> None:
         """The worker is gone; what it has overrun is kept, since it may come back."""
         self._leaf_s.pop(worker, None)
+        self._floor.pop(worker, None)
         self._taken.pop(worker, None)
         self._count(worker)
 
@@ -251,12 +271,25 @@ class Pacing:
         return given_s if worker in self._taken else min(given_s, self.deadline_s(worker, leaves))
 
     def late_s(self, worker: str, leaves: int) -> float | None:
-        """After how long a lease of ``leaves`` leaves is worth a backup; None where no worker's speed is known."""
-        window = self._taken.get(worker)
+        """After how long a lease of ``leaves`` leaves is worth a backup; None where no worker's speed is known.
+
+        However slow its worker has been, or has made itself look, the step waits for it ``deadline_factor`` times
+        as long as the others take, no longer.
+        """
+        window, others = self._taken.get(worker), self._others_longest(worker)
         if window is not None:
-            leaf_s = window.p95
+            leaf_s = window.p95 if others is None else min(window.p95, self.config.deadline_factor * others)
         elif self._latest:
             leaf_s = self._latest[-1]  # as slow as the slowest
         else:
             return None
         return max(leaf_s * leaves * self.config.backup_factor, self.config.min_backup_s)
+
+    def _others_longest(self, worker: str) -> float | None:
+        """The 95th percentile over the others of what their leases take a leaf; None where nobody else is known."""
+        own = self._longest.get(worker)
+        count = len(self._latest) - (own is not None)
+        if not count:
+            return None
+        at = (count * 19) // 20
+        return self._latest[at + (own is not None and at >= bisect_left(self._latest, own))]
