@@ -477,6 +477,58 @@ async def test_a_connection_that_says_nothing_is_closed():
         assert (await ask(dashboard, "/health"))[0] == 200
 
 
+async def test_viewers_that_read_nothing_cost_little_and_delay_nobody():
+    """200 of them; one byte now and then is as good as none."""
+    async with served() as (dashboard, view):
+        loop = asyncio.get_running_loop()
+        slow: list[socket.socket] = []
+        for number in range(200):
+            one = socket.socket()
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            one.setblocking(False)
+            await loop.sock_connect(one, ("127.0.0.1", dashboard.port))
+            path = "/events" if number % 2 else "/api/v1/snapshot"
+            await loop.sock_sendall(one, f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1:{dashboard.port}\r\n\r\n".encode())
+            slow.append(one)
+        while dashboard.feed.num_viewers < 100:
+            await ask(dashboard, "/health")
+        for number in range(40):
+            view(joined(str(number) + 60_000 * "x"))
+            dashboard.feed.flush()
+            await ask(dashboard, "/health")
+        server = dashboard._server
+        assert server is not None
+        waiting = [one.transport.get_write_buffer_size() for one in server.server_state.connections]
+        assert any(waiting)
+        assert max(waiting) < 1 << 23  # a snapshot, and what was on its way
+        now = loop.time()
+        dashboard.drop_slow(now)
+        await loop.sock_recv(slow[1], 1)
+        dashboard.drop_slow(now + 11.0)
+        while dashboard.feed.num_viewers:
+            await ask(dashboard, "/health")
+        assert not any(one.transport.get_write_buffer_size() for one in server.server_state.connections)
+        assert (await ask(dashboard, "/api/v1/snapshot"))[0] == 200
+        for one in slow:
+            one.close()
+
+
+async def test_one_update_that_fails_does_not_end_the_feed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("w5xde_async.telemetry.dashboard.server._FLUSH_S", 0.001)
+    async with served() as (dashboard, _):
+        flush, calls = dashboard.feed.flush, asyncio.Queue[None]()
+
+        def fails_once() -> None:
+            calls.put_nowait(None)
+            if calls.qsize() == 1:
+                raise ValueError("no word for it")
+            flush()
+
+        monkeypatch.setattr(dashboard.feed, "flush", fails_once)
+        while calls.qsize() < 3:
+            await ask(dashboard, "/health")
+
+
 async def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]

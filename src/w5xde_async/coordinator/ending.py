@@ -77,11 +77,11 @@ class Ending:
 
     def __init__(
         self, prepared: Prepared, phases: Phases, bus: Bus, patience: Patience, recorder: Recorder | None,
-        *, began: float, samples_before: int, clock: Callable[[], float],
+        *, began: float, samples_before: int, clock: Callable[[], float], stopped: asyncio.Event,
     ) -> None:  # fmt: skip
         self._prepared, self._phases, self._bus, self._patience = prepared, phases, bus, patience
         self._recorder, self._began, self._samples_before = recorder, began, samples_before
-        self._clock = clock
+        self._clock, self._stopped = clock, stopped  # set once a stop is asked for
 
     async def finish(
         self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
@@ -153,13 +153,28 @@ class Ending:
             self._phases.abandon()
 
     async def _evaluate(self, *, finished: bool) -> None:
-        """The last evaluation of a finished run takes what it takes; a stop waits only so long for one under way."""
+        """The last evaluation of a finished run takes what it takes; a stop waits only so long for one."""
         following = self._phases.following
         if finished:
-            await following.evaluate_last()
+            await self._until_stopped(following.evaluate_last(), "the last evaluation")
+            following.abandon()
         else:
             await self._patience.wait(following.settle(), "an evaluation", "the job")
             following.abandon()
+
+    async def _until_stopped(self, waiting: Awaitable[None], what: str) -> None:
+        """Wait for the job's own code for as long as it takes; once a stop was asked for, so long and no longer."""
+        task, stop = asyncio.ensure_future(waiting), asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._bus.publish(Warned(text=f"stopping: waits for {what}, {self._patience.left_s:.0f} s at most"))
+                await self._patience.wait(task, what, "the job")
+            else:
+                task.result()
+        finally:
+            stop.cancel()
+            task.cancel()
 
     async def _write_results(self, problem: BaseException | None) -> tuple[Path | None, Path | None, Path | None]:
         """Model, metrics and plot, where they are of this run; parameters that no step ended with are not exported."""

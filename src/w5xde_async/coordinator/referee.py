@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from w5xde_async.wire.frame import Buffer, BufferSpec
 __all__ = ["Judgement", "Referee"]
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_S = 600.0  # a block takes, on the coordinator's CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,18 @@ class Referee:
 
     def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
+        self._given_up = asyncio.Event()
+
+    def give_up(self) -> None:
+        """Wait for no computation any more: the run is to end."""
+        self._given_up.set()
 
     async def judge(self, plan: StepPlan, block: Block) -> Judgement | None:
-        """The block's result; None where it cannot be computed here, or its data is gone."""
+        """The block's result; None where it cannot be computed here or takes too long, or its data is gone.
+
+        A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
+        what it makes of them goes nowhere.
+        """
         data = self._loader.data(plan.step, block)
         if data is None:
             return None
@@ -60,14 +72,23 @@ class Referee:
             structure=data.structure, packed=data.packed, tensors=_tensors(data),
         )  # fmt: skip
         computing = asyncio.get_running_loop().run_in_executor(None, self._compute, task)
+        given_up = asyncio.ensure_future(self._given_up.wait())
+        either: list[asyncio.Future[Any]] = [computing, given_up]
         try:
-            return await asyncio.shield(computing)
+            await asyncio.wait(either, timeout=_LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
+            if not computing.done():
+                logger.warning("referee is not waited for any longer step=%d start=%d", plan.step, block.start)
+                computing.add_done_callback(_forget)
+                return None
+            return computing.result()
         except asyncio.CancelledError:
-            await asyncio.wait([computing])  # a thread cannot be cancelled, and it reads the parameters
+            computing.add_done_callback(_forget)
             raise
         except (W5xdeError, RuntimeError, MemoryError, ValueError) as error:
             logger.warning("referee failed step=%d start=%d error=%s", plan.step, block.start, error)
             return None
+        finally:
+            given_up.cancel()
 
     def _compute(self, task: Task) -> Judgement:
         engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
@@ -83,6 +104,12 @@ class Referee:
         return Judgement(
             outcome.vectors[-1], present, outcome.losses, outcome.untouched, outcome.metric_names, outcome.metrics
         )
+
+
+def _forget(computing: asyncio.Future[Judgement]) -> None:
+    """What was not waited for is over, with an error or without."""
+    if not computing.cancelled():
+        computing.exception()
 
 
 def _tensors(data: BlockData) -> list[Tensor]:

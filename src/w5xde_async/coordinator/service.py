@@ -97,6 +97,7 @@ class Coordinator:
         self._incarnations = 0
         self._began = 0.0
         self._stop_reason = ""
+        self._stopped = asyncio.Event()
         self._stop_at = math.inf  # a step that is under way then is given up
         self._patience = Patience(patience_s(self.config.grace_s, 0), self._overdue)
 
@@ -147,6 +148,7 @@ class Coordinator:
     def request_stop(self, reason: str = "asked to stop") -> None:
         """End in good order, with a checkpoint: after the step under way or ``grace_s``. Returns at once."""
         self._stop_reason = self._stop_reason or reason
+        self._stopped.set()
         self._stop_at = min(self._stop_at, self._runtime.clock() + self.config.grace_s)
         if self._phases is not None:
             self._phases.stop()
@@ -401,7 +403,7 @@ class Coordinator:
                     failure = error
                 ending = Ending(
                     prepared, phases, self.bus, self._patience, self._recorder, began=self._began,
-                    samples_before=self._samples_before, clock=self._runtime.clock,
+                    samples_before=self._samples_before, clock=self._runtime.clock, stopped=self._stopped,
                 )  # fmt: skip
                 try:
                     result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)

@@ -458,6 +458,8 @@ class Training(Hosting):
 
     def tick(self, now: float) -> None:
         super().tick(now)
+        if self._stopping and now >= self._stop_at and self.judging.referee is not None:
+            self.judging.referee.give_up()
         if self._keeps_residuals:
             for member in tuple(self.membership.members.values()):
                 self._let_go(member.worker_id)  # whoever could have finished the step may be gone

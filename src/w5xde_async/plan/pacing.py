@@ -136,8 +136,9 @@ class Pacing:
             self._latest.put(longest)
         if worker in self._workers:
             self._uncount(worker)
-            leaf_s = self._workers[worker] = self._leaf_s.get(worker)
+            leaf_s = self._leaf_s.get(worker)
             if leaf_s is not None:
+                leaf_s = self._workers[worker] = max(leaf_s, self._floor.get(worker, 0.0))
                 self._speeds.put(leaf_s)
                 self._leaves_per_s += 1 / leaf_s
 
@@ -154,10 +155,7 @@ class Pacing:
         leaf_s = max(seconds, 1e-9) / leaves
         known, floor = self._leaf_s.get(worker), self._floor.get(worker)
         if floor is not None:  # it takes no longer than until its results have come
-            floor = self._floor[worker] = min(floor, max(seconds, taken_s or 0.0, 1e-9) / leaves)
-            leaf_s = max(leaf_s, floor)
-            if known is not None:
-                known = min(known, floor)
+            self._floor[worker] = min(floor, max(seconds, taken_s or 0.0, 1e-9) / leaves)
         a = self.config.smoothing
         self._leaf_s[worker] = leaf_s if known is None else (1 - a) * known + a * leaf_s
         self._count(worker)
@@ -165,15 +163,13 @@ class Pacing:
     def overtaken(self, worker: str, leaves: int, elapsed_s: float) -> None:
         """Another worker finished a lease of ``leaves`` leaves that this one had had for ``elapsed_s``.
 
-        Whatever it says of its speed, it is no faster than that until it has been seen to be: it gets no larger blocks.
+        Whatever it says of its speed, it gets no larger blocks than that until it has been seen to be faster. How much
+        of a step's end it may take is judged by its own word, or it could never show it.
         """
         if elapsed_s <= 0:
             return
-        floor = self._floor[worker] = max(self._floor.get(worker, 0.0), elapsed_s / leaves)
-        known = self._leaf_s.get(worker)
-        if known is not None and known < floor:
-            self._leaf_s[worker] = floor
-            self._count(worker)
+        self._floor[worker] = max(self._floor.get(worker, 0.0), elapsed_s / leaves)
+        self._count(worker)
 
     def observe_late(self, worker: str, leaves: int, seconds: float, taken_s: float) -> None:
         """A lease whose time was over was done after all, ``taken_s`` after it was given.
@@ -215,7 +211,9 @@ class Pacing:
         ``free_leaves`` are left for those that take work, of the step's ``step_leaves``.
         """
         leaf_s = self._leaf_s.get(worker)
-        if leaf_s is None:
+        if leaf_s is not None:
+            leaf_s = max(leaf_s, self._floor.get(worker, 0.0))
+        else:
             if not self._speeds:
                 return 1  # nothing is known: find out with one leaf
             leaf_s = self._speeds[len(self._speeds) // 2]
@@ -244,13 +242,13 @@ class Pacing:
         have it done sooner (earliest finish time, as in list scheduling: Graham 1969), unless they take twice as long
         as they should.
         """
-        own = self._leaf_s.get(worker)
-        if own is None or self._workers.get(worker) is None or own <= _ALIKE * self._speeds[0]:
+        own, counted = self._leaf_s.get(worker), self._workers.get(worker)
+        if own is None or counted is None or own <= _ALIKE * self._speeds[0]:
             return free_leaves
         total, fastest = self._leaves_per_s, 1 / self._speeds[0]
         if elapsed_s > 2 * step_leaves / total:
             return free_leaves
-        rest_s = (free_leaves + held_by_others) / (total - 1 / own) + 1 / fastest
+        rest_s = (free_leaves + held_by_others) / (total - 1 / counted) + 1 / fastest
         return max(0, int(rest_s / own) - held)
 
     def deadline_s(self, worker: str, leaves: int) -> float:

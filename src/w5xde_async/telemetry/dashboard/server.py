@@ -14,6 +14,7 @@ import socket
 import ssl as tls
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 0.5
 _SILENT_S = 10.0
+_LEAST_TAKEN = 1 << 16  # bytes that a viewer takes in that time of what waits for it
 _TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
     ".js": "text/javascript; charset=utf-8", ".txt": "text/plain; charset=utf-8",
@@ -70,6 +72,7 @@ class Dashboard:
         self._server: _Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._seen: dict[Any, float] = {}  # connection -> since when, on the loop's clock
+        self._untaken: dict[Any, tuple[int, float]] = {}  # connection -> bytes that wait for it, and since when
 
     @property
     def address(self) -> str:
@@ -140,14 +143,17 @@ class Dashboard:
             sock.close()
 
     async def _flush(self) -> None:
+        failed = False
         while True:
             await asyncio.sleep(_FLUSH_S)
-            try:
-                self.feed.flush()
-                self.drop_silent(asyncio.get_running_loop().time())
-            except Exception:
-                logger.exception("dashboard shows nothing new from now on, the run goes on")
-                return
+            now = asyncio.get_running_loop().time()
+            for due in (self.feed.flush, partial(self.drop_silent, now), partial(self.drop_slow, now)):
+                try:
+                    due()
+                except Exception:
+                    if not failed:  # it may fail with every update
+                        logger.exception("dashboard cannot show all that is new, the run goes on")
+                    failed = True
 
     def drop_silent(self, now: float) -> None:
         """Close connections that have asked for nothing for ``_SILENT_S``: uvicorn would wait for ever."""
@@ -156,6 +162,23 @@ class Dashboard:
         for connection, since in self._seen.items():
             if getattr(connection, "cycle", None) is None and now - since >= _SILENT_S:
                 connection.transport.close()  # type: ignore[union-attr, unused-ignore]
+
+    def drop_slow(self, now: float) -> None:
+        """Close connections that have next to nothing of what waits for them taken for ``_SILENT_S``: it is held in
+        memory for as long as they are open."""
+        before, self._untaken = self._untaken, {}
+        for connection in [] if self._server is None else list(self._server.server_state.connections):
+            transport: Any = connection.transport  # type: ignore[union-attr, unused-ignore]
+            waiting = transport.get_write_buffer_size() if transport is not None else 0
+            if not waiting:
+                continue
+            known, since = before.get(connection, (waiting, now))
+            if waiting <= known - _LEAST_TAKEN:
+                known, since = waiting, now
+            if now - since >= _SILENT_S:
+                transport.abort()
+            else:
+                self._untaken[connection] = known, since
 
     # -- what it answers -----------------------------------------------------------------------------------
 

@@ -1,0 +1,88 @@
+"""What the job's own code never finishes does not hold the end of a run for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support import jobs
+from torch import nn
+
+from w5xde_async import Coordinator, CoordinatorConfig, Worker
+from w5xde_async.coordinator import ending, referee
+from w5xde_async.coordinator.referee import Referee
+from w5xde_async.errors import DiskHangs
+from w5xde_async.plan.tree import Block
+from w5xde_async.telemetry.events import Warned
+
+
+async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "LEAST_S", 0.01)
+    monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.05)
+    hangs, let_go, said = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        loop.call_soon_threadsafe(hangs.set)
+        let_go.wait(30)
+        return {}
+
+    job = replace(jobs.mlp_adamw(), evaluate=evaluate, evaluate_every=1 << 30, max_steps=1)
+    try:
+        async with Coordinator(job, config=CoordinatorConfig(host="127.0.0.1", port=0)) as coordinator:
+            coordinator.bus.subscribe(lambda event: said.append(event) if isinstance(event, Warned) else None)
+            working = asyncio.create_task(Worker(coordinator.address, job=job).run())
+            await hangs.wait()
+            coordinator.request_stop("Ctrl-C")
+            with pytest.raises(DiskHangs, match="evaluation"):
+                await coordinator.wait()
+            await working
+    finally:
+        let_go.set()
+    assert any("the last evaluation" in event.text for event in said)
+
+
+class _Loader:
+    def data(self, *_: Any) -> Any:
+        class Data:
+            samples, structure, packed, buffers = (1,), b"", False, ()
+
+        return Data
+
+
+@pytest.mark.parametrize("how", ["it takes too long", "the run ends", "cancelled"])
+async def test_a_referee_that_hangs_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    begun, let_go = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    class Hangs(Referee):
+        def _compute(self, task: Any) -> Any:
+            loop.call_soon_threadsafe(begun.set)
+            let_go.wait(30)
+            raise ValueError("nobody hears this")
+
+    class Rule:
+        loss_scale = 1.0
+
+    class Plan:
+        step = 0
+
+    monkeypatch.setattr(referee, "_LONGEST_S", 0.01 if how == "it takes too long" else 30.0)
+    anything: Any = None
+    loader: Any = _Loader()
+    rule: Any = Rule()
+    plan: Any = Plan()
+    judge = Hangs(anything, loader, anything, rule)
+    judging = asyncio.create_task(judge.judge(plan, Block(0, 1)))
+    await begun.wait()
+    if how == "the run ends":
+        judge.give_up()
+    elif how == "cancelled":
+        judging.cancel()
+    done, _ = await asyncio.wait([judging], timeout=10)
+    let_go.set()
+    assert done
+    assert judging.cancelled() if how == "cancelled" else judging.result() is None
