@@ -117,14 +117,14 @@ class Member(Session):
 class Fleet:
     """The training and its members. ``now`` is its clock."""
 
-    def __init__(self, leaves: int, config: CoordinatorConfig, samples: int) -> None:
+    def __init__(self, leaves: int, config: CoordinatorConfig, samples: int, steps: int) -> None:
         self.now = 1000.0
         self.gradients = config.update.rule in ("sync", "async")
         data = torch.zeros(samples, 1)
         job = Job(
             model=lambda: nn.Linear(1, 2), dataset=TensorDataset(data, data), loss=nn.functional.mse_loss,
             optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3), batch_size=leaves,
-            microbatch_size=1, max_steps=1 << 20, shuffle=False,
+            microbatch_size=1, max_steps=steps, shuffle=False,
         )  # fmt: skip
         self.prepared: Prepared = prepare(job, config, None, lambda: "0" * 16)
         runtime = Runtime(clock=lambda: self.now, executor=lambda threads, name: InPlace())
@@ -133,9 +133,9 @@ class Fleet:
         self.members: list[Member] = []
         self.running: asyncio.Task[None]
 
-    def join(self, compute_s: float = 1.0) -> Member:
+    def join(self, compute_s: float = 1.0, kind: type[Member] = Member) -> Member:
         """One more."""
-        member = Member(self, len(self.members), compute_s)
+        member = kind(self, len(self.members), compute_s)
         layout = self.prepared.layout
         assert self.training.admit(member) is None
         member.ready = Ready(layout.fingerprint, "cpu", "test", 1, "0")
@@ -169,18 +169,21 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(num: int, *, leaves: int, samples: int = 0, rule: str = "sync", **config: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    num: int, *, leaves: int, samples: int = 0, steps: int = 1 << 20, rule: str = "sync", kind: type[Member] = Member,
+    **config: Any,
+) -> AsyncIterator[Fleet]:  # fmt: skip
     """``num`` members and steps of ``leaves`` leaves of one sample. ``config``: of the coordinator."""
     chosen = {"max_workers": num, "norm_gate": 0.0, "audit_fraction": 0.0, "update": UpdateConfig(rule=rule), **config}
     loop = asyncio.get_running_loop()
     debug = loop.get_debug()
     loop.set_debug(False)  # it takes a traceback for every callback: most of the time of what is counted elsewhere
-    made = Fleet(leaves, CoordinatorConfig(**chosen), samples or 4 * leaves)
+    made = Fleet(leaves, CoordinatorConfig(**chosen), samples or 4 * leaves, steps)
     made.running = running = asyncio.create_task(made.training.run())
     await made.settle()
     try:
         for number in range(num):
-            made.join(1.0 + number % 3)
+            made.join(1.0 + number % 3, kind)
         await made.settle()
         yield made
     finally:

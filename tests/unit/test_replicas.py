@@ -78,7 +78,7 @@ class Made:
     def step(self, value: float = 1.0) -> Outcome:
         structure, tensors = flatten((torch.full((4, 4), value), torch.zeros(4)))
         task = Task(step=0, start=0, samples=(4,), loss_scale=1.0, structure=structure, packed=True, tensors=tensors)
-        return self.replica.compute(task, (RATE,), 0, lambda bucket, vector: None)
+        return self.replica.compute(task, (RATE,), lambda bucket, vector: None)
 
     def submit(self, fragment: int) -> float:
         """How many steps the Delta is long."""
@@ -120,6 +120,23 @@ def test_what_counted_is_in_no_delta_again(made: Made) -> None:
     made.step()
     assert made.submit(0) == 1  # the step before the values came was forgotten with them (mixing 0)
     assert made.submit(1) == 5  # the other fragment has never been asked for
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+@pytest.mark.parametrize("code", [None, APPLIED, REJECTED])
+def test_a_whole_delta_has_the_steps_since_the_one_before(code: VerdictCode | None, commits: int) -> None:
+    """Whatever has come meanwhile: a worker that began at a newer version than it had to sees none that is newer yet,
+    and one that goes on with what it carries sees some."""
+    made = Made(Constant, streaming=None)
+    made.fragments = bucket_fragments(made.layout, 1)
+    for steps in (1, 2, 3):
+        for _ in range(steps):
+            made.step()
+            for _ in range(commits):
+                made.commit(0, -9.0)
+        assert made.submit(0) == steps
+        if code is not None:
+            made.settle(code)
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.5, 0.9999])

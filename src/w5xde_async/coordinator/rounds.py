@@ -309,9 +309,9 @@ class Rounds(Assigning):
         if worker in self.sessions:
             pace = self.turns.of(worker)
             pace.blocked = False
-            if not self._streams:  # it goes on from the new parameters; where they stream in, it never begins anew
-                # Where rounds close, one of them is still to come for what was asked for; else this is the newest.
-                pace.min_version = max(pace.min_version, self.version) if self._with_quorum else self.version
+            # Where rounds close, what it is leased after it was asked needs a later version anyway (``_ask``).
+            if not self._with_quorum:
+                pace.min_version = self.version
 
     def _note(self, applied: Applied | None, waited: float, steps: Sequence[int]) -> None:
         now = self.clock()

@@ -130,7 +130,7 @@ class CodedServing(Serving):
 
     def _compute_task(self, lease: Lease, task: Task, emit: Callable[[int, ResultVector], None]) -> Outcome:
         self.uplink.begin()
-        return self._replica.compute(task, lease.rates, lease.version, emit)
+        return self._replica.compute(task, lease.rates, emit)
 
     def _block(self, item: HeldLease, loss_scale: float) -> None:
         lease = item.message

@@ -45,8 +45,8 @@ class Replica(Protocol):
     submits: bool
     """Results are sent when the coordinator asks for them, not with each lease."""
 
-    def compute(self, task: Task, rates: Sequence[float], oldest: int, emit: Emit) -> Outcome:
-        """One lease, at version ``oldest`` or newer. ``emit`` gets its results where they are sent with it."""
+    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> Outcome:
+        """One lease. ``emit`` gets its results where they are sent with it."""
 
     @property
     def version(self) -> int:
@@ -68,7 +68,7 @@ class FollowingReplica:
         self.published, self.version = published, -1
         self._engine = engine
 
-    def compute(self, task: Task, rates: Sequence[float], oldest: int, emit: Emit) -> Outcome:
+    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> Outcome:
         published = self.published
         if self.version != published.version:
             changed = sorted(published.touched)
@@ -88,12 +88,13 @@ class FollowingReplica:
 
 
 class SteppingReplica:
-    """Parameters of its own, which ``published`` ones take the place of when a lease asks for a newer version.
+    """Parameters of its own, which ``published`` ones take the place of at the first lease after each submission.
 
-    What is in a Delta that was refused is leased again, to whoever comes: the replica forgets it and begins anew at its
-    next lease, unless it has done so already.
+    So a Delta has the steps made since the submission before it, whatever was published and whatever verdicts came
+    meanwhile: the steps that the coordinator says this worker carries, for both read leases and SUBMITs in the same
+    order. What is in a Delta that was refused is leased again, to whoever comes.
 
-    Where fragments stream, steps in a refused Delta are not leased again (other fragments have them): the replica keeps
+    Where fragments stream, a replica goes on after it was asked. Steps in a refused Delta are not leased again (other fragments have them): the replica keeps
     what it went for the next one. Refused a second time in a row it is left to the mixing, or a replica that has gone
     astray would never come back. What counted is in no Delta again, whether the new values are here yet or not.
 
@@ -119,8 +120,7 @@ class SteppingReplica:
         self._streaming: StreamingReplica | None = None
         self._sent_at: dict[int, int] = {}  # fragment -> published version when it was sent
         self._fragment_version: dict[int, int] = {}
-        self._begun = 0  # how often the replica has begun at published parameters
-        self._submitted: dict[int, int] = {}  # lease of a whole Delta -> that count when it was made, until the verdict
+        self._anew = True  # it begins at published parameters with the next lease
         self._awaited: dict[int, _Sent] = {}  # by lease, until the verdict
         self._counted: dict[int, Tensor] = {}  # fragment -> its Delta, which was accepted and is not mixed in
         self._kept: set[int] = set()  # fragments whose last Delta was refused
@@ -133,8 +133,8 @@ class SteppingReplica:
                 self._buckets.append([bucket.index for bucket in trained])
                 self._fragments.append(Fragment(index, tuple((b.offset, b.offset + b.numel) for b in trained)))
 
-    def compute(self, task: Task, rates: Sequence[float], oldest: int, emit: Emit) -> Outcome:
-        if self.version < oldest or self.version < 0:
+    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> Outcome:
+        if self._anew:
             self._begin()
         set_scheduled(self._optimizer, self._scheduled, rates)
         present = [False] * len(self._layout.result_buckets)
@@ -171,7 +171,7 @@ class SteppingReplica:
             base.copy_(published)
         self._engine.refresh(range(len(self._layout.buckets)))
         self.version = self.published.version
-        self._begun += 1
+        self._anew = False
         if self._fragments:
             self._streaming = StreamingReplica(self._live.groups[self._group], self._fragments, self._overlap)
             self._fragment_version = dict.fromkeys(range(len(self._fragments)), self.version)
@@ -217,7 +217,7 @@ class SteppingReplica:
 
     @torch.no_grad()
     def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
-        if self.version < 0:
+        if self._anew:
             self._begin()
         layout, vector, version = self._layout, ResultVector(self._layout), self.version
         trained = [number for number in buckets if layout.buckets[number].group == self._group]
@@ -230,7 +230,7 @@ class SteppingReplica:
             self._awaited[lease] = _Sent(index, delta)
             self._fragments[index].scatter_(vector.group(self._group), delta.cpu())
         else:
-            self._submitted[lease] = self._begun
+            self._anew = True
             for number in trained:
                 at = layout.buckets[number]
                 where = slice(at.offset, at.offset + at.numel)
@@ -246,10 +246,6 @@ class SteppingReplica:
     @torch.no_grad()
     def settle(self, leases: Sequence[int], code: int) -> None:
         for lease in leases:
-            if self._submitted.pop(lease, None) == self._begun and code not in (
-                VerdictCode.APPLIED, VerdictCode.DUPLICATE
-            ):  # fmt: skip
-                self.version = -1
             sent = self._awaited.pop(lease, None)
             if sent is None:
                 continue
@@ -262,7 +258,7 @@ class SteppingReplica:
                     self._rebase(index)  # what has come so far was made without it
                 continue
             if not sent.delta.isfinite().all():
-                self.version = -1  # nothing finite would ever come of it: it begins anew
+                self._anew = True  # nothing finite would ever come of it: it begins anew
                 self._optimizer.state.clear()
                 return
             if index in self._kept:
