@@ -125,8 +125,7 @@ def test_what_counted_is_in_no_delta_again(made: Made) -> None:
 @pytest.mark.parametrize("commits", [0, 1])
 @pytest.mark.parametrize("code", [None, APPLIED, REJECTED])
 def test_a_whole_delta_has_the_steps_since_the_one_before(code: VerdictCode | None, commits: int) -> None:
-    """Whatever has come meanwhile: a worker that began at a newer version than it had to sees none that is newer yet,
-    and one that goes on with what it carries sees some."""
+    """Whatever versions and verdicts come in between, or none."""
     made = Made(Constant, streaming=None)
     made.fragments = bucket_fragments(made.layout, 1)
     for steps in (1, 2, 3):
