@@ -94,9 +94,10 @@ class SteppingReplica:
     meanwhile: the steps that the coordinator says this worker carries, for both read leases and SUBMITs in the same
     order. What is in a Delta that was refused is leased again, to whoever comes.
 
-    Where fragments stream, a replica goes on after it was asked. Steps in a refused Delta are not leased again (other fragments have them): the replica keeps
-    what it went for the next one. Refused a second time in a row it is left to the mixing, or a replica that has gone
-    astray would never come back. What counted is in no Delta again, whether the new values are here yet or not.
+    Where fragments stream, a replica goes on after it was asked. Steps in a refused Delta are not leased again (other
+    fragments have them): the replica keeps what it went for the next one. Refused a second time in a row it is left to
+    the mixing, or a replica that has gone astray would never come back. What counted is in no Delta again, whether the
+    new values are here yet or not.
 
     Memory for n parameters, beside the model's: 4 n bytes published, 4 n as it began, the inner optimizer's state, and
     where fragments stream at most 4 n of what was sent and is not mixed in.
