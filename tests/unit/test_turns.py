@@ -40,6 +40,18 @@ def test_a_worker_has_had_its_turn_until_the_round_closes() -> None:
     assert made.closing(1.0) == (None, None)
 
 
+def test_who_answers_late_is_not_waited_for_in_the_round_that_has_its_answer() -> None:
+    """What it was leased since needs the version that this round makes: the round would wait for ever."""
+    made = turns("a", "b")
+    submit(made, "a", 1, 0)
+    submit(made, "b", 2, 0)
+    made.answered("b", 2, 1.0)
+    made.closed(0, 1.0, ["a"])  # without a, which is the only one that goes on
+    made.answered("a", 1, 2.0)
+    made.granted("a", 2.0)
+    assert made.closing(2.0) == (0, None)
+
+
 def test_what_is_refused_stays_with_its_worker_once() -> None:
     made = turns("a")
     owed = []

@@ -107,7 +107,10 @@ class Turns:
         fragment = None if pace is None else pace.asked.pop(lease, None)
         if pace is None or fragment is None:
             return
-        self.quorums[fragment].arrived(worker, now)
+        if not self.quorums[fragment].arrived(worker, now):
+            # It is in the open round for all that. What the worker is leased next may need the version that the round
+            # makes: to wait for it would be to wait for ever.
+            self.quorums[fragment].counted(worker)
         if kept and fragment not in pace.kept:
             pace.kept.add(fragment)
             pace.samples[fragment] += kept

@@ -111,6 +111,12 @@ class Quorum:
             return True
         return False
 
+    def counted(self, worker: str) -> None:
+        """A late result is in the open round, and what its worker does next is for the one after: nobody waits."""
+        self._look_again = None
+        self._expected.add(worker)
+        self._arrived.add(worker)
+
     @property
     def needed(self) -> int:
         """K for the workers of the open round."""
