@@ -21,7 +21,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.local import LocalWorkers
 from w5xde_async.coordinator.result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import LocalError, W5xdeError
+from w5xde_async.errors import LocalError, UsageError, W5xdeError
 from w5xde_async.job import Job, load_job
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.runtime import Runtime
@@ -80,7 +80,7 @@ class LocalCluster:
         Raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises.
         """
         if self._coordinator is not None:
-            raise LocalError("a cluster starts once")
+            raise UsageError("this cluster was started before; make a new LocalCluster for another run")
         job, reference = self._given, ""
         if isinstance(job, str):  # importing the user's file may take its time
             reference = job
@@ -106,7 +106,7 @@ class LocalCluster:
     def coordinator(self) -> Coordinator:
         """The coordinator, once the cluster was entered."""
         if self._coordinator is None:
-            raise LocalError("the cluster has not been started")
+            raise UsageError("the cluster has not been started; use async with, or await start() first")
         return self._coordinator
 
     @property
@@ -127,7 +127,7 @@ class LocalCluster:
     async def scale(self, n: int) -> None:
         """Have ``n`` workers of our own: new ones are started, the youngest leave in good order."""
         if self._workers is None:
-            raise LocalError("the cluster is not running")
+            raise UsageError("the cluster is not running; use async with, or await start() first")
         await self._workers.scale(n)
 
     async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:

@@ -15,19 +15,21 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, is_interrupt
 from w5xde_async.randomness import random_state, seed_all
 
 __all__ = [
-    "ENDLESS", "Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "shown_end", "step_function",
+    "ENDLESS", "Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "made_by", "shown_end",
+    "step_function",
 ]  # fmt: skip
 
 Precision = Literal["fp32", "bf16", "fp16"]
+_T = TypeVar("_T")
 StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 
 #: ``max_steps`` of a run that goes on until somebody stops it: more than any run makes.
@@ -87,7 +89,7 @@ class Job:
         need(
             callable(self.optimizer),
             "optimizer is not a function",
-            "write optimizer=lambda model: torch.optim.SGD(...)",
+            "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)",
         )
         need(self.scheduler is None or callable(self.scheduler), "scheduler is not a function of the optimizer")
         need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
@@ -152,10 +154,22 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
         return (copy.deepcopy(job.model) if replica else job.model).train()
     with random_state():
         seed_all(job.seed)
-        model = job.model()
+        model = made_by("model", job.model, hint="write model=lambda: ..., which returns a torch.nn.Module")
     if not isinstance(model, nn.Module):
         raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
     return model.train()
+
+
+def made_by(part: str, make: Callable[[], _T], *, hint: str = "") -> _T:
+    """What a function of the job's makes. ``part``: which one. Raises JobError, in one line, where it raises."""
+    try:
+        return make()
+    except JobError:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise JobError(part, f"the function raised {_where(error)}", hint) from error
 
 
 def step_function(job: Job) -> StepFunction:
@@ -245,7 +259,9 @@ def _load(reference: str, target: str, attribute: str) -> Job:
             found = found()
         except JobError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise JobError(reference, f"raised {_where(error)}", "run it alone to see the whole traceback") from error
     if not isinstance(found, Job):
         raise JobError(reference, f"returned {type(found).__name__}", "return a w5xde_async.Job")
@@ -269,10 +285,12 @@ def _import_file(reference: str, path: Path) -> Any:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
         if before is not None:
             sys.modules[name] = before
+        if is_interrupt(error):
+            raise
         raise JobError(reference, f"importing {path} raised {_where(error)}") from error
     return module
 
@@ -286,7 +304,9 @@ def _import_module(reference: str, name: str) -> Any:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise JobError(reference, f"there is no module {name}", "for a file write its name with .py") from None
         raise JobError(reference, f"importing {name} raised {_where(error)}") from error
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise JobError(reference, f"importing {name} raised {_where(error)}") from error
 
 
@@ -295,4 +315,5 @@ def _where(error: BaseException) -> str:
     at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     if isinstance(error, SyntaxError):
         at = f" ({Path(error.filename or '?').name}:{error.lineno})"
-    return f"{type(error).__name__}: {error}{at}"
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}{': ' if said else ''}{said[0] if said else ''}{at}"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async import CoordinatorConfig, Job, LocalCluster, RunResult, W5xdeError
-from w5xde_async.errors import LocalError, StoreError
+from w5xde_async.errors import LocalError, StoreError, UsageError
 
 
 def linear_job(**settings: Any) -> Job:
@@ -97,8 +97,10 @@ async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     cluster = LocalCluster(linear_job(), 2, run_dir=tmp_path / "file" / "run")
     with pytest.raises(StoreError, match="file stands"):
         await cluster.__aenter__()
-    with pytest.raises(LocalError):
+    with pytest.raises(UsageError, match="not running"):
         await cluster.scale(1)
+    with pytest.raises(UsageError, match="make a new LocalCluster"):
+        await cluster.start()
 
 
 async def test_a_run_whose_workers_all_fail_ends() -> None:

@@ -41,7 +41,7 @@ class Stream(IterableDataset[Tensor]):
     ("change", "words"),
     [
         ({"model": 3}, "model is neither a module nor a function"),
-        ({"optimizer": "sgd"}, r"optimizer is not a function; write optimizer=lambda model: torch.optim.SGD\(...\)"),
+        ({"optimizer": "sgd"}, r"optimizer is not a function; write optimizer=lambda model: torch.optim.SGD\(model"),
         ({"scheduler": 3}, "scheduler is not a function"),
         ({"loss": nn.MSELoss(), "step": lambda m, b: m}, "both loss and step"),
         ({"batch_size": 0}, "batch_size is 0; give a whole number >= 1"),

@@ -27,7 +27,7 @@ from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.program.replica import Replica
 from w5xde_async.compute.transfer import Lent, Transfer
-from w5xde_async.errors import LeafFailed, W5xdeError
+from w5xde_async.errors import LeafFailed, W5xdeError, is_interrupt
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
@@ -262,7 +262,9 @@ class Engine:
                     self._leaf(block, index, samples, self._transfer.batch(batch), finishing=index == last)
                 except (torch.OutOfMemoryError, _AgainOtherwise):
                     raise
-                except Exception as error:
+                except BaseException as error:
+                    if is_interrupt(error):
+                        raise
                     self._abandon(block)
                     raise self._failure(block, index, error) from error
                 if index != last:

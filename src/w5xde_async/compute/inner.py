@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.errors import JobError, MalformedFrame
+from w5xde_async.errors import JobError, LeafFailed, MalformedFrame, UpdateFailed, users_code
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
@@ -124,12 +124,17 @@ class Schedule:
     def rows(self, first: int, count: int) -> list[list[float]]:
         """One row for each of the steps ``first`` to ``first + count - 1``, for ``set_scheduled``.
 
-        Raises JobError where the scheduler sets something that is not sent.
+        Raises JobError where the scheduler sets something that is not sent, UpdateFailed where it raises.
         """
         if self._scheduler is None:
             return [list(self._numbers)] * count
         while len(self._numbers) < (first + count) * self._width:
-            self._scheduler.step()
+            try:
+                with users_code():
+                    self._scheduler.step()
+            except Exception as error:
+                step = len(self._numbers) // self._width - 1
+                raise UpdateFailed(step, error, LeafFailed.shown(error)[-8000:]) from error
             if self._others() != self._fixed:
                 raise JobError("scheduler", "it sets more than learning rates and momentum", "leave the rest constant")
             self._take()

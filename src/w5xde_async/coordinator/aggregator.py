@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.step_reports import known_mean
-from w5xde_async.errors import UpdateFailed
+from w5xde_async.errors import UpdateFailed, users_code
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Halves, Reducer, VectorPool
@@ -200,9 +200,10 @@ class Aggregator:
                 scale = self.rule.loss_scale**2  # what the workers multiplied with; the update may change it
                 step.halves = Halves(*(square / scale for square in halves))
             failpoint("apply.before")
-            applied = self.rule.apply(
-                root, present, step.plan.num_samples, step.untouched or set(), rate_factor=step.rate_factor
-            )
+            with users_code():  # the optimizer and the scheduler
+                applied = self.rule.apply(
+                    root, present, step.plan.num_samples, step.untouched or set(), rate_factor=step.rate_factor
+                )
             failpoint("apply.after")
             apply_s = self._clock() - began
             return applied

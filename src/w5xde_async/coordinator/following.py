@@ -23,7 +23,7 @@ from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
 from w5xde_async.coordinator.preparation import Prepared, record_of
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import JobError, StoreError, W5xdeError
+from w5xde_async.errors import JobError, StoreError, W5xdeError, users_code
 from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.checkpoint import Record, SavedCheckpoint
@@ -132,7 +132,9 @@ class Following:
 
         def copy() -> tuple[Record, float, int]:
             began = time.perf_counter()
-            return record_of(self._prepared, step, samples), time.perf_counter() - began, self._rule_version()
+            with users_code():  # an optimizer's and a scheduler's state_dict()
+                record = record_of(self._prepared, step, samples)
+            return record, time.perf_counter() - began, self._rule_version()
 
         def write() -> tuple[SavedCheckpoint, int]:
             self.before_save()
@@ -198,7 +200,7 @@ class Following:
         def run() -> None:
             found.update({str(name): float(value) for name, value in evaluate(model).items()})
 
-        with torch.no_grad():
+        with users_code(), torch.no_grad():
             for entry, tensor in zip(prepared.layout.entries, state_of(model, prepared.layout), strict=True):
                 tensor.copy_(snapshot[entry.name])
             model.eval()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, joined
-from w5xde_async.errors import JobError, LeafFailed
+from w5xde_async.errors import JobError, LeafFailed, users_code
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
@@ -348,9 +348,10 @@ def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
 
 def _fetch(job: Job, indices: Any) -> _Read:
     numbers = indices.tolist()
-    many = getattr(job.dataset, "__getitems__", None)
-    samples = many(numbers) if many is not None else [job.dataset[number] for number in numbers]
-    structure, tensors = flatten((job.collate or default_collate)(samples))
+    with users_code():
+        many = getattr(job.dataset, "__getitems__", None)
+        samples = many(numbers) if many is not None else [job.dataset[number] for number in numbers]
+        structure, tensors = flatten((job.collate or default_collate)(samples))
     return _Read(structure, tuple(map(_on_host, tensors)))
 
 

@@ -31,7 +31,7 @@ from w5xde_async.coordinator.security import Security
 from w5xde_async.coordinator.session import Session
 from w5xde_async.coordinator.showing import Showing
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import DiskHangs, LocalError, StoreError, W5xdeError
+from w5xde_async.errors import DiskHangs, JobError, LocalError, StoreError, UpdateFailed, UsageError, W5xdeError
 from w5xde_async.job import Job, shown_end
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
@@ -106,7 +106,7 @@ class Coordinator:
     async def start(self) -> None:
         """Prepare the run, listen, begin. Raises JobError, StoreError, PortInUse, UsageError; then nothing is left."""
         if self._main is not None:
-            raise LocalError("a coordinator starts once")
+            raise UsageError("this coordinator was started before; make a new Coordinator for another run")
         loop = asyncio.get_running_loop()
         preparing = loop.run_in_executor(
             None, prepare, self.job, self.config, self._run_path, lambda: self._runtime.random_bytes(8).hex(),
@@ -134,7 +134,7 @@ class Coordinator:
         checkpoint could not be written.
         """
         if self._main is None:
-            raise LocalError("the coordinator has not been started")
+            raise UsageError("the coordinator has not been started; use async with, or await start() first")
         return await asyncio.shield(self._main)
 
     async def serve_forever(self) -> RunResult:
@@ -180,7 +180,7 @@ class Coordinator:
         UsageError, StoreError: then nothing has changed.
         """
         if self._security is None:
-            raise LocalError("the coordinator has not been started")
+            raise UsageError("the coordinator has not been started; use async with, or await start() first")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._security.rotate, secret)
         await loop.run_in_executor(None, self._security.write_join_file, self.port)
@@ -192,7 +192,7 @@ class Coordinator:
     def revoke(self, worker: str, reason: str = "its access was revoked") -> None:
         """Drop a worker, by its own name or its id, and let it in no more: its name is added to ``revoked``."""
         if self._security is None or self._training is None:
-            raise LocalError("the coordinator has not been started")
+            raise UsageError("the coordinator has not been started; use async with, or await start() first")
         self._security.lock_out(worker)
         self._keep_revoked()
         self._training.drop(worker, reason)
@@ -215,7 +215,7 @@ class Coordinator:
     async def reload_access(self) -> None:
         """Take up what the run directory's ``secret`` and ``revoked`` say now. Raises UsageError, StoreError."""
         if self._security is None or self._training is None:
-            raise LocalError("the coordinator has not been started")
+            raise UsageError("the coordinator has not been started; use async with, or await start() first")
         loop = asyncio.get_running_loop()
         if await loop.run_in_executor(None, self._security.reload):
             await loop.run_in_executor(None, self._security.write_join_file, self.port)
@@ -284,7 +284,7 @@ class Coordinator:
     @property
     def _listening(self) -> Listening:
         if self._listener is None:
-            raise LocalError("the coordinator does not listen (yet)")
+            raise UsageError("the coordinator does not listen; use async with, or await start() first")
         return self._listener
 
     @property
@@ -449,6 +449,9 @@ class Coordinator:
             # a member's result: better no run than a wrong one.
             if not session.admitted_at:
                 raise
+            if isinstance(error, JobError | UpdateFailed):  # the job's scheduler, when a lease was to be given
+                training.fail(error)
+                return
             fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
             fault.__cause__ = error
             training.fail(fault)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.downlink import Downlink, Piece
 from w5xde_async.coordinator.intake import Intake, Part
-from w5xde_async.errors import UpdateFailed
+from w5xde_async.errors import UpdateFailed, users_code
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
@@ -83,7 +83,7 @@ class Updating:
                     fragment=given.fragment, vector=vector, present=present, untouched=untouched,
                     workers=given.workers,
                 )  # fmt: skip
-                with self._whole():
+                with self._whole(), users_code():  # the optimizer and the scheduler
                     return self.rule.offer(contribution)
             finally:
                 self._pool.give(vector)
@@ -103,7 +103,8 @@ class Updating:
             began = self._clock()
             failpoint("apply.before")
             with self._whole():
-                applied = self.rule.commit(fragment)
+                with users_code():
+                    applied = self.rule.commit(fragment)
                 failpoint("apply.after")
                 pieces = [] if applied is None else self.downlink.advance(applied.changed)
             self.apply_s += self._clock() - began

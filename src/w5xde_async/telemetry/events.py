@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from w5xde_async.errors import users_code
+
 __all__ = [
     "Audited",
     "BatchGrown",
@@ -405,7 +407,8 @@ class Bus:
         """Give ``event`` to every subscriber; one that raises is dropped, loudly."""
         for subscriber in tuple(self._samplers if isinstance(event, Sample) else self._subscribers):
             try:
-                subscriber(event)
+                with users_code():
+                    subscriber(event)
             except Exception:
                 self._remove(subscriber)
                 logger.exception("telemetry subscriber removed after an error event=%s", type(event).__name__)

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import UsageError, users_code
 from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunReported, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_record
 
@@ -296,7 +296,8 @@ class Tracking:
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in tuple(self._trackers):
             try:
-                call(tracker)
+                with users_code():
+                    call(tracker)
             except ImportError:
                 logger.warning(
                     "no %s: it is not installed (pip install 'w5xde-async[%s]')", tracker.package, tracker.extra

@@ -15,13 +15,14 @@ import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from w5xde_async.errors import JobError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, made_by
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.buffers import BufferState
@@ -213,9 +214,11 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    made = job.optimizer(model)
+    wanted = _written(job.optimizer, torch.optim.Optimizer, "torch.optim.SGD")
+    hint = f"write optimizer=lambda model: {wanted}(model.parameters(), lr=...)"
+    made = made_by("optimizer", partial(job.optimizer, model), hint=hint)
     if not isinstance(made, torch.optim.Optimizer):
-        raise JobError("optimizer", f"returned {type(made).__name__}, not a torch.optim.Optimizer")
+        raise JobError("optimizer", f"returned {type(made).__name__}, not a torch.optim.Optimizer", hint)
     name = type(made).__name__
     if isinstance(made, torch.optim.LBFGS) or _needs_closure(made):
         raise JobError("optimizer", f"{name} evaluates the loss several times a step", "use one without a closure")
@@ -227,6 +230,16 @@ def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
         raise JobError("optimizer", "holds a parameter that is not the model's", "make it from model.parameters()")
     return made
+
+
+def _written(given: object, kind: type, otherwise: str) -> str:
+    """How a function that makes a ``kind`` is written: of the class that was given in its place, where one was."""
+    if not (isinstance(given, type) and issubclass(given, kind)):
+        return otherwise
+    # torch.optim.sgd.SGD is known as torch.optim.SGD, a scheduler by the name of its own module.
+    place = {"torch.optim": "torch.optim.", "torch.optim.lr_scheduler": "torch.optim.lr_scheduler."}
+    module = given.__module__
+    return place.get(module, place.get(module.rpartition(".")[0], "")) + given.__name__
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -243,11 +256,13 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
     if job.scheduler is None:
         return None
-    made = job.scheduler(optimizer)
+    wanted = _written(job.scheduler, torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler.StepLR")
+    hint = f"write scheduler=lambda optimizer: {wanted}(optimizer, ...)"
+    made = made_by("scheduler", partial(job.scheduler, optimizer), hint=hint)
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise JobError(
             "scheduler", "ReduceLROnPlateau needs a metric at each step", "use a schedule of the step number"
         )
     if not (hasattr(made, "step") and hasattr(made, "state_dict") and hasattr(made, "load_state_dict")):
-        raise JobError("scheduler", f"returned {type(made).__name__}, not a torch LRScheduler")
+        raise JobError("scheduler", f"returned {type(made).__name__}, not a torch LRScheduler", hint)
     return made

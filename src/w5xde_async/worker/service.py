@@ -146,7 +146,7 @@ class Worker:
         (no lease fits in its memory limit).
         """
         if self._running:
-            raise LocalError("a worker runs once")
+            raise UsageError("this worker has run before; make a new Worker to run again")
         self._running = True
         loop = asyncio.get_running_loop()
         if self._sandboxed:

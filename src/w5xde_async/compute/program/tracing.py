@@ -32,7 +32,7 @@ from w5xde_async.compute.program.converting import Converter, NotListed, NotTrac
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.replica import ProgramStep
-from w5xde_async.errors import ProgramRefused
+from w5xde_async.errors import ProgramRefused, users_code
 from w5xde_async.job import Job, StepFunction, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
@@ -111,7 +111,12 @@ def probe_batches(job: Job, sizes: Sequence[int]) -> list[Any]:
 
 def trace_job(job: Job, model: nn.Module, layout: Layout) -> Document:
     """``trace`` with the first samples, for every number of samples that a microbatch of the run can have."""
-    return trace(job, model, layout, probe_batches(job, microbatch_sizes(job)))
+    try:
+        with users_code():
+            batches = probe_batches(job, microbatch_sizes(job))
+    except Exception as error:
+        raise NotTraceable(f"its first samples cannot be read: {_first_line(error)}", _where(error)) from error
+    return trace(job, model, layout, batches)
 
 
 def microbatch_sizes(job: Job) -> list[int]:
@@ -133,15 +138,19 @@ def trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) ->
         warnings.simplefilter("ignore")
         seed_all(job.seed)
         try:
-            return _trace(job, model, layout, batches)
+            with users_code():
+                return _trace(job, model, layout, batches)
         except NotTraceable:
             raise
         except ProgramRefused as error:
             raise NotTraceable(error.reason) from error
         except Exception as error:
-            text = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {text[0][:300] if text else ''}"
-            raise NotTraceable(reason, _where(error)) from error
+            raise NotTraceable(_first_line(error), _where(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 
 
 @contextmanager

@@ -1,0 +1,213 @@
+"""Code of the user's that raises what would end a thread, a task or the program: it fails, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, settings, train
+from torch import nn
+from torch.utils.data import Dataset
+
+from w5xde_async.compute.program.tracing import NotTraceable, trace_job
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import JobError, LeafFailed, UpdateFailed, W5xdeError
+from w5xde_async.job import Job, build_model
+from w5xde_async.params.layout import Layout
+from w5xde_async.telemetry.events import Bus, Event, Warned
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.service import RunFailed, Worker
+
+ESCAPES = [SystemExit(3), GeneratorExit(), asyncio.CancelledError("by hand"), KeyboardInterrupt(), StopIteration()]
+SOME = [SystemExit(3), asyncio.CancelledError()]
+escaping = pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: type(escape).__name__)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def raising(error: BaseException) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
+
+async def failing(job: Job, *, joins: bool = True, **kwargs: Any) -> W5xdeError:
+    """What the run of ``job`` fails with; its worker is told, unless it fails before one ``joins``."""
+    async with Coordinator(job, config=settings(code_free=False, max_time_s=5.0, **kwargs)) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
+        with pytest.raises(W5xdeError) as failed:
+            await asyncio.wait_for(coordinator.wait(), 10)
+        if joins:
+            with pytest.raises(RunFailed):
+                await asyncio.wait_for(worker, 10)
+        else:
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+    return failed.value
+
+
+@escaping
+async def test_an_evaluation_that_raises_is_reported_and_the_run_goes_on(escape: BaseException):
+    events: list[Event] = []
+    result = await train(lambda: replace(jobs.metrics(), max_steps=2, evaluate=raising(escape)), events=events)
+    assert (result.outcome, result.step) == ("finished", 2)
+    (told,) = {event.text for event in events if isinstance(event, Warned)}
+    assert told.startswith("evaluate raised ")
+    assert type(escape).__name__ in told
+
+
+@escaping
+async def test_a_step_that_raises_is_a_failed_leaf(escape: BaseException):
+    failed = await failing(replace(jobs.metrics(), step=raising(escape)))
+    assert isinstance(failed, LeafFailed)
+    assert (failed.step, failed.leaf, len(failed.indices)) == (0, 0, 7)
+    assert type(escape).__name__ in str(failed).splitlines()[0]
+    assert "test_users_code" in failed.traceback
+
+
+class Escaping(Dataset[Any]):
+    def __init__(self, escape: BaseException) -> None:
+        self.escape = escape
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 60:
+            raise self.escape
+        return torch.zeros(10), torch.tensor(0)
+
+
+@escaping
+@pytest.mark.parametrize("where", ["dataset", "collate"])
+async def test_a_dataset_or_collate_that_raises_is_a_failed_leaf(escape: BaseException, where: str):
+    job = replace(jobs.metrics(), dataset=Escaping(escape), batch_size=64, microbatch_size=8)
+    if where == "collate":
+        job = replace(jobs.metrics(), collate=raising(escape))
+    failed = await failing(job, joins=where == "dataset")
+    assert isinstance(failed, LeafFailed)
+    assert type(escape).__name__ in str(failed).splitlines()[0]
+    assert failed.leaf == (7 if where == "dataset" else 0)
+
+
+@pytest.mark.parametrize("escape", SOME, ids=["exit", "cancelled"])
+@pytest.mark.parametrize(
+    ("update", "where"),
+    [
+        ("sync", "optimizer"),
+        ("sync", "scheduler"),
+        ("async", "optimizer"),
+        ("async", "scheduler"),
+        ("local", "scheduler"),
+    ],
+)
+async def test_an_update_that_raises_ends_the_run_with_its_error(escape: BaseException, update: str, where: str):
+    class Stepping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if where == "optimizer" and self.param_groups[0]["params"][0].grad is not None:
+                raise escape
+            return super().step(closure)
+
+    class Scheduling(torch.optim.lr_scheduler.LambdaLR):
+        def step(self, epoch: int | None = None) -> None:
+            if where == "scheduler" and getattr(self, "last_epoch", -1) >= 0:
+                raise escape
+            super().step(epoch)
+
+    optimizer = torch.optim.SGD if update == "local" else Stepping  # workers make the optimizers that they know
+    job = replace(
+        jobs.metrics(), optimizer=lambda model: optimizer(model.parameters(), lr=0.1),
+        scheduler=lambda optimizer: Scheduling(optimizer, lambda step: 1.0),
+    )  # fmt: skip
+    failed = await failing(job, update=UpdateConfig(rule=update))
+    assert isinstance(failed, UpdateFailed), failed
+    assert type(escape).__name__ in str(failed)
+
+
+@pytest.mark.parametrize("escape", SOME, ids=["exit", "cancelled"])
+async def test_state_that_raises_when_it_is_saved_ends_the_run_with_its_error(escape: BaseException, tmp_path: Any):
+    class Keeping(torch.optim.SGD):
+        calls = 0
+
+        def state_dict(self) -> Any:
+            self.calls += 1
+            if self.calls > 1:  # the first time it is seen whether the state can be kept
+                raise escape
+            return super().state_dict()
+
+    job = replace(jobs.metrics(), optimizer=lambda model: Keeping(model.parameters(), lr=0.1))
+    coordinator = Coordinator(job, config=settings(code_free=False, checkpoint_every=1), run_dir=tmp_path / "run")
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
+        with pytest.raises(JobError, match=f"cannot be kept.*{type(escape).__name__}"):
+            await asyncio.wait_for(coordinator.wait(), 10)
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+@pytest.mark.parametrize("escape", SOME, ids=["exit", "cancelled"])
+async def test_a_subscriber_that_raises_is_dropped_and_the_run_goes_on(escape: BaseException):
+    bus = Bus()
+    bus.subscribe(raising(escape))
+    job = replace(jobs.metrics(), max_steps=2)
+    async with Coordinator(job, config=settings(), bus=bus) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
+        assert (await coordinator.wait()).outcome == "finished"
+        await worker
+
+
+# -- what makes the run's parts
+
+
+def _zero() -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": _zero}, r"^job model: the function raised ZeroDivisionError: division by zero \(test_users"),
+        ({"model": raising(SystemExit("no"))}, "^job model: the function raised SystemExit: no"),
+        (
+            {"optimizer": torch.optim.SGD},
+            r"^job optimizer: .*write optimizer=lambda model: torch\.optim\.SGD\(model\.parameters\(\), lr=\.\.\.\)$",
+        ),
+        ({"optimizer": torch.optim.AdamW}, r"write optimizer=lambda model: torch\.optim\.AdamW\(model\.parameters"),
+        ({"optimizer": lambda model: _zero()}, "^job optimizer: the function raised ZeroDivisionError"),
+        ({"optimizer": raising(SystemExit(3))}, "^job optimizer: the function raised SystemExit: 3"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR},
+            r"write scheduler=lambda optimizer: torch\.optim\.lr_scheduler\.StepLR\(optimizer, \.\.\.\)$",
+        ),
+        ({"scheduler": raising(asyncio.CancelledError())}, "^job scheduler: the function raised CancelledError"),
+    ],
+)
+async def test_what_cannot_be_made_is_a_wrong_job_in_one_line(changes: dict[str, Any], says: str):
+    coordinator = Coordinator(replace(jobs.metrics(), **changes), config=settings())
+    with pytest.raises(JobError, match=says) as failed:
+        await coordinator.start()
+    assert len(str(failed.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("escape", SOME, ids=["exit", "cancelled"])
+@pytest.mark.parametrize("where", ["step", "collate"])
+def test_what_cannot_be_traced_says_what_was_raised(where: str, escape: BaseException):
+    job = replace(jobs.metrics(), **{where: raising(escape)})
+    model = build_model(job)
+    with pytest.raises(NotTraceable, match=type(escape).__name__):
+        trace_job(job, model, Layout.of(model, bucket_bytes=1 << 20))
+
+
+def test_a_model_that_raises_in_a_worker_names_the_function():
+    def model() -> nn.Module:
+        raise SystemExit(4)
+
+    with pytest.raises(JobError, match="SystemExit: 4"):
+        build_model(replace(jobs.metrics(), model=model))
