@@ -20,8 +20,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.errors import JobError, is_interrupt
+from w5xde_async.errors import JobError
 from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.users_code import is_interrupt
 
 __all__ = [
     "ENDLESS", "Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "made_by", "shown_end",

@@ -32,6 +32,7 @@ LEVELS = {
     "codecs": 3,
     "randomness": 3,
     "errors": 1,
+    "users_code": 1,
 }
 MAIN = 10
 #: Peers of one level that may import each other, each with its reason.

@@ -27,7 +27,7 @@ from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.program.replica import Replica
 from w5xde_async.compute.transfer import Lent, Transfer
-from w5xde_async.errors import LeafFailed, W5xdeError, is_interrupt
+from w5xde_async.errors import LeafFailed, W5xdeError
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
@@ -35,6 +35,7 @@ from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.users_code import is_interrupt
 
 __all__ = ["Emit", "Engine", "LeafError", "Outcome", "Task", "choose_device"]
 

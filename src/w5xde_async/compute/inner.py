@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.errors import JobError, LeafFailed, MalformedFrame, UpdateFailed, users_code
+from w5xde_async.errors import JobError, LeafFailed, MalformedFrame, UpdateFailed
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.users_code import users_code
 
 __all__ = ["INNER_OPTIMIZERS", "Schedule", "build_inner", "describe_inner", "set_scheduled"]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.step_reports import known_mean
-from w5xde_async.errors import UpdateFailed, users_code
+from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Halves, Reducer, VectorPool
@@ -30,6 +30,7 @@ from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block, Frontier, Merge, right_half
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.sync import Applied, SyncRule
+from w5xde_async.users_code import users_code
 from w5xde_async.wire.messages import Done
 
 __all__ = ["INLINE_WEIGH_BYTES", "Aggregator", "StepState"]

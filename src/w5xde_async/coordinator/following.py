@@ -23,7 +23,7 @@ from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
 from w5xde_async.coordinator.preparation import Prepared, record_of
 from w5xde_async.coordinator.rounds import Rounds
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import JobError, StoreError, W5xdeError, users_code
+from w5xde_async.errors import JobError, StoreError, W5xdeError
 from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.checkpoint import Record, SavedCheckpoint
@@ -31,6 +31,7 @@ from w5xde_async.store.journal import Position
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Evaluated, Warned
 from w5xde_async.updates.outer import OuterRule
+from w5xde_async.users_code import users_code
 
 __all__ = ["Following"]
 

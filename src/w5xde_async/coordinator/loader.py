@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, joined
-from w5xde_async.errors import JobError, LeafFailed, users_code
+from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
+from w5xde_async.users_code import users_code
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
 
 __all__ = ["BlockData", "Loader"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.downlink import Downlink, Piece
 from w5xde_async.coordinator.intake import Intake, Part
-from w5xde_async.errors import UpdateFailed, users_code
+from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
@@ -29,6 +29,7 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.outer import Contribution, OuterRule
 from w5xde_async.updates.sync import Applied
+from w5xde_async.users_code import users_code
 
 __all__ = ["Submission", "Updating"]
 

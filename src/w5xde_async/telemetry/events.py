@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from w5xde_async.errors import users_code
+from w5xde_async.users_code import users_code
 
 __all__ = [
     "Audited",

@@ -21,9 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from w5xde_async.errors import UsageError, users_code
+from w5xde_async.errors import UsageError
 from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunReported, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_record
+from w5xde_async.users_code import users_code
 
 __all__ = ["TRACKERS", "Tracker", "Tracking", "check_trackers"]
 

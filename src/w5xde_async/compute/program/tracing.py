@@ -32,11 +32,12 @@ from w5xde_async.compute.program.converting import Converter, NotListed, NotTrac
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.replica import ProgramStep
-from w5xde_async.errors import ProgramRefused, users_code
+from w5xde_async.errors import ProgramRefused
 from w5xde_async.job import Job, StepFunction, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.users_code import users_code
 
 __all__ = ["NotTraceable", "microbatch_sizes", "probe_batches", "trace", "trace_job"]
 
