@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UsageError, W5xdeError
+from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
 
 __all__ = ["attach", "launch", "listening", "main", "memory_reports", "signals"]
 
@@ -144,8 +144,8 @@ def launch(
         _complain(prog, "stopped before it began", ExitCode.OK, as_json)
         return ExitCode.OK
     except W5xdeError as error:
-        # A failed leaf's traceback was part of the run's summary; here the samples are enough.
-        text = str(error).splitlines()[0] if isinstance(error, LeafFailed) else str(error)
+        # A traceback of the job's code was part of the run's summary; here the first line is enough.
+        text = str(error).splitlines()[0] if isinstance(error, LeafFailed | UpdateFailed) else str(error)
         _complain(prog, text, error.exit_code, as_json)
         return error.exit_code
 

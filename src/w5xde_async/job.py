@@ -183,6 +183,8 @@ def step_function(job: Job) -> StepFunction:
     def step(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         result = given(model, batch)
         if isinstance(result, tuple):
+            if len(result) != 2:
+                raise TypeError(f"the step returned a tuple of {len(result)}, not a loss or (loss, {{name: number}})")
             value, metrics = result
             return value, metrics
         return result, {}

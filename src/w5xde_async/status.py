@@ -190,6 +190,14 @@ class _Dashboard:
                 f"its certificate cannot be verified ({error.verify_message}); give --run-dir, where its hash is kept"
             )
             raise _Denied(text) from None
+        except http.client.RemoteDisconnected:
+            reason = "it hung up without an answer; perhaps that is the workers' port"
+            raise Unreachable(f"{self._host}:{self._port}", reason, _TIMEOUT_S) from None
+        except (http.client.BadStatusLine, http.client.UnknownProtocol):  # what it said is not for anybody's eyes
+            raise UsageError(
+                f"what listens at {self._host}:{self._port} is no dashboard (perhaps that is the workers' port); the "
+                "coordinator names its dashboard when it starts, and --run-dir finds it"
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise Unreachable(f"{self._host}:{self._port}", str(error) or type(error).__name__, _TIMEOUT_S) from None
 

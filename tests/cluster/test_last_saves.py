@@ -19,7 +19,7 @@ from w5xde_async.coordinator.ending import Patience, patience_s
 from w5xde_async.coordinator.journaling import MOST_AHEAD
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import Training
-from w5xde_async.errors import DiskHangs, ExitCode
+from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
 from w5xde_async.settings import CoordinatorSettings
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.filesystem import Filesystem
@@ -165,3 +165,16 @@ def test_the_program_does_not_wait_for_threads_that_hang(
         )
     assert ended.value.args == (ExitCode.ERROR,)
     assert "the last checkpoint did not end in time" in capsys.readouterr().err
+
+
+def test_the_program_prints_no_traceback_of_an_update_that_the_summary_has_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def body() -> int:
+        raise UpdateFailed(3, ArithmeticError("stumbled"), "Traceback (most recent call last):\n  the optimizer's line")
+
+    code = program.launch(
+        lambda: CoordinatorSettings, ["job.py:job", "--loop", "asyncio"], prog="w5xde", prepare=lambda *_: body
+    )
+    assert code == ExitCode.ERROR
+    assert capsys.readouterr().err.splitlines() == ["w5xde: the update after step 3 raised ArithmeticError: stumbled"]

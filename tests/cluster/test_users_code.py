@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
+from w5xde_async.coordinator.hosting import NonFinite
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import JobError, LeafFailed, UpdateFailed, W5xdeError
+from w5xde_async.errors import ExitCode, JobError, LeafFailed, UpdateFailed, W5xdeError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
-from w5xde_async.telemetry.events import Bus, Event, Warned
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, Warned
+from w5xde_async.telemetry.wording import plain, summary
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import RunFailed, Worker
 
@@ -152,6 +155,20 @@ async def test_state_that_raises_when_it_is_saved_ends_the_run_with_its_error(es
         await asyncio.gather(worker, return_exceptions=True)
 
 
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, "it returned NoneType, not a dict of numbers by name"),
+        ({"accuracy": "high"}, "metric 'accuracy' is str; it must be a number"),
+        ({"accuracy": torch.ones(2)}, r"metric 'accuracy' is a tensor of shape \[2\]; it must be a number"),
+    ],
+)
+async def test_an_evaluation_that_returns_something_else_is_told_what(returned: Any, says: str):
+    events: list[Event] = []
+    await train(lambda: replace(jobs.metrics(), max_steps=1, evaluate=lambda _: returned), events=events)
+    assert any(re.search(says, event.text) for event in events if isinstance(event, Warned))
+
+
 @pytest.mark.parametrize("escape", SOME, ids=["exit", "cancelled"])
 async def test_a_subscriber_that_raises_is_dropped_and_the_run_goes_on(escape: BaseException):
     bus = Bus()
@@ -211,3 +228,31 @@ def test_a_model_that_raises_in_a_worker_names_the_function():
 
     with pytest.raises(JobError, match="SystemExit: 4"):
         build_model(replace(jobs.metrics(), model=model))
+
+
+# -- runs that learn nothing
+
+
+@pytest.mark.parametrize("update", ["sync", "async", "local"])
+async def test_a_run_whose_every_step_was_skipped_has_failed(update: str):
+    """And one with a good step says how many were skipped."""
+
+    def job(bad: int) -> Job:
+        def step(model: nn.Module, batch: Any) -> Any:
+            x, y = batch
+            return nn.functional.cross_entropy(model(x), y) * (float("nan") if y[0] < bad else 1.0)
+
+        dataset = TensorDataset(torch.ones(24, 10), torch.arange(24) // 8)
+        return Job(
+            model=lambda: nn.Linear(10, 4), dataset=dataset, step=step, batch_size=8, max_steps=3, shuffle=False,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )  # fmt: skip
+
+    failed = await failing(job(3), update=UpdateConfig(rule=update))
+    assert isinstance(failed, NonFinite)
+    assert (failed.step, failed.count, failed.exit_code) == (3, 3, ExitCode.ERROR)
+    events: list[Event] = []
+    result = await train(lambda: job(2), events=events, update=UpdateConfig(rule=update))
+    assert (result.outcome, result.step, result.steps_skipped) == ("finished", 3, 2)
+    (ended,) = [event for event in events if isinstance(event, RunFinished)]
+    assert "2 skipped" in "\n".join(summary(ended, first_step=0, paint=plain))

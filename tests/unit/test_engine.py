@@ -408,15 +408,32 @@ def test_an_error_names_its_leaf_and_where_it_was_raised() -> None:
         (lambda module, batch: module(batch[0]), r"a tensor of shape \[4, 3\] as loss"),
         (lambda module, batch: 3.0, "float as loss"),
         (lambda module, batch: torch.ones(()), "grad|depend"),
-        (lambda module, batch: (module(batch[0]).sum(), {1: 2.0}), "metrics with string names"),
+        (
+            lambda module, batch: (module(batch[0]).sum(), {1: 2.0}),
+            "name of metric 1 is of type int; it must be a str",
+        ),
         (lambda module, batch: (module(batch[0]).sum(), {str(n): 0.0 for n in range(65)}), "at most 64 metrics"),
-        (lambda module, batch: (module(batch[0]).sum(), {"name": "text"}), "ValueError"),
+        (lambda module, batch: (module(batch[0]).sum(), {"name": "text"}), "metric 'name' is str; it must be a number"),
+        (lambda module, batch: (module(batch[0]).sum(), {"name": "0.5"}), "metric 'name' is str; it must be a number"),
+        (
+            lambda module, batch: (module(batch[0]).sum(), {"rows": torch.ones(3)}),
+            r"metric 'rows' is a tensor of shape \[3\]; it must be a number or a tensor with one element",
+        ),
+        (lambda module, batch: (module(batch[0]).sum(), {"none": None}), "metric 'none' is NoneType"),
+        (lambda module, batch: (module(batch[0]).sum(), 0.5), r"not \(loss, float\)"),
+        (lambda module, batch: (module(batch[0]).sum(), 0.5, 1.0), "the step returned a tuple of 3"),
     ],
 )
 def test_what_a_step_may_not_return(step: Any, words: str) -> None:
     run = Run(job(loss=None, step=step, model=plain_net))
     with pytest.raises(LeafError, match=words):
         run.compute(task(leaves((4,)), (4,)))
+
+
+def test_batch_norm_over_one_sample_says_what_to_set() -> None:
+    run = Run(job())
+    with pytest.raises(LeafError, match=r"1 value per channel.*; leaf 5 has 1 sample: set microbatch_size \(and"):
+        run.compute(task(leaves((4, 1)), (4, 1), start=4))
 
 
 def clearing(module: nn.Module, batch: Any) -> Tensor:

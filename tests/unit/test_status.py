@@ -152,6 +152,26 @@ def test_an_update_is_folded_into_what_was_known():
     assert [(worker["worker_id"], worker.get("leaves")) for worker in known["workers"]] == [("a", 9), ("c", None)]
 
 
+@pytest.mark.parametrize("answer", [b"\x00\x00\x00\x40\x93\xc4\xff\x1b[2J\xe9\n" * 20, b""])
+async def test_the_port_of_the_workers_is_no_dashboard(answer: bytes, capsys: pytest.CaptureFixture[str]):
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answering, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        code = await run("--server", f"127.0.0.1:{port}")
+    said = capsys.readouterr().err
+    assert "perhaps that is the workers' port" in said
+    assert f"127.0.0.1:{port}" in said
+    assert said.isascii()
+    assert said.rstrip("\n").isprintable()
+    assert code == (ExitCode.USAGE if answer else ExitCode.UNREACHABLE)
+
+
 async def test_the_run_directory_names_token_and_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def prepare() -> tuple[ssl.SSLContext, bytes]:
         files = own_certificate(tmp_path / "tls", "digits")

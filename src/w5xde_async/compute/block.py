@@ -15,7 +15,7 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Block", "Computing", "Emit", "MetricNames", "Outcome", "Task"]
+__all__ = ["Block", "Computing", "Emit", "MetricNames", "Outcome", "Task", "described"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,13 @@ class MetricNames:
 
     def taken(self, metrics: Mapping[str, Any]) -> list[str]:
         """Those of ``metrics`` that are reported: at most MOST_METRICS in the life of this object."""
-        if len(metrics) > MOST_METRICS or not all(type(name) is str for name in metrics):
-            raise TypeError(f"a step returns at most {MOST_METRICS} metrics with string names")
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"a step returns a loss, or (loss, {{name: number}}), not (loss, {described(metrics)})")
+        if len(metrics) > MOST_METRICS:
+            raise TypeError(f"a step returns at most {MOST_METRICS} metrics, not {len(metrics)}")
+        for name in metrics:
+            if type(name) is not str:
+                raise TypeError(f"the name of metric {name!r} is of type {type(name).__name__}; it must be a str")
         taken = []
         for name in metrics:
             if name not in self._known:
@@ -125,6 +130,25 @@ class MetricNames:
                 self._known[name] = None
             taken.append(name)
         return taken
+
+
+def described(value: object) -> str:
+    """What somebody returned, in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}" + (f" and {value.dtype}" if value.is_complex() else "")
+    return type(value).__name__
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach().float().reshape(())
+    elif not isinstance(value, str | bytes):  # "0.5" is no number that somebody computed
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise TypeError(f"metric {name!r} is {described(value)}; it must be a number or a tensor with one element")
 
 
 class Block:
@@ -167,7 +191,7 @@ class Block:
         known = self.metrics[-1]
         for name in self.names.taken(metrics):
             value = metrics[name]
-            value = value.detach().float().reshape(()) if isinstance(value, Tensor) else float(value)
+            value = _number(name, value)
             value = value * share if share != 1 else value
             before, weight = known.get(name, (None, 0))
             known[name] = (value if before is None else before + value, weight + samples)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
-from w5xde_async.compute.block import Block, Emit, MetricNames, Outcome, Task
+from w5xde_async.compute.block import Block, Emit, MetricNames, Outcome, Task, described
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
@@ -40,6 +40,7 @@ from w5xde_async.users_code import is_interrupt
 __all__ = ["Emit", "Engine", "LeafError", "Outcome", "Task", "choose_device"]
 
 _MAX_TRACEBACK = 8000
+_TOO_FEW = "Expected more than 1 value per channel"
 
 
 class LeafError(W5xdeError):
@@ -303,7 +304,7 @@ class Engine:
                 with self._autocast():
                     loss, metrics = self._step(self.model, piece)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"the step gave {_described(loss)} as loss, not a tensor with one element")
+                raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
             if loss.dim() or loss.dtype != torch.float32:
                 loss = loss.reshape(()).float()
             if loss.grad_fn is None:
@@ -321,7 +322,9 @@ class Engine:
                 raise _AgainOtherwise
             share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
-            block.note_metrics(metrics or {}, end - begin, (end - begin) / samples, first=begin == 0)
+            block.note_metrics(
+                {} if metrics is None else metrics, end - begin, (end - begin) / samples, first=begin == 0
+            )
         assert loss_sum is not None
         block.losses.append(loss_sum)
         self._buffers.collect(block.open[-1], samples, block.changed)
@@ -383,7 +386,13 @@ class Engine:
     def _failure(self, block: Block, index: int, error: BaseException) -> LeafError:
         """What to raise after ``_abandon``. What has been emitted may still be on its way."""
         self._transfer.wait()
-        return LeafError(block.task.start + index, error, tuple(block.spent))
+        leaf = block.task.start + index
+        if isinstance(error, ValueError) and _TOO_FEW in str(error):  # batch norm: what to do is said with it
+            samples = block.task.samples[index]
+            few = f"leaf {leaf} has 1 sample" if samples == 1 else f"a part of leaf {leaf} has 1 sample"
+            told = ValueError(f"{error}; {few}: set microbatch_size (and drop_last)")
+            error = told.with_traceback(error.__traceback__)
+        return LeafError(leaf, error, tuple(block.spent))
 
     def _abandon(self, block: Block) -> None:
         """Backward broke off: nothing in the open vectors can be trusted."""
@@ -480,10 +489,6 @@ def _add(left: Tensor, right: Tensor) -> None:
         torch.maximum(left, right, out=left)
     else:
         left.add_(right)
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _utf8(text: str) -> str:

@@ -138,13 +138,14 @@ class Ending:
                 downlink_raw_bytes=downlink[0],
                 downlink_encoded_bytes=downlink[1],
                 residuals_lost=training.accounts.residuals_lost,
+                steps_skipped=training.accounts.steps_skipped,
             )
         )
         return RunResult(
             outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
             shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
-            residuals_lost=training.accounts.residuals_lost,
+            residuals_lost=training.accounts.residuals_lost, steps_skipped=training.accounts.steps_skipped,
         )  # fmt: skip
 
     async def _save(self) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 import torch
 from torch import Tensor
 
+from w5xde_async.compute.block import described
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.hosting import Commit
 from w5xde_async.coordinator.journaling import REMIND_S, RETRY_S
@@ -199,7 +200,14 @@ class Following:
         found: dict[str, float] = {}
 
         def run() -> None:
-            found.update({str(name): float(value) for name, value in evaluate(model).items()})
+            metrics = evaluate(model)
+            if not isinstance(metrics, Mapping):
+                raise TypeError(f"it returned {type(metrics).__name__}, not a dict of numbers by name")
+            for name, value in metrics.items():
+                try:
+                    found[str(name)] = float(value)
+                except (TypeError, ValueError, RuntimeError):
+                    raise TypeError(f"metric {name!r} is {described(value)}; it must be a number") from None
 
         with users_code(), torch.no_grad():
             for entry, tensor in zip(prepared.layout.entries, state_of(model, prepared.layout), strict=True):

@@ -19,6 +19,7 @@ class RunResult:
     ``shares``: what each worker did, in time and bytes; ``encode_s``, ``network_s``, ``raw_bytes``, ``encoded_bytes``
     (of results, before and after their codec) are its sums. ``downlink_raw_bytes`` and ``downlink_encoded_bytes``: of
     the versions that a codec wrote, each once. ``residuals_lost``: workers that vanished with what it had left out.
+    ``steps_skipped``: steps of this session without an update, as their gradient was not finite.
     """
 
     outcome: str
@@ -35,6 +36,7 @@ class RunResult:
     downlink_raw_bytes: int = 0
     downlink_encoded_bytes: int = 0
     residuals_lost: int = 0
+    steps_skipped: int = 0
 
     @property
     def encode_s(self) -> float:
@@ -55,7 +57,7 @@ class RunResult:
     def _repr_html_(self) -> str:
         rows = {
             "outcome": f"{self.outcome}: {self.reason}" if self.reason else self.outcome,
-            "step": self.step,
+            "step": f"{self.step} ({self.steps_skipped} skipped)" if self.steps_skipped else self.step,
             "loss": self.loss,
             **self.metrics,
             "seconds": round(self.seconds, 2),

@@ -22,6 +22,7 @@ import w5xde_async
 from w5xde_async.coordinator.bounds import EXTRA_LINKS, memory_bound_bytes
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.ending import Ending, Patience, patience_s
+from w5xde_async.coordinator.hosting import NonFinite
 from w5xde_async.coordinator.journaling import Journaling
 from w5xde_async.coordinator.phases import Phases
 from w5xde_async.coordinator.preparation import Prepared, prepare
@@ -399,6 +400,9 @@ class Coordinator:
 
                 try:
                     await phases.run(tasks)
+                    training = phases.training
+                    if training.total_steps <= training.progress <= training.accounts.steps_skipped:
+                        failure = NonFinite(training.progress, training.progress)  # nothing was learned
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ending = Ending(

@@ -294,6 +294,7 @@ class Training(Hosting):
         self.samples_applied += plan.num_samples
         seconds, self._last_commit = now - self._last_commit, now
         self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
+        self.accounts.steps_skipped += applied.skipped
         if applied.skipped and self.rule.scale is None:
             self._warn(f"step {self.version} was skipped: its gradient is not finite")
         if self._nonfinite >= self.config.max_nonfinite_steps:

@@ -270,8 +270,8 @@ class RunFinished(Event):
     """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written.
 
     ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
-    not used: their leases had ended (stale) or another worker had been faster (duplicate). The last three are
-    as in ``RunReported``.
+    not used: their leases had ended (stale) or another worker had been faster (duplicate). ``steps_skipped`` had no
+    update: their gradient was not finite. ``downlink_...`` and ``residuals_lost`` are as in ``RunReported``.
     """
 
     outcome: str
@@ -298,6 +298,7 @@ class RunFinished(Event):
     downlink_raw_bytes: int = 0
     downlink_encoded_bytes: int = 0
     residuals_lost: int = 0
+    steps_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,7 +261,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     )
     lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
     of = f" of {_count(event.total_steps)}" if event.total_steps else ""
-    lines.append(row("steps", f"{_count(event.step)}{of}", redone))
+    skipped = f"{_count(event.steps_skipped)} skipped: not finite" if event.steps_skipped else ""
+    lines.append(row("steps", f"{_count(event.step)}{of}", redone, skipped))
     lines.append(row("samples", _count(event.samples), rate))
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))
