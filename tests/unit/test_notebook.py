@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async import Coordinator, CoordinatorConfig, Job, LocalCluster, RunResult
-from w5xde_async.errors import LocalError
+from w5xde_async.errors import UsageError
 from w5xde_async.telemetry.notebook import html_table
 
 
@@ -63,7 +63,7 @@ async def test_a_cluster_shows_how_it_stands_and_starts_without_a_block() -> Non
         await cluster.wait_for_workers(1, 10)
         shown = rows(cluster._repr_html_())
         assert (shown["state"], shown["workers"], shown["address"]) == ("running", "1", cluster.address)
-        with pytest.raises(LocalError, match="once"):
+        with pytest.raises(UsageError, match="make a new LocalCluster"):
             await cluster.start()
     finally:
         await cluster.aclose()
