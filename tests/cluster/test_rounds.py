@@ -117,7 +117,9 @@ async def test_workers_that_vanish_and_come(update: dict[str, Any]) -> None:
             start()
         result = await coordinator.wait()
         training.ledger.validate()
-        await asyncio.gather(*tasks[2:], return_exceptions=True)  # one may come when all is done
+        for task in tasks[2:]:
+            task.cancel()  # one may come when all is done, and would look for a while
+        await asyncio.gather(*tasks[2:], return_exceptions=True)
         assert result.outcome == "finished"
         assert training.ledger.done.state_dict() == {"floor": total(make()), "above": []}
         assert training.samples_applied == training.rule.samples == samples_of(make())

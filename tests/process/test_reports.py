@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import jobs, reference
+from tests.support import forking, jobs, reference
 from tests.support.chaos import Stage, free_port
 from tests.support.processes import ROOT, programs
 
@@ -27,7 +27,13 @@ def test_a_start_that_fails_says_what_and_what_to_do_rl_swarm_64(tmp_path: Path)
         "tests/support/jobs.py:mlp_sgd", "--connect-timeout", "1",
     ]  # fmt: skip
     ended = subprocess.run(
-        command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env=env | {"PYTHONPATH": forking.SEARCHED},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == ExitCode.UNREACHABLE
     last = ended.stderr.splitlines()[-1]

@@ -51,6 +51,12 @@ def test_two_workers_share_a_directory_and_each_finds_its_own(tmp_path: Path) ->
     assert come(tmp_path, "local-0", "third") == 0
 
 
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    leave(tmp_path / "kept", "local-0", "aa", 1.0)
+    (path,) = (tmp_path / "kept").iterdir()
+    assert [oct(at.stat().st_mode & 0o777) for at in (path.parent, path)] == ["0o700", "0o600"]
+
+
 def test_a_worker_of_another_name_takes_the_oldest_of_its_run(tmp_path: Path) -> None:
     """Usual names hold the process id: none comes again."""
     left = [leave(tmp_path, f"host-{number}", f"{number:02}", 1.0 + number) for number in range(3)]

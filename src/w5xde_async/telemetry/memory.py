@@ -122,7 +122,7 @@ class MemoryReport:
 
     def write(self, folder: Path, name: str) -> Path:
         """A report in ``folder``; its path. Blocking. Raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stem = f"memory-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         if self.on_cuda:
             import torch

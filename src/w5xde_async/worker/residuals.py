@@ -38,9 +38,10 @@ def keep(uplink: Uplink, data_dir: Path | None, *, run_id: str, name: str, worke
         path = data_dir / f"{_of_run(run_id)}{_plain(name)}-{worker_id}{_KEPT}"
         partial = path.with_suffix(".partial")
         try:
-            data_dir.mkdir(parents=True, exist_ok=True)
+            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             _sweep(data_dir)
             save_file(state, str(partial), metadata={"codec": uplink.codec.name})
+            partial.chmod(0o600)  # what is left of gradients tells of the data
             partial.replace(path)
         except (OSError, SafetensorError) as error:  # the latter for a full disk
             with suppress(OSError):
