@@ -81,9 +81,9 @@ async def test_refusals(rule: str, workers: int, monkeypatch: pytest.MonkeyPatch
     """What is refused is computed again by somebody, and by nobody twice (streaming: kept for the next one)."""
     judge, calls = NormGate.judge, Counter[str]()
 
-    def refuse(gate: NormGate, *arguments: Any) -> float:
+    def refuse(gate: NormGate, *arguments: Any, **named: Any) -> float:
         calls["all"] += 1
-        return 0.0 if calls["all"] in (2, 3, 5, 9) else judge(gate, *arguments)
+        return 0.0 if calls["all"] in (2, 3, 5, 9) else judge(gate, *arguments, **named)
 
     monkeypatch.setattr(NormGate, "judge", refuse)
     with listening() as heard:

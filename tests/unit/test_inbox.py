@@ -100,3 +100,10 @@ def test_the_memory_limit_counts_all_that_is_held() -> None:
 def test_parameters_that_the_layout_does_not_explain(bucket: int, spec: BufferSpec) -> None:
     with pytest.raises(MalformedFrame):
         inbox().place_params(Params(0, bucket, 1, 1.0), [spec])
+
+
+def test_a_lease_has_no_more_samples_than_its_bytes_can_hold() -> None:
+    box = inbox()
+    box.place_lease(lease(1, 0), [ROW])
+    with pytest.raises(MalformedFrame, match="1000000000 samples in 32 bytes"):
+        box.lease(Lease(1, 0, 0, 0, (10**9,), 60.0, False, b""))

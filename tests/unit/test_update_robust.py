@@ -204,11 +204,11 @@ def test_median_and_mad() -> None:
 def test_the_gates_bound_and_clip_are_the_formula() -> None:
     config = NormGateConfig(deviations=3.0, warmup=5, window=5, least_spread=1e-9)
     gate = NormGate(config)
-    assert [gate.judge(norm) for norm in (1.0, 2.0, 4.0, 9.0, 100.0)] == [1.0] * 5
+    assert [gate.judge(norm) for norm in (1.0, 2.0, 4.0, 9.0, 15.0)] == [1.0] * 5
     assert gate.bound() == 4.0 + 3.0 * 3.0
     assert gate.judge(13.1) == 0.0
     assert gate.judge(8.0) == 4.0 / 8.0  # accepted, clipped to the median; 1.0 falls out of the window
-    assert gate.bound() == 8.0 + 3.0 * 4.0  # of 2 4 9 100 8: the norms as they came
+    assert gate.bound() == 8.0 + 3.0 * 4.0  # of 2 4 9 15 8: the norms as they came
     assert gate.judge(0.0) == 1.0
 
 
@@ -255,6 +255,49 @@ def test_norms_that_grow_for_good_are_learned() -> None:
     answers = [gate.judge(50.0) for _ in range(100)]
     assert answers == [0.0] * 16 + [1.0] * 84
     assert gate.judge(1e6) == 0.0
+
+
+def test_the_first_results_are_compared_with_each_other() -> None:
+    gate = NormGate()
+    assert gate.judge(0.0)  # a rate that begins at zero
+    assert gate.judge(1e9)  # with nothing: it is the first
+    assert gate.judge(1.0)
+    assert gate.judge(1e9) == gate.judge(11.0) == 0.0
+    assert gate.judge(9.0)
+
+
+def test_one_sender_of_two_does_not_teach_the_gate_however_often_it_is_refused() -> None:
+    gate = NormGate()
+    for _ in range(20):
+        assert gate.judge(1.0, sender="honest", present=2)
+    assert not any(gate.judge(1e9, sender="liar", present=2) for _ in range(1000))
+    assert gate.judge(1.0, sender="honest", present=2)
+    answers = [gate.judge(50.0, sender="honest", present=2) for _ in range(9)]
+    assert answers == [0.0] * 8 + [1.0]  # half of the refusals each: it has learned what both say
+    assert gate.judge(1e9, sender="liar", present=2) == 0.0
+
+
+def test_a_fast_sender_is_one_voice_among_others() -> None:
+    gate = NormGate()
+    for _ in range(30):
+        for who in ("a", "b"):
+            assert gate.judge(1.0, sender=who, present=3)
+        for _ in range(50):
+            gate.judge(1e-9, sender="liar", present=3)  # to have the others refused
+    assert gate.judge(1.1, sender="a", present=3)
+
+
+def test_who_has_left_is_no_voice_of_its_own() -> None:
+    gate = NormGate()
+    for _ in range(20):
+        assert gate.judge(1.0, sender="honest", present=2)
+    for turn in range(100):  # under one new name after the other
+        assert gate.judge(1e9, sender=f"liar-{turn}", present=2) == 0.0
+        gate.left(f"liar-{turn}")
+    for turn in range(100):
+        assert gate.judge(1e-9, sender=f"liar-{turn}", present=2)
+        gate.left(f"liar-{turn}")
+    assert gate.judge(1.0, sender="honest", present=2)
 
 
 def test_single_refusals_do_not_reopen_the_gate() -> None:

@@ -111,7 +111,7 @@ def test_averages_and_gates_are_each_fragments_own() -> None:
         torch.zeros(NUMEL), FRAGMENTS, LocalStepsConfig(learning_rate=1.0, momentum=0.0),
         average=lambda fragment: CoordinateMedian(fragment.numel, 3), gate=NormGate,
     )  # fmt: skip
-    for value in (1.0, 2.0, 1e6):
+    for value in (1.0, 2.0, 9.0):
         rule.offer(0, torch.full((8,), value), samples=1, version=0)
     assert rule.pending(1) == 0
     rule.close(0)

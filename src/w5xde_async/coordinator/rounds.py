@@ -78,6 +78,8 @@ class Rounds(Assigning):
         self._claims = Claims(layout)
         self._skipped: dict[str, int] = {}  # worker -> steps in a row that its own optimizer has skipped
         self._accepted: list[int] = []  # steps in the open round
+        self._senders: set[str] = set()  # workers here of which results have come
+        self._gone: list[str] = []  # and those that have left since the last result: the next one's judge is told
         self._contributors: set[str] = set()
         self._refused: Counter[VerdictCode] = Counter()
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
@@ -386,6 +388,9 @@ class Rounds(Assigning):
         self.pacing.forget(worker)
         self._submitting.forget(worker)
         self._skipped.pop(worker, None)
+        if worker in self._senders:
+            self._senders.discard(worker)
+            self._gone.append(worker)
         if culprit is not None and self._failure is None:
             self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
         return returned
@@ -491,9 +496,12 @@ class Rounds(Assigning):
         submission = Submission(
             lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
             fragment=fragment, untouched=done.untouched, workers=len(self.sessions),
+            gone=tuple(self._gone),
         )  # fmt: skip
         self.verdicts.finished(done.lease, grant.worker)
         self._needs(done.lease, done.version)
+        self._gone.clear()
+        self._senders.add(grant.worker)
         self._inbox.append(submission)
         self._unjudged[grant.worker] += 1
 

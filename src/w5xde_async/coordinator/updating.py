@@ -49,6 +49,8 @@ class Submission:
     fragment: int
     untouched: tuple[int, ...]
     workers: int
+    gone: tuple[str, ...] = ()
+    """Workers that have left since the submission before."""
 
 
 class Updating:
@@ -76,13 +78,15 @@ class Updating:
         def call() -> Outcome:
             began = self._clock()
             vector = self._pool.take()
+            for worker in given.gone:
+                self.rule.left(worker)
             try:
                 present = self._intake.decode(given.parts, vector)
                 self.decode_s += self._clock() - began
                 contribution = Contribution(
                     steps=given.steps, counted=counted, samples=given.samples, version=given.version,
                     fragment=given.fragment, vector=vector, present=present, untouched=untouched,
-                    workers=given.workers,
+                    workers=given.workers, sender=given.worker,
                 )  # fmt: skip
                 with self._whole(), users_code():  # the optimizer and the scheduler
                     return self.rule.offer(contribution)

@@ -60,8 +60,12 @@ class Admission:
         self.max_staleness, self.exponent, self.gate = max_staleness, exponent, gate
         self._scale = scale
 
-    def judge(self, vector: Tensor, *, samples: int, staleness: int) -> Outcome:
+    def judge(
+        self, vector: Tensor, *, samples: int, staleness: int, sender: str = "one", present: int = 1
+    ) -> Outcome:  # fmt: skip
         """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
+
+        ``sender``: whose it is, of ``present`` ones.
 
         Raises ValueError for a result from the future, which only a fault of the caller's can make.
         """
@@ -77,7 +81,7 @@ class Admission:
             return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
         if self.gate is not None:
             bound = self.gate.bound(samples)
-            factor = self.gate.judge(norm, samples)
+            factor = self.gate.judge(norm, samples, sender=sender, present=present)
             if factor == 0.0:
                 reason = f"its norm {norm:.3g} is over the bound {bound:.3g}"
                 return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm)
@@ -85,6 +89,11 @@ class Admission:
                 vector.mul_(factor)
         weight = staleness_weight(staleness, self.exponent)
         return Outcome(verdict=VerdictCode.APPLIED, weight=weight, norm=norm)
+
+    def left(self, sender: str) -> None:
+        """The sender is not present any more."""
+        if self.gate is not None:
+            self.gate.left(sender)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and numbers."""

@@ -78,6 +78,8 @@ class AsynchronousRule:
         loss_scale: float = 1.0,
         now: Tensor | None = None,
         leased: Tensor | None = None,
+        sender: str = "one",
+        present: int = 1,
     ) -> Outcome:
         """Count one block's sum of gradients (scaled by ``loss_scale``), which is used up.
 
@@ -89,7 +91,7 @@ class AsynchronousRule:
             raise ValueError("a step is due: take its gradient first")
         if samples > 0:
             total.div_(samples * loss_scale)
-        outcome = self.admission.judge(total, samples=samples, staleness=staleness)
+        outcome = self.admission.judge(total, samples=samples, staleness=staleness, sender=sender, present=present)
         if not outcome.accepted:
             return outcome
         if self._compensation is not None:

@@ -73,10 +73,13 @@ class DelayedNesterovRule:
         self._arrivals = 0
 
     @torch.no_grad()
-    def offer(self, delta: Tensor, *, samples: int, staleness: int, workers: int = 1) -> Outcome:
+    def offer(
+        self, delta: Tensor, *, samples: int, staleness: int, workers: int = 1, sender: str = "one",
+        present: int = 1,
+    ) -> Outcome:  # fmt: skip
         """Apply one worker's Delta, which is used up. ``workers``: how many there are."""
         check_vector(delta, self.parameters.numel())
-        outcome = self.admission.judge(delta, samples=samples, staleness=staleness)
+        outcome = self.admission.judge(delta, samples=samples, staleness=staleness, sender=sender, present=present)
         if not outcome.accepted:
             return outcome
         period = self.config.period or workers

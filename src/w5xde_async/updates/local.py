@@ -84,10 +84,12 @@ class LocalStepsRule:
         )  # fmt: skip
         self._momentum = torch.zeros_like(parameters)
 
-    def offer(self, delta: Tensor, *, samples: int, staleness: int = 0) -> Outcome:
+    def offer(
+        self, delta: Tensor, *, samples: int, staleness: int = 0, sender: str = "one", present: int = 1
+    ) -> Outcome:  # fmt: skip
         """Count one worker's Delta, which is used up. ``staleness``: rounds closed since its lease."""
         check_vector(delta, self.parameters.numel())
-        outcome = self.admission.judge(delta, samples=samples, staleness=staleness)
+        outcome = self.admission.judge(delta, samples=samples, staleness=staleness, sender=sender, present=present)
         if outcome.accepted:
             self.average.add(delta, samples=samples, weight=outcome.weight)
         return outcome

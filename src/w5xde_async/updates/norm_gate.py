@@ -14,10 +14,15 @@ median absolute deviation (Hampel 1974). Both hold while fewer than half of the 
 standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual size and
 wrong direction (a sign flip): for those, the averages of ``robust``, or re-execution of the block.
 
-Two limits, on purpose. The first ``warmup`` results pass with no check of size: nothing is known yet. And training
-may change its gradients' size for good, after which a gate that learns only from what it accepts would refuse for ever:
-after ``reopen_after`` refusals in a row it forgets and learns anew.
-State: ``window`` pairs of numbers and one counter.
+Every sender has one vote: the norms that are known of it weigh as much, all together, as those of any other, however
+fast it is. Those that have left have one vote together. Where the votes are divided equally the larger norms have it.
+
+Three limits, on purpose. The first result of all is compared with nothing; those up to ``warmup`` with ten times the
+(lower) median of the ones before. Training may change its gradients' size for good, after which a gate that learns only
+from what it accepts would refuse for ever: once more than half of those present have been refused again and again,
+``reopen_after`` times in all and each its share of that, it learns anew from the last norm of each of them. And where
+half of those present lie, the gate protects nobody.
+State: ``window`` pairs of numbers, and a pair for each sender that is refused.
 
 ``BlockGate`` is the same test for the synchronous tree, where nothing may be scaled down or left out (the bits of an
 honest run are the same with and without it): it only says which blocks somebody else should compute too.
@@ -30,9 +35,13 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 __all__ = ["BlockGate", "NormGate", "NormGateConfig", "median_and_mad"]
+
+_Known = tuple[float, int]  # a norm, and of how many samples
+_FIRST = 10.0  # times the median that the first results may have
 
 
 def median_and_mad(values: Iterable[float]) -> tuple[float, float]:
@@ -46,10 +55,9 @@ def median_and_mad(values: Iterable[float]) -> tuple[float, float]:
 class NormGateConfig:
     """Knobs of the gate.
 
-    ``deviations`` is k. ``window``: accepted norms that are remembered. ``warmup``: results before the gate works.
-    ``least_spread``: the MAD is taken for at least this part of the median, so that norms which happen to be equal
-    leave room for the next. ``reopen_after``: refusals in a row after which the gate learns anew; where a part p of the
-    results is bad, at random, they alone make any given run of refusals so long with probability p^reopen_after.
+    ``deviations`` is k. ``window``: accepted norms that are remembered of a sender, and that are looked at in all.
+    ``warmup``: results until there is a median to go by. ``least_spread``: the MAD is taken for at least this part of
+    the median, so that norms which happen to be equal leave room for the next. ``reopen_after``: see above.
     """
 
     deviations: float = 6.0
@@ -70,31 +78,64 @@ class NormGate:
 
     def __init__(self, config: NormGateConfig | None = None, *, deltas: bool = False) -> None:
         self.config, self._deltas = config or NormGateConfig(), deltas
-        self._accepted: deque[tuple[float, int]] = deque(maxlen=self.config.window)
-        self._refused_in_row = 0
+        self._accepted: dict[str, deque[_Known]] = {}  # by sender, who sent last at the end; "": of those that left
+        self._refused: dict[str, tuple[int, _Known]] = {}  # whose last were refused: how many in a row, and the last
 
     def bound(self, samples: int = 1) -> float:
-        """The largest norm of so many samples that is accepted now; infinite while the gate warms up."""
+        """The largest norm of so many samples that is accepted now; infinite while nothing is known."""
         return self._median_and_bound(samples)[1]
 
-    def judge(self, norm: float, samples: int = 1) -> float:
-        """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused."""
+    def judge(self, norm: float, samples: int = 1, *, sender: str = "one", present: int = 1) -> float:
+        """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused.
+
+        ``sender``: who sent it; ``present``: how many there are that may send.
+        """
         median, bound = self._median_and_bound(samples)
         if norm > bound:
-            self._refused_in_row += 1
-            if self._refused_in_row == self.config.reopen_after:
-                self._accepted.clear()
-                self._refused_in_row = 0
+            self._refused[sender] = (self._refused.get(sender, (0,))[0] + 1, (norm, samples))
+            share = -(-self.config.reopen_after // (present // 2 + 1))
+            agreed = {who: last for who, (count, last) in self._refused.items() if count >= share}
+            if 2 * len(agreed) > present:
+                self._accepted = {who: self._remembered([last]) for who, last in agreed.items()}
+                self._refused.clear()
             return 0.0
-        self._refused_in_row = 0
+        self._refused.pop(sender, None)
         # The norm as it came: clipped ones would pull the median down, and the median the next ones.
-        self._accepted.append((norm, samples))
+        if sender not in self._accepted:
+            self._accepted[sender] = self._remembered()
+        known = self._accepted[sender] = self._accepted.pop(sender)  # to the end
+        known.append((norm, samples))
         return median / norm if norm > median else 1.0
 
+    def left(self, sender: str) -> None:
+        """The sender is not present any more: what it sent is a part of one common memory."""
+        self._refused.pop(sender, None)
+        known = self._accepted.pop(sender, None)
+        if known is not None and sender:
+            self._accepted = {"": self._accepted.get("", self._remembered()), **self._accepted}
+            self._accepted[""].extend(known)
+
+    def _remembered(self, known: Iterable[_Known] = ()) -> deque[_Known]:
+        return deque(known, maxlen=self.config.window)
+
+    def _heard(self) -> dict[str, list[_Known]]:
+        """The last norms of each sender, ``window`` in all, and as many of each as there may be."""
+        window = self.config.window
+        senders = list(islice(reversed(self._accepted.items()), window))
+        each = max(1, window // max(1, len(senders)))
+        return {who: list(known)[-each:] for who, known in reversed(senders)}
+
     def _median_and_bound(self, samples: int) -> tuple[float, float]:
-        if len(self._accepted) < self.config.warmup:
-            return float("inf"), float("inf")
-        median, mad = median_and_mad([norm * self._longer(samples / known) for norm, known in self._accepted])
+        votes = [
+            (norm * self._longer(samples / known), 1 / len(heard))
+            for heard in self._heard().values()
+            for norm, known in heard
+        ]
+        if len(votes) < self.config.warmup:
+            above_zero = [norm for norm, _ in votes if norm > 0]  # a rate that begins at zero makes Deltas of zeros
+            return math.inf, _FIRST * statistics.median_low(above_zero) if above_zero else math.inf
+        median = _voted(votes)
+        mad = _voted([(abs(norm - median), vote) for norm, vote in votes])
         return median, median + self.config.deviations * max(mad, self.config.least_spread * median)
 
     def _longer(self, samples: float) -> float:
@@ -104,18 +145,34 @@ class NormGate:
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and numbers."""
         return {
-            "accepted": [norm for norm, _ in self._accepted], "samples": [samples for _, samples in self._accepted],
-            "refused_in_row": self._refused_in_row,
-        }  # fmt: skip
+            "heard": {who: [list(known) for known in heard] for who, heard in self._heard().items()},
+            "refused": {who: [count, *last] for who, (count, last) in self._refused.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        norms = [float(norm) for norm in state["accepted"]]
-        samples = state.get("samples")  # older checkpoints have none: what they know is learned anew
-        self._accepted = deque(maxlen=self.config.window)
-        if samples is not None:
-            self._accepted.extend(zip(norms, map(int, samples), strict=True))
-        self._refused_in_row = int(state["refused_in_row"])
+        heard, refused = state.get("heard"), state.get("refused", {})
+        if heard is None:  # an older checkpoint, which knows no senders; some know no samples: that is learned anew
+            heard = {"": list(zip(state["accepted"], state.get("samples", ()), strict=False))}
+        self._accepted = {
+            who: self._remembered((float(norm), int(samples)) for norm, samples in known)
+            for who, known in heard.items()
+            if known
+        }
+        self._refused = {
+            who: (int(count), (float(norm), int(samples))) for who, (count, norm, samples) in refused.items()
+        }
+
+
+def _voted(votes: Iterable[tuple[float, float]]) -> float:
+    """The upper weighted median of pairs of a value and its weight."""
+    in_order = sorted(votes)
+    half, below = sum(weight for _, weight in in_order) / 2, 0.0
+    for value, weight in in_order:
+        below += weight
+        if below > half * (1 + 1e-9):
+            return value
+    return in_order[-1][0]
 
 
 class BlockGate:

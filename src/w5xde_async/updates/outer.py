@@ -52,7 +52,8 @@ class Contribution:
     """What one worker submits. ``vector`` is used up; ``present`` per result bucket; ``version``: computed with.
 
     ``fragment``: which one its buckets are (0 where there is but one). ``steps`` of the sampler are in it that were in
-    nothing before, ``counted`` samples; ``samples`` are what it weighs. ``workers``: how many there are.
+    nothing before, ``counted`` samples; ``samples`` are what it weighs. ``sender``: who submits it, of
+    ``workers`` that are present.
     """
 
     steps: tuple[int, ...]
@@ -64,6 +65,7 @@ class Contribution:
     present: Sequence[bool]
     untouched: frozenset[int]
     workers: int = 1
+    sender: str = "one"
 
 
 def check_trainable(layout: Layout) -> int:
@@ -211,6 +213,10 @@ class OuterRule(ABC):
         for step in steps:
             self.done.add(step)
 
+    @abstractmethod
+    def left(self, sender: str) -> None:
+        """Who sent contributions is not present any more."""
+
     def begin_after(self, step: int, samples: int) -> None:
         """Steps before ``step`` were done under another rule."""
         self.done, self.samples = DoneSteps(step), samples
@@ -300,6 +306,9 @@ class _Asynchronous(OuterRule):
     def pending(self, fragment: int) -> int:
         return self._rule.average.count
 
+    def left(self, sender: str) -> None:
+        self._rule.admission.left(sender)
+
     @property
     def due(self) -> bool:
         return self._rule.ready
@@ -309,8 +318,9 @@ class _Asynchronous(OuterRule):
         if self._kept is not None:
             now, leased = self.parameters, self._kept.get(given.version, self.parameters)
         outcome = self._rule.offer(
-            given.vector.group(self.group), samples=given.samples, staleness=staleness, now=now, leased=leased
-        )
+            given.vector.group(self.group), samples=given.samples, staleness=staleness, now=now, leased=leased,
+            sender=given.sender, present=given.workers,
+        )  # fmt: skip
         if outcome.accepted:
             known = self._untouched
             self._untouched = given.untouched if known is None else known & given.untouched
@@ -378,6 +388,9 @@ class _Fragmented(OuterRule):
 
         return StreamingRule(self.parameters, self._fragments, self._local, average=average, gate=self._gate)
 
+    def left(self, sender: str) -> None:
+        self._rule.left(sender)
+
     @property
     def due(self) -> bool:
         return self._rule.full(0)  # an average that keeps its results goes with one fragment alone
@@ -393,7 +406,10 @@ class _Fragmented(OuterRule):
         if base is None:
             return Outcome(verdict=VerdictCode.STALE, reason=f"it began at version {given.version}")
         delta = self._fragments[given.fragment].gather(given.vector.group(self.group))
-        return self._rule.offer(given.fragment, delta, samples=given.samples, version=base[given.fragment])
+        return self._rule.offer(
+            given.fragment, delta, samples=given.samples, version=base[given.fragment], sender=given.sender,
+            present=given.workers,
+        )  # fmt: skip
 
     def _commit(self, fragment: int) -> Applied | None:
         norm = self._rule.close(fragment)
@@ -437,13 +453,19 @@ class _Delayed(OuterRule):
         self._norm: float | None = None
         self._part = 1.0  # of the buffers, as of the last Delta
 
+    def left(self, sender: str) -> None:
+        self._rule.admission.left(sender)
+
     @property
     def due(self) -> bool:
         return self._norm is not None
 
     def _offer(self, given: Contribution, staleness: int) -> Outcome:
         delta, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
-        outcome = self._rule.offer(delta, samples=given.samples, staleness=staleness, workers=workers)
+        outcome = self._rule.offer(
+            delta, samples=given.samples, staleness=staleness, workers=workers, sender=given.sender,
+            present=given.workers,
+        )  # fmt: skip
         if outcome.accepted:
             self._norm, self._part = outcome.norm, 1.0 / (self._rule.config.period or workers)
         return outcome

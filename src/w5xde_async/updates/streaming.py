@@ -72,9 +72,18 @@ class StreamingRule:
             for fragment in self.fragments
         ]
 
-    def offer(self, fragment: int, delta: Tensor, *, samples: int, version: int) -> Outcome:
+    def offer(
+        self, fragment: int, delta: Tensor, *, samples: int, version: int, sender: str = "one", present: int = 1
+    ) -> Outcome:  # fmt: skip
         """Count one worker's Delta of a fragment, made from that fragment's ``version``; it is used up."""
-        return self._rules[fragment].offer(delta, samples=samples, staleness=self.versions[fragment] - version)
+        return self._rules[fragment].offer(
+            delta, samples=samples, staleness=self.versions[fragment] - version, sender=sender, present=present
+        )
+
+    def left(self, sender: str) -> None:
+        """Who sent is not present any more."""
+        for rule in self._rules:
+            rule.admission.left(sender)
 
     def pending(self, fragment: int) -> int:
         """Deltas in the fragment's open turn."""

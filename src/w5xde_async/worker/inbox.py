@@ -20,6 +20,9 @@ from w5xde_async.wire.messages import Lease, Params
 
 __all__ = ["HeldLease", "Inbox", "OverMemoryLimit", "Version"]
 
+#: Samples of a lease that may be smaller than a byte each: what a lease says is what its computing takes.
+_SAMPLES_OF_NOTHING = 1 << 20
+
 
 class OverMemoryLimit(FrameTooLarge):
     """A lease that this worker's own limit has no room for: the coordinator has done nothing wrong."""
@@ -117,6 +120,8 @@ class Inbox:
             raise MalformedFrame(f"LEASE {message.lease} came twice")
         pieces, self._pieces = tuple(self._pieces), []
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in pieces)
+        if sum(message.samples) > max(_SAMPLES_OF_NOTHING, nbytes + len(message.structure)):
+            raise MalformedFrame(f"LEASE of {sum(message.samples)} samples in {nbytes} bytes")
         self._leases[message.lease] = HeldLease(message, pieces, nbytes)
         self._sizes[message.lease] = nbytes
 
