@@ -36,6 +36,8 @@ from w5xde_async.users_code import users_code
 
 __all__ = ["Following"]
 
+_Copied = tuple[Record, float, int]  # a checkpoint, the seconds that copying took, and the rule's version
+
 
 class Following:
     """Checkpoints and evaluations of one run. ``save_error`` is what the last attempt to save met, if anything."""
@@ -68,14 +70,16 @@ class Following:
             self._wanted = self._saving is not None and not self._saving.done()
             if not self._wanted:
                 asked, self._asked = self._asked, False
-                saving = self._save(commit.step, self._rotate(commit.step), asked=asked)
+                saving = self._save(commit.step, self._copy(commit.step), self._rotate(commit.step), asked=asked)
                 self._saving = tasks.create_task(saving, name=f"checkpoint {commit.step}")
         every = self._prepared.job.evaluate_every
         steps = self._prepared.steps
         ended = steps.epoch_of(commit.step) > steps.epoch_of(commit.before)
         due = ended if every is None else commit.passes(every)
         if due and self._prepared.evaluator is not None and (self._evaluating is None or self._evaluating.done()):
-            self._evaluating = tasks.create_task(self._evaluate(commit.step), name=f"evaluate {commit.step}")
+            self._evaluating = tasks.create_task(
+                self._evaluate(commit.step, self._snapshot()), name=f"evaluate {commit.step}"
+            )
 
     async def save_last(self) -> None:
         """The run has ended: a last checkpoint."""
@@ -88,14 +92,14 @@ class Following:
         stands = version and not self._training.aggregator.torn
         saved = self._saved_step == version and self._saved_version == self._rule_version()
         if stands and self._prepared.store is not None and not saved:
-            await self._save(version, self._rotate(version))
+            await self._save(version, self._copy(version), self._rotate(version))
 
     async def evaluate_last(self) -> None:
         """The run is finished: what it came to."""
         await self.settle()
         version = self._training.progress
         if self._prepared.evaluator is not None and self._evaluated_step != version:
-            await self._evaluate(version)
+            await self._evaluate(version, self._snapshot())
 
     def abandon(self) -> bool:
         """Wait for nothing that is under way: its threads are left to themselves. Whether anything was."""
@@ -126,24 +130,32 @@ class Following:
         journaling = self._training.journaling
         return None if journaling is None else journaling.rotate(step)
 
-    async def _save(self, step: int, rotation: asyncio.Future[Position | None] | None, *, asked: bool = False) -> None:
-        store = self._prepared.store
-        assert store is not None
-        loop = asyncio.get_running_loop()
+    def _copy(self, step: int) -> asyncio.Future[_Copied]:
+        """Have the parameters' thread copy what is to be saved, before anything that is given to it later."""
         samples = self._training.samples_applied
 
-        def copy() -> tuple[Record, float, int]:
+        def copy() -> _Copied:
             began = time.perf_counter()
             with users_code():  # an optimizer's and a scheduler's state_dict()
                 record = record_of(self._prepared, step, samples)
             return record, time.perf_counter() - began, self._rule_version()
+
+        return self._training.aggregator.submit(copy)
+
+    async def _save(
+        self, step: int, copying: asyncio.Future[_Copied], rotation: asyncio.Future[Position | None] | None, *,
+        asked: bool = False,
+    ) -> None:  # fmt: skip
+        store = self._prepared.store
+        assert store is not None
+        loop = asyncio.get_running_loop()
 
         def write() -> tuple[SavedCheckpoint, int]:
             self.before_save()
             return store.save(record), min(store.steps())
 
         try:
-            record, pause_s, version = await self._training.aggregator.submit(copy)
+            record, pause_s, version = await copying
         except Exception as error:  # whatever a state_dict() raises: no later checkpoint would fare better
             what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
@@ -177,10 +189,13 @@ class Following:
             )
         )
 
-    async def _evaluate(self, step: int) -> None:
-        loop = asyncio.get_running_loop()
+    def _snapshot(self) -> asyncio.Future[dict[str, Tensor]]:
         aggregator = self._training.aggregator
-        snapshot = await aggregator.submit(aggregator.snapshot)
+        return aggregator.submit(aggregator.snapshot)
+
+    async def _evaluate(self, step: int, copying: asyncio.Future[dict[str, Tensor]]) -> None:
+        loop = asyncio.get_running_loop()
+        snapshot = await copying
         began = time.monotonic()
         try:
             metrics = await loop.run_in_executor(self._thread, self._measure, snapshot)

@@ -115,13 +115,16 @@ def _samples_twice(put: Put) -> None:
 
 @bug("copy-late", "a checkpoint is copied some time after the commit that it is named for", *RESTART)
 def _copy_late(put: Put) -> None:
-    real = Following._save
+    real = Following._copy
 
-    async def save(self: Following, *args: Any, **kwargs: Any) -> None:
+    async def later(following: Following, step: int) -> Any:
         await asyncio.sleep(0.3)
-        await real(self, *args, **kwargs)
+        return await real(following, step)
 
-    put(Following, "_save", save)
+    def copy(self: Following, step: int) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(later(self, step))
+
+    put(Following, "_copy", copy)
 
 
 # -- the disk --------------------------------------------------------------------------------------------
