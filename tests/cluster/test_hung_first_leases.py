@@ -161,6 +161,7 @@ async def test_what_is_backed_up_counts_once() -> None:
     async with rounds(UpdateConfig(rule="async", downlink="int8"), steps=1) as run:
         late, quick = await run.worker("late"), await run.worker("quick")
         lease = await late.lease()
+        await settle()  # its time begins when the coordinator knows that it has left
         run.training.pacing.observe("quick", 1, TAKES_S)
         await run.pass_time(TAKES_S)
         assert not quick.all(Lease)

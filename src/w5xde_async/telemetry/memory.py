@@ -31,11 +31,7 @@ _TOP_LINES = 50
 def host_bytes() -> int:
     """Resident memory of this process; its peak where the system does not tell more, 0 where it tells nothing."""
     with suppress(OSError, IndexError, ValueError):
-        statm = os.open(_STATM, os.O_RDONLY)  # answered from memory: no disk is waited for
-        try:
-            return int(os.pread(statm, 256, 0).split()[1]) * _PAGE_BYTES
-        finally:
-            os.close(statm)
+        return int(_told(_STATM).split()[1]) * _PAGE_BYTES
     try:
         import resource
     except ImportError:
@@ -54,14 +50,25 @@ class Usage:
 
 def usage_of(pid: int) -> Usage:
     """What another process of ours uses; nothing for 0, or where it is gone or the system does not tell."""
+    if not pid:
+        return Usage()
     try:
-        statm = Path(f"/proc/{pid}/statm").read_text("ascii").split()
+        statm = _told(f"/proc/{pid}/statm").split()
         # The command's name, in parentheses, may hold anything; utime and stime are the 14th and 15th field.
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        stat = _told(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         resident, shared, ticks = int(statm[1]), int(statm[2]), int(stat[11]) + int(stat[12])
     except (OSError, IndexError, ValueError):
         return Usage()
     return Usage(max(0, resident - shared) * _PAGE_BYTES, ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _told(path: str) -> bytes:
+    """What the kernel says of a process: answered from memory, no disk is waited for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(descriptor, 4096, 0)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
