@@ -181,11 +181,14 @@ class Rounds(Assigning):
         """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
         pieces = await self.aggregator.submit(partial(self.downlink.whole, self.downlink.lacks(due)))
         here = [session for session in due if self.sessions.get(session.worker_id) is session]
-        for session in here:
-            if session.current_version < 0:
-                self.turns.of(session.worker_id).blocked = False
+        new = [session for session in here if session.current_version < 0]
+        for session in new:
+            self.turns.of(session.worker_id).blocked = False
         self.downlink.send_lacking(here, self.version, pieces)
-        self._schedule_after(session.worker_id for session in here)
+        if new:
+            self._schedule()  # who is new may back others up
+        else:
+            self._schedule_after(session.worker_id for session in here)
 
     async def _judge(self, given: Submission) -> None:
         counted = sum(self._plan(step).num_samples for step in given.steps)
