@@ -3,7 +3,8 @@
 - A blocking call of this package inside a running event loop raises (blockbuster).
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
-- ``@pytest.mark.processes`` starts programs; they are forked from a server that has imported everything (forking.py).
+- ``@pytest.mark.processes`` starts programs; they are forked from a server that has imported everything (forking.py),
+  and so is what starts them by ``sys.executable``.
 - ``--rewrite-golden`` writes ``tests/golden`` anew instead of comparing with it.
 """
 
@@ -131,6 +132,12 @@ def blocking_calls_fail() -> Iterator[None]:
     guard.activate()
     yield
     guard.deactivate()
+
+
+@pytest.fixture(autouse=True)
+def programs_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if forking.running is not None and request.node.get_closest_marker("processes") is not None:
+        monkeypatch.setattr(sys, "executable", str(forking.running.commands / "python"))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.support import forking
 
 import w5xde_async
 from w5xde_async import errors
@@ -61,7 +62,10 @@ def name_of(value: object) -> str:
 
 def environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
-    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"}
+    places = [str(Path(forking.PYTHON).parent), kept.get("PATH", "")]
+    if forking.running is not None:
+        places.insert(0, str(forking.running.commands))
+    return kept | {"PATH": os.pathsep.join(places)}
 
 
 def write_files(document: Path, folder: Path) -> None:
@@ -77,6 +81,7 @@ def test_python_blocks_compile(example: Example) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_programs_run(tmp_path: Path) -> None:
     # README.md's are run by tests/newcomer.py.
@@ -98,6 +103,7 @@ def test_programs_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_the_service_of_the_fastapi_page_answers(tmp_path: Path) -> None:
     document = ROOT / "docs" / "fastapi.md"

@@ -241,6 +241,7 @@ def test_the_check_sees_what_would_not_work(command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("document", sorted({block.document for block in BLOCKS if block.runs}), ids=name_of)
 def test_shell_blocks_run(document: Path, tmp_path: Path) -> None:

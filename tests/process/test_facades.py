@@ -27,7 +27,10 @@ from w5xde_async.telemetry.events import Event, StepCommitted, WorkerJoined
 
 __all__ = ["calls", "no_secret_of_this_machine"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("no_secret_of_this_machine")]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(120),
+    pytest.mark.usefixtures("no_secret_of_this_machine"),
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 

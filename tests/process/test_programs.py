@@ -227,7 +227,7 @@ def test_sigterm_during_a_long_step_gives_it_up(start: Callable[..., Program], j
 def test_a_killed_worker_is_started_again_and_sigusr1_writes_a_checkpoint(
     start: Callable[..., Program], tmp_path: Path
 ) -> None:
-    program = start(*coordinate(DIGITS, tmp_path / "run", "--workers", "2", "--epochs", "60"))
+    program = start(*coordinate(DIGITS, tmp_path / "run", "--workers", "2", "--epochs", "25"))
     address = program.wait_for("run_started")["address"]
     program.wait_for("worker_joined", num_workers=2)
     program.signal(signal.SIGUSR1)

@@ -7,6 +7,9 @@ is told otherwise. A test that is about these things starts a real one.
 
 Between a program and the server stands a small process that waits for it: it tells how the program ended, and kills it
 where the tests are gone. Run as a module, this is the server.
+
+``ForkServer.commands`` is a folder with a ``python`` for shells and for programs that start programs: what the server
+can run is handed to it (relay.py), anything else is a real interpreter's.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import json
 import os
 import runpy
 import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +39,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 #: Where programs look for modules: the tests first, then where this process does (it may be another working tree).
 SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+PYTHON = sys.executable
 _MESSAGE_BYTES = 1 << 17
 
 
@@ -80,24 +87,40 @@ class ForkServer:
     """Starts programs."""
 
     def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="w5xde-tests-"))
+        self.commands = self._folder / "bin"
+        self.commands.mkdir()
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.bind(str(self._folder / "door"))
+        door.listen(64)
+        relay = ROOT / "tests" / "support" / "relay.py"
+        words = [PYTHON, "-IS", str(relay), str(self._folder / "door"), PYTHON, SEARCHED]
+        command = self.commands / "python"
+        command.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        command.chmod(0o700)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forking", str(theirs.fileno())], cwd=ROOT, pass_fds=[theirs.fileno()],
-            env=env | {"PYTHONPATH": SEARCHED}, stdin=subprocess.DEVNULL,
+            [PYTHON, "-m", "tests.support.forking", str(theirs.fileno()), str(door.fileno()), str(command)],
+            cwd=ROOT, pass_fds=[theirs.fileno(), door.fileno()], env=env | {"PYTHONPATH": SEARCHED},
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
+        door.close()
         self._socket = ours
 
     def start(self, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> Forked:
         """``python -m`` with these arguments; text of both its outputs is in pipes, its input is empty."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         status, status_end = socket.socketpair()
-        told = {"arguments": arguments, "cwd": str(cwd), "env": dict(env)}
+        told = {"arguments": ["-m", *arguments], "cwd": str(cwd), "env": dict(env), "ignored": []}
+        nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            socket.send_fds(self._socket, [json.dumps(told).encode()], [out_end, err_end, status_end.fileno()])
+            files = [nothing, out_end, err_end, status_end.fileno()]
+            socket.send_fds(self._socket, [json.dumps(told).encode()], files)
         finally:
+            os.close(nothing)
             os.close(out_end)
             os.close(err_end)
             status_end.close()
@@ -107,6 +130,7 @@ class ForkServer:
         """End it, and with it all of them."""
         self._socket.close()
         self._process.wait(30)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 #: The one that tests/conftest.py keeps for tests with processes; without it (in benches) programs are not forked.
@@ -116,18 +140,25 @@ running: ForkServer | None = None
 # -- the server
 
 
-def _serve(asked: socket.socket) -> None:
+def _serve(tests: socket.socket, door: socket.socket) -> None:
     """Returns in a program that is to run, when it has its arguments, files and directory, and at the end."""
     _prepare()
     while True:
-        data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
-        if not data:
+        ready, _, _ = select.select([tests, door], [], [])
+        asked = tests if tests in ready else door.accept()[0]
+        data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 4)
+        if asked is not tests:
+            asked.close()
+        if not data and asked is tests:
             os._exit(0)
+        if not data:
+            continue
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # those whose programs have ended
                 pass
         if not os.fork():
-            asked.close()
+            tests.close()
+            door.close()
             _wait_for_it(json.loads(data), *files)
             return
         for file in files:
@@ -159,13 +190,14 @@ def _prepare() -> None:
     gc.freeze()  # a collection would copy every page that it looks at
 
 
-def _wait_for_it(told: dict[str, Any], out: int, err: int, status: int) -> None:
+def _wait_for_it(told: dict[str, Any], given: int, out: int, err: int, status: int) -> None:
     """Returns in the program."""
     program = os.fork()
     if not program:
         os.close(status)
-        _become(told, out, err)
+        _become(told, given, out, err)
         return
+    os.close(given)
     os.close(out)
     os.close(err)
     os.write(status, b"%d\n" % program)
@@ -184,21 +216,31 @@ def _wait_for_it(told: dict[str, Any], out: int, err: int, status: int) -> None:
     os._exit(0)
 
 
-def _become(told: dict[str, Any], out: int, err: int) -> None:
+def _become(told: dict[str, Any], given: int, out: int, err: int) -> None:
     os.setsid()
+    for number in told["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(given, 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.closerange(3, max(out, err) + 1)
+    os.closerange(3, max(given, out, err) + 1)
     os.chdir(told["cwd"])
     os.environ.clear()
     os.environ.update(told["env"])
+    sys.executable = sys.argv[3]  # whatever it starts is forked as well
     sys.argv = told["arguments"]
+    sys.path[0] = told["cwd"] if sys.argv[0] == "-m" else os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _run() -> int:
-    """As ``python -m`` does; the exit code."""
+    """As ``python`` does with these arguments; the exit code."""
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         if isinstance(ended.code, str):
             sys.stderr.write(f"{ended.code}\n")
@@ -210,7 +252,7 @@ def _run() -> int:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:3]))
     code = _run()
     threading._shutdown()  # waits for threads, as the end of an interpreter does
     atexit._run_exitfuncs()

@@ -9,7 +9,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ class Program:
         self.process: subprocess.Popen[str] | forking.Forked
         if forking.running is None or fresh:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                [forking.PYTHON, "-m", *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
         else:

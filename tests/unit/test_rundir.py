@@ -229,11 +229,13 @@ def test_the_config_is_readable_toml(tmp_path: Path) -> None:
 scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
 scalars = scalars | st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab.\"'\n é", max_size=3), inner)
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab.\"'\n é", max_size=3), inner, max_size=3),
+    max_leaves=10,
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text("ab.\"'\n é", max_size=3), values, max_size=4))
 def test_toml_reads_back(mapping: dict[str, object]) -> None:
     assert tomllib.loads(to_toml(mapping)) == mapping

@@ -1,0 +1,45 @@
+"""``python`` for what runs beside the tests: our programs, and scripts, are forked from their server (forking.py).
+
+Started as ``relay.py DOOR PYTHON SEARCHED ARGUMENT...``. The program has this process's files, directory and
+environment; signals that come here go on to it, this process ends as it ends, and where this one is killed so is the
+program. Anything but our own programs, and those that look elsewhere for modules, is a real interpreter's.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+_OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "compute.program"))
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
+    """The program's exit code; negative: the signal that ended it."""
+    arguments = arguments[arguments[:1] == ["-u"] :]  # a forked program's output is not kept back
+    asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours = arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] in _OURS)
+    forked = ours and searched.endswith(os.environ.get("PYTHONPATH", ""))
+    if not forked or asked.connect_ex(door):
+        os.execv(python, [python, *arguments])
+    status, theirs = socket.socketpair()
+    ignored = [int(number) for number in _PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
+    told = {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ), "ignored": ignored}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    socket.send_fds(asked, [json.dumps(told).encode()], [0, 1, 2, theirs.fileno()])
+    theirs.close()
+    answers = status.makefile("rb", buffering=0)
+    program = int(answers.readline())
+    for number in set(_PASSED_ON) - set(ignored):
+        signal.signal(number, lambda number, _: os.kill(program, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    return int(answers.readline())
+
+
+if __name__ == "__main__":
+    code = relay(*sys.argv[1:4], sys.argv[4:])
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
