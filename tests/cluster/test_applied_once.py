@@ -15,9 +15,10 @@ import pytest
 import torch
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.oracle import BATCH, PLAIN, applied, job, listening
+from torch import Tensor
 
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.telemetry.events import CheckpointSaved, Event, RunFinished
+from w5xde_async.telemetry.events import CheckpointSaved, Event, RunFinished, Warned
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.worker.service import Worker
 
@@ -95,6 +96,21 @@ async def test_refusals(rule: str, workers: int, monkeypatch: pytest.MonkeyPatch
         assert heard.times() == ONCE
     elif workers == 1:
         assert max(count for copy in heard.times() for count in copy) <= 1.01
+
+
+async def test_a_step_that_two_workers_find_unusual_counts() -> None:
+    """It is over the gate's bound whoever computes it: then nobody is at fault, and it counts, scaled down."""
+
+    def unusual(output: Tensor, target: Tensor) -> Tensor:
+        return -(output * (1 + 2 * (target // BATCH == 25))).mean()
+
+    events: list[Event] = []
+    await train(
+        lambda: job(loss=unusual, shuffle=False), workers=2, min_workers=2, events=events, update=PLAIN["async"]
+    )
+    (ended,) = [event for event in events if isinstance(event, RunFinished)]
+    assert (ended.samples, ended.leaves_in_vain) == (SAMPLES, 2)  # one of the two workers' in vain
+    assert not [event for event in events if isinstance(event, Warned) and "left out" in event.text]
 
 
 @pytest.mark.parametrize("rule", ["async", "local", "async-local"])

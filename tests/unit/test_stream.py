@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,3 +164,24 @@ def test_a_step_is_done_once() -> None:
     assert (done.floor, done.above()) == (5, [])
     with pytest.raises(ValueError, match="done already"):
         done.add(4)
+
+
+def test_results_that_are_all_too_large_vouch_for_each_other() -> None:
+    ledger = StreamLedger(total_steps=1)
+
+    def submit(worker: str) -> int:
+        grant = ledger.grant(worker, now=0.0, deadline_s=5.0)
+        assert grant is not None
+        ledger.submitted(grant.lease, 0.0)
+        return grant.lease
+
+    for norm in (3.0, 8.0, math.inf):  # one alone vouches for nothing, and what is not finite for nobody
+        lease = submit("a")
+        assert ledger.vouched(lease, "a", present=2) == 0.0
+        ledger.refuse(lease, "a", norm, most=9)
+    lease = submit("b")
+    assert ledger.vouched(lease, "b", present=2) == 16.0  # twice the last that "a" came to
+    assert ledger.vouched(lease, "b", present=4) == 0.0  # two of four are not most of them
+    ledger.refuse(lease, "b", 5.0, most=9)
+    lease = submit("c")
+    assert ledger.vouched(lease, "c", present=4) == 10.0  # twice the smallest: one of them is honest

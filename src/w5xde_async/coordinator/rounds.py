@@ -196,7 +196,8 @@ class Rounds(Assigning):
         code, reason = VerdictCode.REJECTED, "it does not decode"
         outcome: Outcome | None = None
         try:
-            outcome = await self.aggregator.offer(given, counted)
+            vouched = self.ledger.vouched(given.lease, given.worker, len(self.sessions))
+            outcome = await self.aggregator.offer(given, counted, vouched)
             code, reason = outcome.verdict, outcome.reason
         except MalformedFrame as error:
             if session is not None:
@@ -206,7 +207,7 @@ class Rounds(Assigning):
         counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
         given_up: tuple[int, ...] = ()
         if outcome is not None and code is VerdictCode.REJECTED and not self._streams:
-            given_up = self.ledger.refuse(given.lease, given.worker, self._most_tries(outcome))
+            given_up = self.ledger.refuse(given.lease, given.worker, outcome.norm, self._most_tries(outcome))
         else:
             self.ledger.settle(given.lease, accepted=counts)
         # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.

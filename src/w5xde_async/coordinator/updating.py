@@ -68,8 +68,8 @@ class Updating:
         self._pool = VectorPool(layout, spare=1)
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
 
-    async def offer(self, given: Submission, counted: int) -> Outcome:
-        """Decode a result and offer it to the rule; ``counted``: samples of its steps.
+    async def offer(self, given: Submission, counted: int, vouched: float = 0.0) -> Outcome:
+        """Decode a result and offer it to the rule; ``counted``: samples of its steps; ``vouched``: as there.
 
         Raises MalformedFrame (nothing has changed), UpdateFailed.
         """
@@ -86,7 +86,7 @@ class Updating:
                 contribution = Contribution(
                     steps=given.steps, counted=counted, samples=given.samples, version=given.version,
                     fragment=given.fragment, vector=vector, present=present, untouched=untouched,
-                    workers=given.workers, sender=given.worker,
+                    workers=given.workers, sender=given.worker, vouched=vouched,
                 )  # fmt: skip
                 with self._whole(), users_code():  # the optimizer and the scheduler
                     return self.rule.offer(contribution)

@@ -102,7 +102,7 @@ class StreamLedger:
         self._judged: dict[int, tuple[int, ...]] = {}  # lease -> steps of a result that has come
         self._since: dict[str, float] = {}  # worker -> when its oldest lease could begin
         self._failures: dict[int, list[str]] = {}
-        self._refusals: dict[int, list[str]] = {}  # whose results of a step were no good
+        self._refusals: dict[int, list[tuple[str, float]]] = {}  # whose results of a step were no good, and their norms
         self._deaths: dict[
             int, dict[str, bool]
         ] = {}  # step -> who vanished on it, and whether results of theirs had counted
@@ -189,7 +189,7 @@ class StreamLedger:
         step: int | None = None
         while self._free:
             candidate = heapq.heappop(self._free)
-            failed = (*self._failures.get(candidate, ()), *self._refusals.get(candidate, ()))
+            failed = self._tried(candidate)
             if self.places.leaves(worker, failed, others):
                 shunned.append(candidate)
                 continue
@@ -221,7 +221,7 @@ class StreamLedger:
 
     def may_back_up(self, worker: str, grant: StreamGrant) -> bool:
         """Whether that lease is another's, and its step none that ``worker`` has tried in vain."""
-        tried = (*self._failures.get(grant.step, ()), *self._refusals.get(grant.step, ()))
+        tried = self._tried(grant.step)
         return grant.worker != worker and worker not in tried
 
     def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> StreamGrant:
@@ -258,15 +258,29 @@ class StreamLedger:
             else:
                 heapq.heappush(self._free, step)
 
-    def refuse(self, lease: int, worker: str, most: int) -> tuple[int, ...]:
-        """A result of ``worker`` was no good: its steps are free again, for others first.
+    def vouched(self, lease: int, worker: str, present: int) -> float:
+        """The norm that a result of ``worker``, which waits to be judged, may have by what others made of its steps.
+
+        Where more than half of those ``present`` (and two at least) come to results of a step that are all too large,
+        one of them is honest, and it is the step that is unusual. So it may have twice the smallest of the others'
+        norms; 0 where they are too few.
+        """
+        most = math.inf
+        for step in self._judged[lease]:
+            others = {who: norm for who, norm in self._refusals.get(step, ()) if who != worker and math.isfinite(norm)}
+            agreed = others and 2 * (len(others) + 1) > present
+            most = min(most, 2 * min(others.values()) if agreed else 0.0)
+        return most
+
+    def refuse(self, lease: int, worker: str, norm: float, most: int) -> tuple[int, ...]:
+        """A result of ``worker`` was no good: its steps are free again, for others first. ``norm``: of the result.
 
         Returns those that were refused ``most`` times: they are given up, which is to say done.
         """
         given_up = []
         for step in self._judged.pop(lease):
             refusals = self._refusals.setdefault(step, [])
-            refusals.append(worker)
+            refusals.append((worker, norm))
             if len(refusals) < most:
                 heapq.heappush(self._free, step)
                 continue
@@ -274,6 +288,10 @@ class StreamLedger:
             given_up.append(step)
             del self._refusals[step]
         return tuple(given_up)
+
+    def _tried(self, step: int) -> tuple[str, ...]:
+        """Who had a step in vain, each as often as it had."""
+        return (*self._failures.get(step, ()), *(worker for worker, _ in self._refusals.get(step, ())))
 
     def began_at(self, grant: StreamGrant) -> float:
         """When the worker could begin an open lease, as far as is known: the one before it had ended."""

@@ -61,11 +61,12 @@ class Admission:
         self._scale = scale
 
     def judge(
-        self, vector: Tensor, *, samples: int, staleness: int, sender: str = "one", present: int = 1
+        self, vector: Tensor, *, samples: int, staleness: int, sender: str = "one", present: int = 1,
+        vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
         """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
 
-        ``sender``: whose it is, of ``present`` ones.
+        ``sender``: whose it is, of ``present`` ones; ``vouched``: the norm that it may have by what others found.
 
         Raises ValueError for a result from the future, which only a fault of the caller's can make.
         """
@@ -81,7 +82,7 @@ class Admission:
             return Outcome(verdict=VerdictCode.REJECTED, reason="not finite", norm=norm)
         if self.gate is not None:
             bound = self.gate.bound(samples)
-            factor = self.gate.judge(norm, samples, sender=sender, present=present)
+            factor = self.gate.judge(norm, samples, sender=sender, present=present, vouched=vouched)
             if factor == 0.0:
                 reason = f"its norm {norm:.3g} is over the bound {bound:.3g}"
                 return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=norm)

@@ -80,6 +80,7 @@ class AsynchronousRule:
         leased: Tensor | None = None,
         sender: str = "one",
         present: int = 1,
+        vouched: float = 0.0,
     ) -> Outcome:
         """Count one block's sum of gradients (scaled by ``loss_scale``), which is used up.
 
@@ -91,7 +92,9 @@ class AsynchronousRule:
             raise ValueError("a step is due: take its gradient first")
         if samples > 0:
             total.div_(samples * loss_scale)
-        outcome = self.admission.judge(total, samples=samples, staleness=staleness, sender=sender, present=present)
+        outcome = self.admission.judge(
+            total, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
+        )
         if not outcome.accepted:
             return outcome
         if self._compensation is not None:

@@ -75,11 +75,13 @@ class DelayedNesterovRule:
     @torch.no_grad()
     def offer(
         self, delta: Tensor, *, samples: int, staleness: int, workers: int = 1, sender: str = "one",
-        present: int = 1,
+        present: int = 1, vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
         """Apply one worker's Delta, which is used up. ``workers``: how many there are."""
         check_vector(delta, self.parameters.numel())
-        outcome = self.admission.judge(delta, samples=samples, staleness=staleness, sender=sender, present=present)
+        outcome = self.admission.judge(
+            delta, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
+        )
         if not outcome.accepted:
             return outcome
         period = self.config.period or workers

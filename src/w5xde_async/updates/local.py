@@ -85,11 +85,14 @@ class LocalStepsRule:
         self._momentum = torch.zeros_like(parameters)
 
     def offer(
-        self, delta: Tensor, *, samples: int, staleness: int = 0, sender: str = "one", present: int = 1
+        self, delta: Tensor, *, samples: int, staleness: int = 0, sender: str = "one", present: int = 1,
+        vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
         """Count one worker's Delta, which is used up. ``staleness``: rounds closed since its lease."""
         check_vector(delta, self.parameters.numel())
-        outcome = self.admission.judge(delta, samples=samples, staleness=staleness, sender=sender, present=present)
+        outcome = self.admission.judge(
+            delta, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
+        )
         if outcome.accepted:
             self.average.add(delta, samples=samples, weight=outcome.weight)
         return outcome

@@ -17,6 +17,9 @@ wrong direction (a sign flip): for those, the averages of ``robust``, or re-exec
 Every sender has one vote: the norms that are known of it weigh as much, all together, as those of any other, however
 fast it is. Those that have left have one vote together. Where the votes are divided equally the larger norms have it.
 
+What more than half of those present found over the bound for the same work counts, scaled down (``vouched``): then it
+is the work that is unusual, not who did it.
+
 Three limits, on purpose. The first result of all is compared with nothing; those up to ``warmup`` with ten times the
 (lower) median of the ones before. Training may change its gradients' size for good, after which a gate that learns only
 from what it accepts would refuse for ever: once more than half of those present have been refused again and again,
@@ -85,10 +88,13 @@ class NormGate:
         """The largest norm of so many samples that is accepted now; infinite while nothing is known."""
         return self._median_and_bound(samples)[1]
 
-    def judge(self, norm: float, samples: int = 1, *, sender: str = "one", present: int = 1) -> float:
+    def judge(
+        self, norm: float, samples: int = 1, *, sender: str = "one", present: int = 1, vouched: float = 0.0
+    ) -> float:  # fmt: skip
         """The factor to scale a result of this finite norm by: 1, less where over the median, 0 where refused.
 
-        ``sender``: who sent it; ``present``: how many there are that may send.
+        ``sender``: who sent it; ``present``: how many there are that may send. Up to ``vouched`` it counts even
+        where it is over the bound, which learns nothing from it.
         """
         median, bound = self._median_and_bound(samples)
         if norm > bound:
@@ -98,7 +104,7 @@ class NormGate:
             if 2 * len(agreed) > present:
                 self._accepted = {who: self._remembered([last]) for who, last in agreed.items()}
                 self._refused.clear()
-            return 0.0
+            return min(1.0, median / norm) if norm <= vouched else 0.0
         self._refused.pop(sender, None)
         # The norm as it came: clipped ones would pull the median down, and the median the next ones.
         if sender not in self._accepted:

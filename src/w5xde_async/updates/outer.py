@@ -53,7 +53,7 @@ class Contribution:
 
     ``fragment``: which one its buckets are (0 where there is but one). ``steps`` of the sampler are in it that were in
     nothing before, ``counted`` samples; ``samples`` are what it weighs. ``sender``: who submits it, of
-    ``workers`` that are present.
+    ``workers`` that are present. ``vouched``: the norm that it may have by what others made of the same steps.
     """
 
     steps: tuple[int, ...]
@@ -66,6 +66,7 @@ class Contribution:
     untouched: frozenset[int]
     workers: int = 1
     sender: str = "one"
+    vouched: float = 0.0
 
 
 def check_trainable(layout: Layout) -> int:
@@ -319,7 +320,7 @@ class _Asynchronous(OuterRule):
             now, leased = self.parameters, self._kept.get(given.version, self.parameters)
         outcome = self._rule.offer(
             given.vector.group(self.group), samples=given.samples, staleness=staleness, now=now, leased=leased,
-            sender=given.sender, present=given.workers,
+            sender=given.sender, present=given.workers, vouched=given.vouched,
         )  # fmt: skip
         if outcome.accepted:
             known = self._untouched
@@ -408,7 +409,7 @@ class _Fragmented(OuterRule):
         delta = self._fragments[given.fragment].gather(given.vector.group(self.group))
         return self._rule.offer(
             given.fragment, delta, samples=given.samples, version=base[given.fragment], sender=given.sender,
-            present=given.workers,
+            present=given.workers, vouched=given.vouched,
         )  # fmt: skip
 
     def _commit(self, fragment: int) -> Applied | None:
@@ -464,7 +465,7 @@ class _Delayed(OuterRule):
         delta, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
         outcome = self._rule.offer(
             delta, samples=given.samples, staleness=staleness, workers=workers, sender=given.sender,
-            present=given.workers,
+            present=given.workers, vouched=given.vouched,
         )  # fmt: skip
         if outcome.accepted:
             self._norm, self._part = outcome.norm, 1.0 / (self._rule.config.period or workers)

@@ -73,12 +73,14 @@ class StreamingRule:
         ]
 
     def offer(
-        self, fragment: int, delta: Tensor, *, samples: int, version: int, sender: str = "one", present: int = 1
+        self, fragment: int, delta: Tensor, *, samples: int, version: int, sender: str = "one", present: int = 1,
+        vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
         """Count one worker's Delta of a fragment, made from that fragment's ``version``; it is used up."""
         return self._rules[fragment].offer(
-            delta, samples=samples, staleness=self.versions[fragment] - version, sender=sender, present=present
-        )
+            delta, samples=samples, staleness=self.versions[fragment] - version, sender=sender, present=present,
+            vouched=vouched,
+        )  # fmt: skip
 
     def left(self, sender: str) -> None:
         """Who sent is not present any more."""
