@@ -43,6 +43,7 @@ _PAGES = {
     "README.md": "start.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "bench/README.md": "benches.md",
 }
 _COLUMN = re.compile(r"^(?!\.\.\.|>>>)(\S+(?:,? \S+)*)\s{2,}(\S.*)$")

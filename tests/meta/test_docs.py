@@ -21,12 +21,17 @@ import w5xde_async
 from w5xde_async import errors
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Pages that only include a file which the index names itself.
-INCLUDED = {"start.md", "security.md", "changelog.md", "benches.md"}
+INCLUDED = {"start.md", "security.md", "changelog.md", "contributing.md", "benches.md"}
 
 
 class Example(NamedTuple):
