@@ -44,7 +44,7 @@ def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
         elif row["codec"] == "raw" or row["rule"] == "ddp":
             loss = "as without"
         fields = (
-            row["network"], rule, codec, f"{row['start_s']:,.0f}", f"{row['wall_s']:,.0f}", f"{row['tokens_s']:,.0f}",
+            row["network"], rule, codec, "" if row["start_s"] is None else f"{row['start_s']:,.0f}", f"{row['wall_s']:,.0f}", f"{row['tokens_s']:,.0f}",
             _pair(row["utilization"], ".2f"), _pair(row["leaf_s"], ".2f"), _pair(row["sent_mb"], ",.0f"),
             _pair(row["received_mb"], ",.0f"), loss, over, f"{row['steps_measured']} of {row['steps']}",
         )  # fmt: skip
@@ -89,7 +89,7 @@ def best(rows: Sequence[dict[str, Any]], network: str, exact: float, *, ours: bo
 
 
 def _waited_s(row: dict[str, Any]) -> float:
-    return float(row["start_s"] + row["wall_s"])
+    return float((row["start_s"] or 0.0) + row["wall_s"])
 
 
 def add_figures(report: Report, rows: Sequence[dict[str, Any]]) -> None:
