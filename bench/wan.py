@@ -85,7 +85,7 @@ from wan_table import add_figures, draw, exact_loss, load, put_table, table
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ("worker-0", "worker-1")
 PORT = 5555
-TOKEN = "of this bench"
+TOKEN = "jQ3vX9mTbLwZ2pRsYdF4hJ6nGcA1eUkW"  # off loopback a weak one is refused
 TOKENS_A_STEP = 2 * 4 * 128
 _FAST, _HOME, _FAR = (
     Line(rate_mbit=1000, round_trip_s=0.010),
