@@ -44,7 +44,8 @@ def table(rows: Sequence[dict[str, Any]], exact: float | None) -> list[str]:
         elif row["codec"] == "raw" or row["rule"] == "ddp":
             loss = "as without"
         fields = (
-            row["network"], rule, codec, "" if row["start_s"] is None else f"{row['start_s']:,.0f}", f"{row['wall_s']:,.0f}", f"{row['tokens_s']:,.0f}",
+            row["network"], rule, codec, "" if row["start_s"] is None else f"{row['start_s']:,.0f}",
+            f"{row['wall_s']:,.0f}", f"{row['tokens_s']:,.0f}",
             _pair(row["utilization"], ".2f"), _pair(row["leaf_s"], ".2f"), _pair(row["sent_mb"], ",.0f"),
             _pair(row["received_mb"], ",.0f"), loss, over, f"{row['steps_measured']} of {row['steps']}",
         )  # fmt: skip
