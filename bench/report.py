@@ -77,10 +77,17 @@ def _versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """What is checked out, `-dirty` where files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """What is checked out, `-dirty` where files differ from it, apart from the rows that benches keep."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (
+                ["describe", "--always", "--abbrev=12"],
+                ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"],
+            )
+        )
+        return f"{name}-dirty" if changed else name
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"no commit: {error}", file=sys.stderr)
         return "unknown"
