@@ -209,7 +209,8 @@ async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -
     if rule == "streaming":  # what counted in one fragment is not computed again for the other
         assert {count for copy in counts for count in copy} <= {0.0, 1.0}
         assert {max(pair) for pair in zip(*counts, strict=True)} == {1.0}
-        assert sum(map(sum, counts)) >= 2 * SAMPLES - BATCH * PLAIN[rule].inner_steps
+        # Of one fragment a round of the lost worker, and what it was leased while the round before was being closed.
+        assert sum(map(sum, counts)) >= 2 * SAMPLES - BATCH * (PLAIN[rule].inner_steps + 2)
     else:
         assert counts == ONCE
     assert told(killed) == (SAMPLES, STEPS)

@@ -115,8 +115,8 @@ class Watch:
             apply(published, version)
             self.held.append((version.number, digest(published.state)))
 
-        async def offered(updating: Updating, given: Submission, counted: int) -> Outcome:
-            outcome = await offer(updating, given, counted)
+        async def offered(updating: Updating, given: Submission, counted: int, vouched: float) -> Outcome:
+            outcome = await offer(updating, given, counted, vouched)
             if outcome.accepted:
                 self.counted.add(given.worker)
             return outcome

@@ -149,6 +149,7 @@ async def listen(
 @dataclass(slots=True)
 class _Accepted:
     host: str
+    sock: socket.socket
     link: FramedLink | None = None  # None during the TLS handshake
 
     def is_stranger(self) -> bool:
@@ -226,7 +227,7 @@ class Listener:
                     _log.warning("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
                 sock.close()
                 continue
-            accepted = _Accepted(address[0])
+            accepted = _Accepted(address[0], sock)
             task = loop.create_task(self._serve(sock, peer, accepted), name=f"link {peer}")
             self._links[task] = self._strangers.setdefault(accepted.host, {})[task] = accepted
             task.add_done_callback(self._ended)
@@ -240,7 +241,10 @@ class Listener:
         return len(known)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        host = self._links.pop(task).host
+        accepted = self._links.pop(task)
+        if accepted.link is None:
+            accepted.sock.close()  # a task that was cancelled before it began has not
+        host = accepted.host
         strangers = self._strangers.get(host)
         if strangers is not None:
             strangers.pop(task, None)
