@@ -184,7 +184,7 @@ class _Run(Cluster):
     def ended(self, host: Host, outcome: Any) -> None:
         if isinstance(outcome, Killed) or host.machine.startswith("r"):
             return
-        if (isinstance(outcome, Superseded) and host.superseded) or (isinstance(outcome, Refused) and host.lies):
+        if (isinstance(outcome, Superseded) and host.superseded) or (isinstance(outcome, Refused) and host.lied):
             return
         if isinstance(outcome, Refused | RunFailed | LeafFailed) and self.hostile:
             return  # what was played again in its name was against the protocol
@@ -223,7 +223,7 @@ class _Run(Cluster):
             self.warnings.append(event.text)
             self.left_out |= "is left out" in event.text
         elif isinstance(event, WorkerLeft) and "broke the protocol" in event.reason and not self.hostile:
-            if not any(host.lies for host in self.hosts):  # whose absurd numbers are refused
+            if not any(host.lied for host in self.hosts):  # whose absurd numbers are refused
                 self.violate("protocol", f"{event.reason}")
         elif isinstance(event, RunFinished):
             self.told = event
@@ -252,7 +252,7 @@ class _Run(Cluster):
 
     async def _take_up_again(self) -> None:
         """A run that was kept and is finished: who starts it again finds it so, and the same."""
-        if self.told is None or not self.scenario.kept or self.violations:
+        if self.told is None or not self.scenario.kept or self.violations or self.given_up:
             return
         host = self.new_host("r.0", "r")
         host.main(self._coordinate(host))

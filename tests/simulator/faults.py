@@ -202,7 +202,7 @@ def _hang(world: Cluster, rng: random.Random) -> bool:
 def _lie(world: Cluster, rng: random.Random) -> bool:
     worker = _worker(world, rng)
     if worker is not None:
-        worker.lies = rng.randint(1, 5)
+        worker.lies, worker.lied = rng.randint(1, 5), True
     return worker is not None
 
 

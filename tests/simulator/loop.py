@@ -87,6 +87,7 @@ class Host:
         self.failing_leaf = False  # the job's code raises at the next leaf
         self.hangs = False  # its compute thread comes to no end; the rest of it lives
         self.lies = 0  # its clock says what it likes, in one of several ways
+        self.lied = False  # it did so at some time: what it says of a duration may be absurd ever after
         self.result: Any = None  # a coordinator's
         self.term = 0  # a coordinator's
         self.terms_served: set[int] = set()  # a worker's
