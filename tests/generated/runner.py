@@ -254,6 +254,8 @@ class _Run(Cluster):
         """A run that was kept and is finished: who starts it again finds it so, and the same."""
         if self.told is None or not self.scenario.kept or self.violations or self.given_up:
             return
+        await self.stop_supervising()  # faults that were still to come
+        self.disk.error, self.doom_next = 0, None
         host = self.new_host("r.0", "r")
         host.main(self._coordinate(host))
         outcome = await host.ended
