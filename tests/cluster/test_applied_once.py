@@ -201,7 +201,8 @@ async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -
         # The run went on meanwhile. Steps are told before a checkpoint has them: a kill never leaves fewer.
         await asyncio.to_thread(shutil.copy, path / "metrics.jsonl", killed / "metrics.jsonl")
 
-    await part(path, rule, until)
+    with listening() as heard:
+        await part(path, rule, until)
     result = await part(killed, rule, None)
     assert result.model_path is not None
     counts = applied(result.model_path)
@@ -209,8 +210,8 @@ async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -
     if rule == "streaming":  # what counted in one fragment is not computed again for the other
         assert {count for copy in counts for count in copy} <= {0.0, 1.0}
         assert {max(pair) for pair in zip(*counts, strict=True)} == {1.0}
-        # Of one fragment a round of the lost worker, and what it was leased while the round before was being closed.
-        assert sum(map(sum, counts)) >= 2 * SAMPLES - BATCH * (PLAIN[rule].inner_steps + 2)
+        # Of one fragment is lost, at most, what the lost worker was about to submit: where nobody was killed, it did.
+        assert sum(map(sum, counts)) >= 2 * SAMPLES - heard.largest
     else:
         assert counts == ONCE
     assert told(killed) == (SAMPLES, STEPS)

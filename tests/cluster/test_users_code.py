@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.hosting import NonFinite
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import ExitCode, JobError, LeafFailed, Unreachable, UpdateFailed, W5xdeError
+from w5xde_async.errors import ExitCode, JobError, LeafFailed, UpdateFailed, W5xdeError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, Warned
@@ -49,7 +49,7 @@ async def failing(job: Job, *, joins: bool = True, **kwargs: Any) -> W5xdeError:
         with pytest.raises(W5xdeError) as failed:
             await asyncio.wait_for(coordinator.wait(), 10)
         if joins:
-            with pytest.raises((RunFailed, Unreachable)):  # the latter where it came after the end
+            with pytest.raises(RunFailed):
                 await asyncio.wait_for(worker, 10)
         else:
             worker.cancel()
@@ -77,14 +77,16 @@ async def test_a_step_that_raises_is_a_failed_leaf(escape: BaseException):
 
 
 class Escaping(Dataset[Any]):
+    """Raises in the last of ten steps: the first are read before any worker has joined."""
+
     def __init__(self, escape: BaseException) -> None:
         self.escape = escape
 
     def __len__(self) -> int:
-        return 64
+        return 640
 
     def __getitem__(self, index: int) -> Any:
-        if index == 60:
+        if index == 636:
             raise self.escape
         return torch.zeros(10), torch.tensor(0)
 
@@ -92,10 +94,18 @@ class Escaping(Dataset[Any]):
 @escaping
 @pytest.mark.parametrize("where", ["dataset", "collate"])
 async def test_a_dataset_or_collate_that_raises_is_a_failed_leaf(escape: BaseException, where: str):
-    job = replace(jobs.metrics(), dataset=Escaping(escape), batch_size=64, microbatch_size=8)
+    job = replace(
+        jobs.metrics(),
+        dataset=Escaping(escape),
+        batch_size=64,
+        microbatch_size=8,
+        shuffle=False,
+        max_steps=10,
+        epochs=None,
+    )
     if where == "collate":
         job = replace(jobs.metrics(), collate=raising(escape))
-    failed = await failing(job, joins=where == "dataset")
+    failed = await failing(job, joins=where == "dataset", prefetch_leaves=8)
     assert isinstance(failed, LeafFailed)
     assert type(escape).__name__ in str(failed).splitlines()[0]
     assert failed.leaf == (7 if where == "dataset" else 0)

@@ -84,6 +84,7 @@ class Deltas:
     def __init__(self) -> None:
         self.sums = [torch.zeros(_ROOM), torch.zeros(_ROOM)]
         self.refused = self.accepted = 0
+        self.largest = 0  # samples in one of them
 
     def times(self, samples: int = 256) -> list[list[float]]:
         """How often each sample is in them, by copy."""
@@ -102,6 +103,7 @@ def listening() -> Iterator[Deltas]:
             heard.refused += 1
             return outcome
         heard.accepted += 1
+        heard.largest = max(heard.largest, given.samples)
         for entry in rule.layout.entries:
             here = all(given.present[b.index] for b in rule.layout.result_buckets if b.offset == entry.offset)
             if here:
