@@ -208,7 +208,7 @@ class Listener:
         exhausted = False
         while True:
             try:
-                sock, address = await loop.sock_accept(listening)
+                sock, address = await _next(loop, listening)
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     if not exhausted:
@@ -270,6 +270,29 @@ class Listener:
             raise
         finally:
             await link.aclose()
+
+
+async def _next(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> tuple[socket.socket, Any]:
+    """``loop.sock_accept``, which loses what it has accepted where it is cancelled in the turn after; this does not."""
+    if not _watches_descriptors(loop):
+        return await loop.sock_accept(listening)
+    while True:
+        try:
+            sock, address = listening.accept()
+        except (BlockingIOError, InterruptedError):
+            readable = loop.create_future()
+            loop.add_reader(listening, _readable, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(listening)
+        else:
+            return sock, address
+
+
+def _readable(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 async def _resolve(host: str | None, port: int, *, flags: int = 0) -> list[_Address]:
