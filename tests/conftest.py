@@ -1,6 +1,7 @@
 """What every test gets: blocking calls and leaks fail it, and it may ask for both event loops.
 
 - A blocking call of this package inside a running event loop raises (blockbuster).
+- A test that takes too long fails, wherever its time ends: in a task, too, and again if that held on.
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
 - ``@pytest.mark.processes`` starts programs; they are forked from a server that has imported everything (forking.py),
@@ -23,7 +24,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import hypothesis
@@ -34,6 +37,7 @@ from tests.support import forking
 GOLDEN = Path(__file__).parent / "golden"
 _DESCRIPTORS = Path("/proc/self/fd")
 _SETTLE_S = 2.0
+_AGAIN_S = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,6 +102,56 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             logger.propagate = True
     if sys.platform == "linux" and any(item.get_closest_marker("processes") for item in session.items):
         forking.running = forking.ForkServer()  # now, so that it imports while other tests run
+
+
+class _TooLong(KeyboardInterrupt):
+    """asyncio keeps what a task or a callback raises, but for this and SystemExit; a test would wait for ever."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> Generator[None, object, object]:
+    armed = yield
+    if sys.platform == "win32":
+        return armed
+    fail = signal.getsignal(signal.SIGALRM)
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    if left_s and callable(fail):
+        asked = False
+
+        def too_long(number: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            loop = asyncio._get_running_loop()
+            if loop is not None and not asked:  # between two callbacks: within the loop's own code it would lose one
+                asked = True
+                loop.call_soon_threadsafe(too_long, number, None)
+                return
+            asked = False
+            try:
+                fail(number, frame)
+            except pytest.fail.Exception as failed:
+                raise _TooLong(str(failed)) from None
+
+        def again() -> None:
+            signal.signal(signal.SIGALRM, too_long)
+            signal.setitimer(signal.ITIMER_REAL, left_s, _AGAIN_S)
+
+        item.stash[_AGAIN] = again
+        again()
+    return armed
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    try:
+        yield
+    except _TooLong as late:
+        pytest.fail(str(late))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    with _in_time():
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:
@@ -181,12 +235,17 @@ def _watched(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     _checked.clear()
     item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
-    return (yield)
+    with _in_time():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    result = yield
+    again = item.stash.get(_AGAIN, None)
+    if again is not None:
+        again()  # a test that failed has no timer any more, and what comes now may hang as well
+    with _in_time():
+        result = yield
     if not _watched(item):
         return result
     threads_before, descriptors_before = item.stash[_BEFORE]
@@ -202,6 +261,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         time.sleep(0.01)
 
 
+_AGAIN = pytest.StashKey[Callable[[], None]]()
 _BEFORE = pytest.StashKey[tuple[set[threading.Thread], set[tuple[str, str]]]]()
 
 

@@ -110,14 +110,15 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(
         record = stage.play()
         assert record.digest == digest
         stage.finish()
-        left = stage.kept("log", "left reason", f'"by": "{worker.name}"')[0]
-        stale = leases(left, "leases_stale")
-        show(f"stale leases {stale}, longest gap {record.longest_gap_s:.2f} s")
+        told = stage.kept("log", "leases not applied", f'"by": "{worker.name}"')
+        wasted = [int(lease) for event in told for lease in re.findall(r"\d+", event["message"].split("reason=")[0])]
+        # On a slow machine it may be overtaken again later: two leases a step at least were given while it stood.
+        stale = [lease for lease in wasted if lease < wasted[0] + 2 * 8]
+        show(f"stale leases {stale} of {wasted}, longest gap {record.longest_gap_s:.2f} s")
         if held:  # the one it was at; and the one it held ahead, since nothing that says otherwise came through
-            assert 1 <= stale <= 2, left
-            assert stage.kept("log", "leases not applied", f'"by": "{worker.name}"')
+            assert 1 <= len(stale) <= 2, told
         else:  # what it was at is computed in vain; the one ahead was taken back before it began
-            assert stale <= 1, left
+            assert len(stale) <= 1, told
         assert record.longest_gap_s < 5.0, "nobody waits longer than the shortest deadline"
         (seen,) = stage.kept("worker_left", worker.name)
         assert seen["clean"], "its lease was given up, not the worker"

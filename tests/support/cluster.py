@@ -10,7 +10,7 @@ from typing import Any
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Bus, Event, StepCommitted
+from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
 
@@ -18,16 +18,18 @@ QUICK_WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
 
 
 class Commits:
-    """Waits for steps: ``await commits.reach(5)``. Give ``bus`` to the coordinator."""
+    """Waits for steps: ``await commits.reach(5)``; fails where the run ends before. Give ``bus`` to the coordinator."""
 
     def __init__(self) -> None:
         self.bus = Bus()
         self.step = 0
+        self.ended = ""
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self.bus.subscribe(self._see)
 
     async def reach(self, step: int) -> None:
         if self.step < step:
+            assert not self.ended, self.ended
             future = asyncio.get_running_loop().create_future()
             self._waiting.append((step, future))
             await future
@@ -38,6 +40,11 @@ class Commits:
             for step, future in self._waiting:
                 if step <= event.step and not future.done():
                     future.set_result(None)
+        elif isinstance(event, RunFinished):
+            self.ended = f"the run has ended ({event.outcome}: {event.reason}) at step {event.step}"
+            for _, future in self._waiting:
+                if not future.done():
+                    future.set_exception(AssertionError(self.ended))
 
 
 def settings(**kwargs: Any) -> CoordinatorConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from w5xde_async.errors import W5xdeError
+from w5xde_async.errors import Unreachable, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net import endpoint
 from w5xde_async.runtime import Runtime
@@ -135,7 +135,8 @@ class _LyingLink:
 async def tell(told: Sequence[Lie], server: str, job: Job, config: WorkerConfig) -> list[Lie]:
     """Have workers say ``told``, one after the other, on as many links as it takes. Returns what was said.
 
-    Where a lie is borne and the worker gets nothing to do any more, it goes: another has the next one.
+    Where a lie is borne and the worker gets nothing to do any more, it goes: another has the next one. Raises
+    Unreachable once nobody listens there any more.
     """
     tongue = Tongue(told)
 
@@ -153,5 +154,7 @@ async def tell(told: Sequence[Lie], server: str, job: Job, config: WorkerConfig)
             heard.cancel()
         running.cancel()
         (found,) = await asyncio.gather(running, return_exceptions=True)
+        if isinstance(found, Unreachable):
+            raise found
         assert not isinstance(found, BaseException) or isinstance(found, W5xdeError | asyncio.CancelledError), found
     return tongue.said

@@ -228,8 +228,10 @@ class Serving:
                     if message.code == VerdictCode.APPLIED:
                         self.leases_applied += len(message.leases)
                     else:
-                        self.leases_stale += len(set(message.leases) - self._unbegun)
-                        logger.info("leases not applied leases=%s reason=%s", message.leases[:8], message.reason[:200])
+                        wasted = sorted(set(message.leases) - self._unbegun)
+                        self.leases_stale += len(wasted)
+                        if wasted:
+                            logger.info("leases not applied leases=%s reason=%s", wasted[:8], message.reason[:200])
                     self._unbegun.difference_update(message.leases)
                     self._other(message)
                 elif type(message) is Revoke:
