@@ -44,13 +44,13 @@ def raising(error: BaseException) -> Any:
 
 async def failing(job: Job, *, joins: bool = True, **kwargs: Any) -> W5xdeError:
     """What the run of ``job`` fails with; its worker is told, unless it fails before one ``joins``."""
-    async with Coordinator(job, config=settings(code_free=False, max_time_s=5.0, **kwargs)) as coordinator:
+    async with Coordinator(job, config=settings(code_free=False, max_time_s=40.0, **kwargs)) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
         with pytest.raises(W5xdeError) as failed:
-            await asyncio.wait_for(coordinator.wait(), 10)
+            await asyncio.wait_for(coordinator.wait(), 50)
         if joins:
             with pytest.raises(RunFailed):
-                await asyncio.wait_for(worker, 10)
+                await asyncio.wait_for(worker, 50)
         else:
             worker.cancel()
             await asyncio.gather(worker, return_exceptions=True)
@@ -161,7 +161,7 @@ async def test_state_that_raises_when_it_is_saved_ends_the_run_with_its_error(es
     async with coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
         with pytest.raises(JobError, match=f"cannot be kept.*{type(escape).__name__}"):
-            await asyncio.wait_for(coordinator.wait(), 10)
+            await asyncio.wait_for(coordinator.wait(), 50)
         await asyncio.gather(worker, return_exceptions=True)
 
 

@@ -48,7 +48,7 @@ class Commits:
 
 
 def settings(**kwargs: Any) -> CoordinatorConfig:
-    return CoordinatorConfig(**{"port": 0, "bucket_bytes": 64 << 10, "max_time_s": 15.0, **kwargs})
+    return CoordinatorConfig(**{"port": 0, "bucket_bytes": 64 << 10, "max_time_s": 50.0, **kwargs})
 
 
 async def train(

@@ -173,7 +173,7 @@ async def test_results_that_come_while_an_order_is_computed_count(monkeypatch: p
             orders.release(event.step + 1 - behind)
 
     commits.bus.subscribe(see)
-    config = settings(max_time_s=10.0)
+    config = settings(max_time_s=50.0)
     async with Coordinator(one_step_an_epoch(), config=config, bus=commits.bus) as coordinator:
         working = asyncio.create_task(Worker(coordinator.address, job=one_step_an_epoch(), config=QUICK_WORKER).run())
         result = await coordinator.wait()
