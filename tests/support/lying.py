@@ -144,14 +144,18 @@ async def tell(told: Sequence[Lie], server: str, job: Job, config: WorkerConfig)
         return _LyingLink(await endpoint.connect(*arguments, **named), tongue)
 
     runtime = Runtime(connect=connect)
+    patience_s = _PATIENCE_S
     while not tongue.all_said.is_set():
+        first = len(tongue.said)
         running = asyncio.create_task(Worker(server, job=job, config=config, runtime=runtime).run())
         before = -1
         while before < len(tongue.said) and not running.done() and not tongue.all_said.is_set():
             before = len(tongue.said)
             heard = asyncio.create_task(tongue.all_said.wait())
-            await asyncio.wait([running, heard], return_when=asyncio.FIRST_COMPLETED, timeout=_PATIENCE_S)
+            await asyncio.wait([running, heard], return_when=asyncio.FIRST_COMPLETED, timeout=patience_s)
             heard.cancel()
+        # One that came to say nothing had not the time for it: on a busy machine the next one gets more.
+        patience_s = 2 * patience_s if len(tongue.said) == first else _PATIENCE_S
         running.cancel()
         (found,) = await asyncio.gather(running, return_exceptions=True)
         if isinstance(found, Unreachable):
