@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from w5xde_async.cluster import LocalCluster
+    from w5xde_async.cluster.local_cluster import LocalCluster
     from w5xde_async.coordinator.config import CoordinatorConfig
-    from w5xde_async.coordinator.result import RunResult
+    from w5xde_async.coordinator.run_result import RunResult
     from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.errors import W5xdeError
     from w5xde_async.job import Job
@@ -38,8 +38,8 @@ _HOMES = {
     "Coordinator": "coordinator.service",
     "CoordinatorConfig": "coordinator.config",
     "Job": "job",
-    "LocalCluster": "cluster",
-    "RunResult": "coordinator.result",
+    "LocalCluster": "cluster.local_cluster",
+    "RunResult": "coordinator.run_result",
     "UpdateConfig": "updates.config",
     "W5xdeError": "errors",
     "Worker": "worker.service",

@@ -15,11 +15,11 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.scripted import LEAVES, Run, Scripted, job, settle
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.hosting import NonFinite
-from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.preparation import prepare
-from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.data.loader import Loader
+from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.job import build_model
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.pacing import PacingConfig

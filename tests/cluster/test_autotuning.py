@@ -16,8 +16,8 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.scripted import scripted, settle
 
 from w5xde_async.coordinator import phases
-from w5xde_async.coordinator.autotuning import Autotuning
-from w5xde_async.coordinator.preparation import prepare
+from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.coordinator.run.strategy_tuner import Autotuning
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job

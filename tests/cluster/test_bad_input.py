@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from w5xde_async.compute.engine import Engine
-from w5xde_async.coordinator.hosting import NonFinite
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused, UsageError
+from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.link import Link
@@ -68,8 +68,8 @@ from w5xde_async.wire.messages import (
     VerdictCode,
     Welcome,
 )
+from w5xde_async.worker.connection import Serving
 from w5xde_async.worker.service import Departure, RunFailed, Worker
-from w5xde_async.worker.serving import Serving
 
 _M = TypeVar("_M", bound=Message)
 TOKEN = "swordfish"
@@ -79,7 +79,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda *_: False)
+    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda *_: False)
 
 
 # -- a job of two result buckets and more, and its reference
@@ -546,7 +546,7 @@ async def test_no_memory_is_taken_for_a_result_too_large(update: dict[str, str],
 
 
 async def test_a_peer_that_keeps_sending_garbage_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("w5xde_async.coordinator.session._GARBAGE_BYTES", 0)
+    monkeypatch.setattr("w5xde_async.hub.members.session._GARBAGE_BYTES", 0)
     async with started() as coordinator:
         peer = await peer_of(coordinator)
         await peer.lease()

@@ -10,7 +10,7 @@ from tests.support import scripted as support
 from tests.support.scripted import Scripted, scripted, settle
 from torch.utils.data import TensorDataset
 
-from w5xde_async.coordinator.bounds import most_held, most_vectors
+from w5xde_async.coordinator.memory_bound import most_held, most_vectors
 from w5xde_async.wire.messages import Lease
 
 LEAVES = 64

@@ -16,7 +16,7 @@ from tests.support.proxy import FaultProxy
 from tests.support.scripted import scripted, settle
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import JobError, LocalError, RefusalCode, Refused, StoreError, Unreachable, UpdateFailed
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore

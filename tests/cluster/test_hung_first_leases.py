@@ -16,9 +16,9 @@ import torch
 from tests.support.scripted import Run, Scripted, job, settle
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.preparation import prepare
-from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.data.loader import Loader
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus

@@ -20,7 +20,7 @@ from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 
 from w5xde_async.coordinator import following, journaling
-from w5xde_async.coordinator.preparation import Prepared, prepare
+from w5xde_async.coordinator.run.startup import Prepared, prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.job import Job
@@ -45,7 +45,7 @@ from w5xde_async.worker.service import Worker
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda *_: False)
+    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda *_: False)
 
 
 @cache
@@ -380,7 +380,7 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
     bus = Bus()
     bus.subscribe(see)
     config = settings(durability=durability, checkpoint_every=4)
-    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda _, path: path.write_text("drawn"))
+    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda _, path: path.write_text("drawn"))
     monkeypatch.setattr("w5xde_async.coordinator.service.Recorder", partial(Recorder, flush_s=1000.0))  # opens it late
     async with Coordinator(jobs.mlp_sgd(), run_dir=run, config=config, bus=bus) as coordinator:
         worker = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())

@@ -15,10 +15,10 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 
 from w5xde_async import __main__ as program
 from w5xde_async.coordinator import ending
-from w5xde_async.coordinator.ending import Patience, patience_s
-from w5xde_async.coordinator.journaling import MOST_AHEAD
+from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
+from w5xde_async.coordinator.run.shutdown import Patience, patience_s
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
 from w5xde_async.settings import CoordinatorSettings
 from w5xde_async.store.checkpoint import CheckpointStore

@@ -49,7 +49,7 @@ from w5xde_async.worker.service import Departure, Worker
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr("w5xde_async.coordinator.ending.draw_loss", lambda *_: False)
+    monkeypatch.setattr("w5xde_async.coordinator.run.shutdown.draw_loss", lambda *_: False)
 
 
 @cache

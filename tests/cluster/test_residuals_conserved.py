@@ -35,7 +35,7 @@ from w5xde_async.wire.messages import (
     Verdict,
     VerdictCode,
 )
-from w5xde_async.worker.uplink import Uplink
+from w5xde_async.worker.result_encoder import Uplink
 
 STEPS = 6
 CODEC = "int4"  # leaves much out, and its residuals do not decay

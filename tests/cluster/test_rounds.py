@@ -15,8 +15,8 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.coordinator.autotuning import Autotuning
-from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.run.strategy_tuner import Autotuning
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job

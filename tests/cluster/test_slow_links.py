@@ -15,18 +15,18 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import nn
 
-from w5xde_async.coordinator.downlink import Downlink
-from w5xde_async.coordinator.hosting import Hosting
+from w5xde_async.coordinator.parameters.delta_publisher import Downlink
+from w5xde_async.coordinator.parameters.owner import Submission, Updating
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.session import Session
-from w5xde_async.coordinator.updating import Submission, Updating
+from w5xde_async.hub.members.roster import Hosting
+from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.net import outbox
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.telemetry.events import Event, StepCommitted
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.config import UpdateConfig
-from w5xde_async.worker.pieces import PieceVersion, Published
+from w5xde_async.worker.delta_inbox import PieceVersion, Published
 from w5xde_async.worker.service import Worker
 
 COMMITS_A_MODEL = 5

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.engine import Outcome
-from w5xde_async.coordinator.hosting import NonFinite
-from w5xde_async.coordinator.rounds import Rounds
+from w5xde_async.coordinator.outer.training import Rounds
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.job import Job
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovRule

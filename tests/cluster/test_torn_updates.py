@@ -13,7 +13,7 @@ from tests.support.oracle import BATCH, PLAIN, applied, job
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.coordinator.downlink import Downlink
+from w5xde_async.coordinator.parameters.delta_publisher import Downlink
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.job import Job

@@ -84,7 +84,7 @@ class Growing(Dataset[Tensor]):
 
 async def test_leaves_that_grow_are_leased_in_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker would leave for good over a lease that is larger than its memory limit."""
-    monkeypatch.setattr("w5xde_async.coordinator.loader._LEASE_BYTES", 500_000)
+    monkeypatch.setattr("w5xde_async.data.loader._LEASE_BYTES", 500_000)
     config = dataclasses.replace(QUICK_WORKER, memory_limit_bytes=1_200_000)
     monkeypatch.setattr("tests.support.cluster.QUICK_WORKER", config)
     wanted = dataclasses.replace(

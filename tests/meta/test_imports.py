@@ -3,40 +3,66 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "w5xde_async"
 
-#: Higher numbers may import lower ones. ``__main__`` stands above everything, wherever it lies.
+#: Higher numbers may import lower ones. ``__main__`` stands above everything, wherever it lies. Of a room with rooms
+#: inside, the plain name stands for the files beside those.
 LEVELS = {
-    "settings": 9,
-    "status": 9,
-    "facade": 8,
-    "cluster": 8,
-    "coordinator": 7,
-    "worker": 7,
-    "parallel": 6,
-    "runtime": 6,
-    "net": 5,
-    "telemetry": 5,
-    "updates": 5,
-    "compute": 5,
-    "job": 4,
-    "store": 4,
-    "wire": 3,
-    "plan": 3,
-    "params": 3,
-    "codecs": 3,
-    "randomness": 3,
+    "settings": 22,
+    "status": 22,
+    "facade": 21,
+    "cluster": 20,
+    "coordinator.service": 19,
+    "coordinator.run": 18,
+    "coordinator.sync": 17,
+    "coordinator.outer": 17,
+    "coordinator.parameters": 16,
+    "coordinator.durability": 16,
+    "coordinator.monitoring": 16,
+    "coordinator": 15,
+    "worker": 15,
+    "parallel": 14,
+    "hub.members": 13,
+    "hub.work": 12,
+    "runtime": 11,
+    "data": 10,
+    "net": 9,
+    "telemetry": 9,
+    "updates": 9,
+    "compute": 9,
+    "job": 8,
+    "store": 8,
+    "wire": 7,
+    "plan": 7,
+    "params": 7,
+    "codecs": 7,
+    "randomness": 7,
     "errors": 1,
     "users_code": 1,
 }
-MAIN = 10
-#: Peers of one level that may import each other, each with its reason.
-SAME_LEVEL: dict[tuple[str, str], str] = {}
+MAIN = 30
+#: Arrows that point up and are still to be cut.
+OWED = {
+    ("coordinator.durability", "coordinator.outer"),
+    ("coordinator.durability", "coordinator.run"),
+    ("coordinator.durability", "coordinator.sync"),
+    ("coordinator.durability", "coordinator.parameters"),
+    ("coordinator", "coordinator.durability"),
+    ("coordinator", "coordinator.sync"),
+    ("coordinator.monitoring", "coordinator.outer"),
+    ("coordinator.monitoring", "coordinator.sync"),
+    ("data", "runtime"),
+    ("hub.members", "coordinator"),
+    ("hub.members", "coordinator.run"),
+    ("hub.members", "coordinator.durability"),
+    ("hub.members", "coordinator.parameters"),
+    ("hub.work", "coordinator"),
+}
 #: What a pure room must not touch: it decides; time, tensors and sockets are somebody else's.
 IMPURE = {"asyncio", "torch", "time", "socket", "threading", "numpy.random"}
 PURE = {"plan": IMPURE, "wire": IMPURE}
@@ -46,7 +72,13 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return "__main__" if parts[-1] == "__main__" else parts[0]
+    return "__main__" if parts[-1] == "__main__" else _room(parts)
+
+
+def _room(parts: Sequence[str]) -> str:
+    """The innermost room of a dotted name."""
+    inner = ".".join(parts[:2])
+    return inner if inner in LEVELS else parts[0]
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -64,7 +96,7 @@ def rooms_imported(path: Path) -> Iterator[str]:
     for name in imported(path):
         parts = name.split(".")
         if parts[0] == "w5xde_async" and len(parts) > 1:
-            known = "__main__" if "__main__" in parts else parts[1]
+            known = "__main__" if "__main__" in parts else _room(parts[1:])
             if known in LEVELS or known == "__main__":
                 yield known
 
@@ -72,13 +104,13 @@ def rooms_imported(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_downwards(path: Path) -> None:
     room = room_of(path)
-    if room == "__init__":
+    if (path.name == "__init__.py" and room not in LEVELS) or room == "__init__":
         return  # the public names, imported when asked for (test_exports.py)
     assert room in LEVELS or room == "__main__", f"{room} has no place among the rooms"
     own = MAIN if room == "__main__" else LEVELS[room]
     for other in rooms_imported(path):
         level = MAIN if other == "__main__" else LEVELS[other]
-        allowed = level < own or other == room or (room, other) in SAME_LEVEL
+        allowed = level < own or other == room or (room, other) in OWED
         assert allowed, f"{path.relative_to(ROOT)} ({room}) imports {other}"
 
 
@@ -96,8 +128,14 @@ def test_plan_knows_nobody() -> None:
 
 def test_the_check_sees_imports() -> None:
     """A check that finds nothing passes for ever."""
-    assert {"plan", "wire", "net", "store", "updates"} <= set(rooms_imported(ROOT / "coordinator" / "training.py")) | {
-        room for path in (ROOT / "coordinator").glob("*.py") for room in rooms_imported(path)
-    }
+    assert {"plan", "wire", "hub.members", "hub.work"} <= set(
+        rooms_imported(ROOT / "coordinator" / "sync" / "training.py")
+    )
     assert set(rooms_imported(ROOT / "plan" / "ledger.py")) == {"plan"}
     assert "__main__" in set(rooms_imported(ROOT / "worker" / "__main__.py"))
+
+
+def test_what_is_owed_is_still_owed() -> None:
+    """An arrow that was cut is taken off the list, so that nobody draws it again."""
+    drawn = {(room_of(path), other) for path in FILES if room_of(path) in LEVELS for other in rooms_imported(path)}
+    assert drawn >= OWED

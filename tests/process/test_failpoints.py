@@ -25,7 +25,7 @@ from tests.support.processes import programs
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.preparation import Prepared, prepare
+from w5xde_async.coordinator.run.startup import Prepared, prepare
 from w5xde_async.params.flat import named_digest
 from w5xde_async.store.failpoints import FAILPOINTS
 

@@ -11,7 +11,7 @@ from tests.support import jobs
 from tests.support.processes import programs
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.preparation import prepare
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 

@@ -13,8 +13,8 @@ from tests.simulator.cluster import Cluster
 from tests.simulator.loop import HOST, Host
 from tests.simulator.model import Expected, Shape, explain_difference
 
-from w5xde_async.coordinator.bounds import most_vectors
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.memory_bound import most_vectors
+from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.plan.ledger import COORDINATOR
 from w5xde_async.telemetry.events import (
     CheckpointFailed,

@@ -30,7 +30,7 @@ from torch import nn
 from w5xde_async.coordinator import making as coordinator_making
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import LeafFailed, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.runtime import Runtime
@@ -39,8 +39,8 @@ from w5xde_async.telemetry.events import (
     Bus,
 )
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection import Departure, RunFailed
 from w5xde_async.worker.service import Worker
-from w5xde_async.worker.serving import Departure, RunFailed
 
 __all__ = ["BOUND_S", "Outcome", "Violation", "World", "simulate"]
 

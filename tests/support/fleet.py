@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.making import make_training
-from w5xde_async.coordinator.preparation import Prepared, prepare
-from w5xde_async.coordinator.session import Session
+from w5xde_async.coordinator.run.making import make_training
+from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.data.loader import Loader
+from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus

@@ -167,7 +167,8 @@ def _serve(tests: socket.socket, door: socket.socket) -> None:
 
 #: What programs import, early or late.
 _IMPORTED = (
-    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "uvloop", "w5xde_async.coordinator.local",
+    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "uvloop",
+    "w5xde_async.cluster.worker_processes",
     "w5xde_async.coordinator.service", "w5xde_async.job", "w5xde_async.settings", "w5xde_async.telemetry.progress",
     "w5xde_async.worker.service",
 )  # fmt: skip
@@ -181,7 +182,7 @@ def _prepare() -> None:
     from tests.support import jobs
 
     from w5xde_async.coordinator.config import CoordinatorConfig
-    from w5xde_async.coordinator.preparation import prepare
+    from w5xde_async.coordinator.run.startup import prepare
 
     torch.set_num_threads(1)
     # The first model and the first optimizer import more, most of a second.

@@ -14,18 +14,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.loader import Loader
-from w5xde_async.coordinator.preparation import Prepared, prepare
-from w5xde_async.coordinator.session import Session
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LinkLost
+from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.net.memory import memory_pair
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus, Event
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import Bye, Done, Heartbeat, Lease, Message, Params, Ready, Result, Revoke, Welcome
-from w5xde_async.worker.joining import join
+from w5xde_async.worker.handshake import join
 
 _M = TypeVar("_M", bound=Message)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from w5xde_async.coordinator.turns import Turns
+from w5xde_async.coordinator.outer.local_step_schedule import Turns
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.quorum import QuorumConfig

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from w5xde_async.coordinator.claims import Claims, seen
 from w5xde_async.errors import RemoteError
+from w5xde_async.hub.work.claims import Claims, seen
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Done
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from w5xde_async import Coordinator, CoordinatorConfig, Worker
 from w5xde_async.coordinator import ending, referee
-from w5xde_async.coordinator.referee import Referee
+from w5xde_async.coordinator.sync.recomputation import Referee
 from w5xde_async.errors import DiskHangs
 from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Warned

@@ -420,7 +420,7 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_an_error(tmp_path: Path, mo
     def ask() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(CheckpointStore, "save", fail)
-            monkeypatch.setattr("w5xde_async.coordinator.following.REMIND_S", 1e9)
+            monkeypatch.setattr("w5xde_async.coordinator.durability.checkpointing.REMIND_S", 1e9)
             for _ in range(2):  # the second time the run has said so already
                 with pytest.raises(StoreError, match=r"no checkpoint of step \d+: there: no space left"):
                     orchestrator.save_checkpoint()

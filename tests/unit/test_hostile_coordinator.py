@@ -22,9 +22,9 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import DTYPE_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode
 from w5xde_async.wire.messages import PROTOCOL_VERSION, Accepted, Challenge, Introduction, Lease, Params, Proof, Welcome
+from w5xde_async.worker.delta_inbox import PieceInbox
+from w5xde_async.worker.handshake import join
 from w5xde_async.worker.inbox import Inbox
-from w5xde_async.worker.joining import join
-from w5xde_async.worker.pieces import PieceInbox
 
 LAYOUT = Layout.of(nn.Linear(8, 4), bucket_bytes=64)
 LIMIT = 1 << 20

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedules
 
 from w5xde_async.compute.inner import INNER_OPTIMIZERS, Schedule, build_inner, describe_inner, set_scheduled
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.preparation import _restore, change_rule, prepare, record_of
+from w5xde_async.coordinator.run.startup import _restore, change_rule, prepare, record_of
 from w5xde_async.errors import JobError, MalformedFrame
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.credentials import Credentials
 from w5xde_async.errors import UsageError
+from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import (
     Invitation,
     check_strength,

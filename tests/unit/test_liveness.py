@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.hosting import Hosting
-from w5xde_async.coordinator.liveness import Liveness
+from w5xde_async.hub.members.liveness import Liveness
+from w5xde_async.hub.members.roster import Hosting
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.stream import StreamLedger

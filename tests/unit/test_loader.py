@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.compute.batch import leaves_of
-from w5xde_async.coordinator.loader import BlockData, Loader
+from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job
 from w5xde_async.plan.sampler import Sampler
@@ -283,7 +283,7 @@ async def test_leaves_of_a_block_may_have_different_structures() -> None:
 
 
 async def test_blocks_are_bounded_by_bytes_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("w5xde_async.coordinator.loader._LEASE_BYTES", 200)
+    monkeypatch.setattr("w5xde_async.data.loader._LEASE_BYTES", 200)
     async with reading(Rows()) as reader:
         reader.open(0)
         await reader.block(0, 0, 1)
@@ -293,7 +293,7 @@ async def test_blocks_are_bounded_by_bytes_and_buffers(monkeypatch: pytest.Monke
 
 
 async def test_blocks_are_bounded_by_the_largest_leaf_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("w5xde_async.coordinator.loader._LEASE_BYTES", 4000)
+    monkeypatch.setattr("w5xde_async.data.loader._LEASE_BYTES", 4000)
 
     sizes = itertools.chain([10], itertools.repeat(200))
     loader = Loader(job(Rows(), collate=lambda samples: torch.zeros(next(sizes))), sampler())

@@ -16,7 +16,7 @@ from w5xde_async.compute.inner import describe_inner
 from w5xde_async.job import Job
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.wire.messages import VerdictCode
-from w5xde_async.worker.pieces import Published
+from w5xde_async.worker.delta_inbox import Published
 from w5xde_async.worker.replicas import SteppingReplica
 
 APPLIED, STALE, REJECTED = VerdictCode.APPLIED, VerdictCode.STALE, VerdictCode.REJECTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from w5xde_async.coordinator.verdicts import Verdicts
+from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.wire.messages import Verdict, VerdictCode
 
 APPLIED, STALE, DUPLICATE, REJECTED = VerdictCode

@@ -46,7 +46,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
 
     import torch
 
-    from w5xde_async.coordinator.local import LocalWorkers
+    from w5xde_async.cluster.worker_processes import LocalWorkers
     from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address

@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Self
 
 import w5xde_async
-from w5xde_async.coordinator.bounds import EXTRA_LINKS, memory_bound_bytes
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.ending import Ending, Patience, patience_s
-from w5xde_async.coordinator.hosting import NonFinite
-from w5xde_async.coordinator.journaling import Journaling
-from w5xde_async.coordinator.phases import Phases
-from w5xde_async.coordinator.preparation import Prepared, prepare
-from w5xde_async.coordinator.result import RunResult
-from w5xde_async.coordinator.rounds import Rounds
-from w5xde_async.coordinator.security import Security
-from w5xde_async.coordinator.session import Session
-from w5xde_async.coordinator.showing import Showing
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.durability.journal_writer import Journaling
+from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
+from w5xde_async.coordinator.monitoring.outputs import Showing
+from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.run.run import Phases
+from w5xde_async.coordinator.run.shutdown import Ending, Patience, patience_s
+from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import DiskHangs, JobError, LocalError, StoreError, UpdateFailed, UsageError, W5xdeError
+from w5xde_async.hub.members.access import Security
+from w5xde_async.hub.members.roster import NonFinite
+from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job, shown_end
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation

@@ -1,7 +1,7 @@
 """A fragment: pieces of the flat vector that are synchronized together, in a turn of their own.
 
 Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512. Which pieces:
-``outer.bucket_fragments``; when each has its turn: ``coordinator.turns``.
+``outer.bucket_fragments``; when each has its turn: ``coordinator.outer.local_step_schedule``.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.handshake import member_id
 from w5xde_async.wire.messages import Ready, Welcome
-from w5xde_async.worker.coded import CodedServing
+from w5xde_async.worker.coded_connection import CodedServing
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.joining import Joined, fetch_program, join
-from w5xde_async.worker.residuals import forget, keep, take_up
-from w5xde_async.worker.serving import Departure, RunFailed, Serving
-from w5xde_async.worker.uplink import Uplink
+from w5xde_async.worker.connection import Departure, RunFailed, Serving
+from w5xde_async.worker.handshake import Joined, fetch_program, join
+from w5xde_async.worker.residual_store import forget, keep, take_up
+from w5xde_async.worker.result_encoder import Uplink
 
 __all__ = ["Departure", "RunFailed", "Worker"]
 

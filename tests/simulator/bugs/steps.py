@@ -8,11 +8,11 @@ from typing import Any
 
 from tests.simulator.bugs.registry import LOST, RESTART, Put, bug
 
-from w5xde_async.coordinator.aggregator import Aggregator
-from w5xde_async.coordinator.liveness import Liveness
-from w5xde_async.coordinator.publisher import Publisher
-from w5xde_async.coordinator.results import Place, Results
-from w5xde_async.coordinator.training import Training
+from w5xde_async.coordinator.parameters.aggregator import Aggregator
+from w5xde_async.coordinator.parameters.publisher import Publisher
+from w5xde_async.coordinator.sync.results import Place, Results
+from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.reducer import Reducer
 from w5xde_async.plan.ledger import Ledger, OpenStep
@@ -20,8 +20,8 @@ from w5xde_async.plan.tree import Block, Frontier, Merge
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import Result
 from w5xde_async.worker import service as worker
+from w5xde_async.worker.connection import Serving
 from w5xde_async.worker.inbox import Inbox, Version
-from w5xde_async.worker.serving import Serving
 
 # -- leases ----------------------------------------------------------------------------------------------
 

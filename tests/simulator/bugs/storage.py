@@ -12,9 +12,9 @@ from tests.simulator.bugs.registry import BUGS, POWER, RESTART, Bug, Put, bug
 from tests.simulator.disk import HostFilesystem
 
 from w5xde_async.coordinator import preparation
-from w5xde_async.coordinator.ending import Ending
-from w5xde_async.coordinator.following import Following
-from w5xde_async.coordinator.loader import Loader
+from w5xde_async.coordinator.durability.checkpointing import Following
+from w5xde_async.coordinator.run.shutdown import Ending
+from w5xde_async.data.loader import Loader
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import Block
 from w5xde_async.store import rundir

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from w5xde_async.coordinator.local import LocalWorkers
+from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job

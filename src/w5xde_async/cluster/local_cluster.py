@@ -1,0 +1,270 @@
+"""LocalCluster: a coordinator and its workers on this machine, inside the caller's event loop.
+
+A guest: no signal handler, no loop policy. A job given by reference gets worker processes; a Job object, which other
+processes cannot see, gets workers as tasks of this loop. Those take turns, since the random state belongs to the
+process: they are for tests and notebooks, not for speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from torch import nn
+
+from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import LocalError, UsageError, W5xdeError
+from w5xde_async.job import Job, load_job
+from w5xde_async.net.endpoint import format_address
+from w5xde_async.runtime import Runtime
+from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.notebook import html_table
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import RunFailed, Worker
+
+__all__ = ["LocalCluster"]
+
+logger = logging.getLogger(__name__)
+
+
+class LocalCluster:
+    """Trains ``job`` with ``n_workers`` workers of ``threads`` threads each; the first step waits for all of them.
+
+    >>> async with LocalCluster(job, n_workers=2) as cluster:
+    ...     result = await cluster.wait()
+    """
+
+    def __init__(
+        self,
+        job: Job | str,
+        n_workers: int = 2,
+        *,
+        threads: int = 1,
+        run_dir: Path | str | None = None,
+        dashboard: str = "",
+        config: CoordinatorConfig | None = None,
+        bus: Bus | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """``job`` is a Job or a reference such as ``train.py:job``. ``dashboard`` is ``host:port`` to watch the run at;
+        port 0 picks a free one. ``config`` replaces the defaults as a whole, ``dashboard`` among them. ``runtime`` is
+        for the coordinator and for workers that are tasks of this loop.
+
+        Entering raises what ``start`` raises.
+        """
+        self._given, self._n_workers, self._threads = job, n_workers, threads
+        self._replica = None if isinstance(job, str) else _with_own_model(job)  # before it is trained in place
+        self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(), runtime
+        self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
+        self._coordinator: Coordinator | None = None
+        self._workers: LocalWorkers | _TaskWorkers | None = None
+        self._changed = asyncio.Event()
+        self._unsubscribe: Callable[[], None] | None = None
+        self._lost = ""
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def start(self) -> Self:
+        """Begin, for who cannot use ``async with`` (the cells of a notebook); ``aclose`` is then theirs to call.
+
+        Raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises.
+        """
+        if self._coordinator is not None:
+            raise UsageError("this cluster was started before; make a new LocalCluster for another run")
+        job, reference = self._given, ""
+        if isinstance(job, str):  # importing the user's file may take its time
+            reference = job
+            job = await asyncio.get_running_loop().run_in_executor(None, load_job, reference)
+        self._coordinator = Coordinator(
+            job, run_dir=self._run_dir, config=self._config, bus=self._bus, job_reference=reference,
+            runtime=self._runtime,
+        )  # fmt: skip
+        self._unsubscribe = self._bus.subscribe(self._on_event)
+        try:
+            await self._coordinator.start()
+            self._workers = self._make_workers()
+            await self._workers.scale(self._n_workers)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator, once the cluster was entered."""
+        if self._coordinator is None:
+            raise UsageError("the cluster has not been started; use async with, or await start() first")
+        return self._coordinator
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for more workers."""
+        return format_address(_reachable(self.coordinator.host), self.coordinator.port)
+
+    @property
+    def dashboard_link(self) -> str:
+        """Where to watch the run, with the token that it may need; empty without a dashboard."""
+        return self.coordinator.dashboard_link
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that have joined, from wherever."""
+        return self.coordinator.num_workers
+
+    async def scale(self, n: int) -> None:
+        """Have ``n`` workers of our own: new ones are started, the youngest leave in good order."""
+        if self._workers is None:
+            raise UsageError("the cluster is not running; use async with, or await start() first")
+        await self._workers.scale(n)
+
+    async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:
+        """Return when ``n`` workers have joined. Raises TimeoutError, and what ended the run if that comes first."""
+        ended = asyncio.ensure_future(self.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.num_workers < n:
+                    self._changed.clear()
+                    change = asyncio.ensure_future(self._changed.wait())
+                    try:
+                        await asyncio.wait({change, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        change.cancel()
+                    if ended.done():
+                        result = ended.result()
+                        raise LocalError(f"the run is {result.outcome}: {self.num_workers} of {n} workers")
+        finally:
+            ended.cancel()
+            await asyncio.wait({ended})
+
+    async def wait(self) -> RunResult:
+        """The run's end. Raises what ended it where it failed, W5xdeError where every worker failed for good."""
+        result = await self.coordinator.wait()
+        if self._lost and result.reason == self._lost:
+            raise W5xdeError(self._lost)
+        return result
+
+    def _repr_html_(self) -> str:
+        if self._coordinator is None:
+            return html_table("LocalCluster", {"state": "not started"})
+        running = self._closing is None and self._coordinator.running
+        rows = {
+            "state": "running" if running else "not running",
+            "step": self._coordinator.step,
+            "workers": self.num_workers,
+            "address": self.address,
+            "dashboard": self.dashboard_link.partition("?")[0],  # without its token: notebooks are passed on
+        }
+        return html_table("LocalCluster", rows)
+
+    async def aclose(self) -> None:
+        """Stop in good order and free everything. May be called twice; cancelled, closing goes on by itself."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="close cluster")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            if self._coordinator is not None:
+                await self._coordinator.aclose()
+        finally:
+            if self._workers is not None:
+                await self._workers.aclose()
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+
+    def _make_workers(self) -> LocalWorkers | _TaskWorkers:
+        config = self._config
+        if self._replica is not None:
+            settings = WorkerConfig(token=config.token, threads=self._threads)
+            return _TaskWorkers(
+                self._replica, self.coordinator.local_join or self.address, settings, self._on_all_lost, self._runtime
+            )
+        assert isinstance(self._given, str)
+        return LocalWorkers(
+            0,
+            address=self.address,
+            reference=self._given,
+            threads=self._threads,
+            token=config.token,
+            join=self.coordinator.local_join,
+            grace_s=config.grace_s + 2.0,
+            on_all_lost=self._on_all_lost,
+        )
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, WorkerJoined | WorkerLeft):
+            self._changed.set()
+            if self._lost and not event.num_workers:
+                self.coordinator.request_stop(self._lost)
+
+    def _on_all_lost(self, reason: str) -> None:
+        self._lost = reason
+        if not self.num_workers:
+            self.coordinator.request_stop(reason)
+
+
+class _TaskWorkers:
+    """Workers as tasks of this loop."""
+
+    def __init__(
+        self, job: Job, address: str, config: WorkerConfig, on_all_lost: Callable[[str], None], runtime: Runtime | None
+    ) -> None:
+        self._job, self._address, self._config, self._runtime = job, address, config, runtime
+        self._on_all_lost = on_all_lost
+        self._running: list[tuple[Worker, asyncio.Task[None]]] = []
+        self._number = 0
+
+    async def scale(self, count: int) -> None:
+        while len(self._running) < count:
+            config = dataclasses.replace(self._config, name=f"local-{self._number}")
+            self._number += 1
+            worker = Worker(self._address, job=_with_own_model(self._job), config=config, runtime=self._runtime)
+            task = asyncio.create_task(self._run(worker), name=f"worker {config.name}")
+            self._running.append((worker, task))
+        leaving, self._running = self._running[count:], self._running[:count]
+        for worker, _ in leaving:
+            worker.drain("the cluster has no more use for it")
+        if leaving:
+            tasks = [task for _, task in leaving]
+            try:
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                raise
+
+    async def aclose(self) -> None:
+        await self.scale(0)
+
+    async def _run(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except RunFailed:
+            pass  # the coordinator raises it, with more to say
+        except W5xdeError as error:
+            logger.error("worker %s has failed: %s", worker.name, error)
+            if all(task.done() for other, task in self._running if other is not worker):
+                self._on_all_lost(f"every local worker has failed: {error}")
+
+
+def _with_own_model(job: Job) -> Job:
+    """A ready-made model is the coordinator's, which trains it in place; every worker needs a replica."""
+    return dataclasses.replace(job, model=copy.deepcopy(job.model)) if isinstance(job.model, nn.Module) else job
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

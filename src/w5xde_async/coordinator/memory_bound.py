@@ -1,0 +1,56 @@
+"""What a coordinator holds at most."""
+
+from __future__ import annotations
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
+from w5xde_async.coordinator.sync.recomputation import Referee
+
+__all__ = ["EXTRA_LINKS", "memory_bound_bytes", "most_held", "most_vectors"]
+
+EXTRA_LINKS = 64  #: connections beside the workers': of strangers, and of who comes back before its old link is found
+
+
+def most_held(config: CoordinatorConfig) -> int:
+    """Finished blocks that may wait for judgement before nothing more of their step is leased."""
+    return config.max_workers * config.pacing.leases_ahead
+
+
+def most_vectors(num_leaves: int, config: CoordinatorConfig) -> int:
+    """Most result vectors that are out under the synchronous rule, and four spare.
+
+    One for each block that is open or held, and, between those, at most log2(leaves) merged ones; never more than there
+    are leaves. Audits have their own.
+    """
+    blocks = config.max_workers * config.pacing.leases_ahead
+    judged = bool(config.norm_gate or config.audit_fraction)
+    blocks = min(blocks + (most_held(config) if judged else 0), num_leaves)
+    merged = min(num_leaves, (blocks + 1) * max(1, num_leaves.bit_length()))
+    return merged + 4 + (config.audit.most_open if judged else 0)
+
+
+def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
+    """Most bytes that a coordinator holds for its workers, beside model, optimizer and samples that wait for a lease:
+    those of two steps under the synchronous rule, of as many as there are leases and one more under others.
+
+    Result vectors (``most_vectors``), and those of the referee, which while it computes also holds a model; for each
+    connection 256 KiB of read-ahead and one scratch bucket; for each worker what is queued for it (``credit_bytes``;
+    the lease that goes beyond is among the samples). Under other rules than the synchronous one: the results that
+    workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of
+    the steps that are not durable yet.
+    """
+    vectors = most_vectors(num_leaves, config) + Referee.NUM_VECTORS
+    replica_bytes = 2 * state_bytes
+    if config.durability == "journal":
+        vectors += MOST_AHEAD
+    if config.update.rule != "sync":
+        # Each worker's results under way, encoded (never more than they are raw), one decoded, and the rule's own.
+        vectors, replica_bytes = config.max_workers * config.pacing.leases_ahead + 4, 0
+        vectors += 64 if config.update.average not in ("mean", "radial") else 3
+        if config.update.compensation:  # the versions under lease
+            vectors += 2 + (16 if config.update.max_staleness is None else config.update.max_staleness)
+    if not config.update.plain:  # what is published, one copy of it being sent, and deltas that wait for the slowest
+        replica_bytes += 6 * state_bytes
+    per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
+    links_bytes = (config.max_workers + EXTRA_LINKS) * per_link + config.max_workers * config.credit_bytes
+    return vectors * vector_bytes + replica_bytes + links_bytes

@@ -1,0 +1,151 @@
+"""What shows a run to people and programs beside the screen: dashboard, metrics and trackers, opened and closed as one.
+
+A guest of the run: whatever goes wrong here is said in one line and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.monitoring.status_sampler import Observer
+from w5xde_async.hub.members.access import Security, reachable
+from w5xde_async.hub.members.roster import Hosting
+from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
+from w5xde_async.net.join import write_private_line
+from w5xde_async.net.tls import is_loopback
+from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
+from w5xde_async.telemetry.trackers import Tracking
+
+if TYPE_CHECKING:
+    from w5xde_async.telemetry.dashboard.server import Dashboard
+    from w5xde_async.telemetry.dashboard.view import LogHandler
+
+__all__ = ["Showing"]
+
+_LOGGER = "w5xde_async"
+
+
+class Showing:
+    """Subscribers of one run's bus that have a life of their own. ``open`` before the first event is published."""
+
+    def __init__(self, config: CoordinatorConfig, bus: Bus, run_path: Path | None) -> None:
+        self._config, self._bus, self._run_path = config, bus, run_path
+        self._observer: Observer | None = None
+        self._dashboard: Dashboard | None = None
+        self._tracking: Tracking | None = None
+        self._handler: LogHandler | None = None
+        self._link_file: Path | None = None
+        self._leave: list[Callable[[], None]] = []
+        self._notes: list[str] = []
+
+    @property
+    def address(self) -> str:
+        """Where the dashboard is; empty without one."""
+        return "" if self._dashboard is None else self._dashboard.address
+
+    @property
+    def link(self) -> str:
+        """The same, with the token that it may need."""
+        return "" if self._dashboard is None else self._dashboard.link
+
+    async def open(self, security: Security, settings: Mapping[str, object] | None, resumed_step: int) -> None:
+        """Start what the configuration asks for. Raises UsageError for a tracker or an address that is none.
+
+        ``settings`` are shown, the configuration where there are none.
+        """
+        if self._config.trackers:
+            folder = self._run_path or Path("runs")
+            self._tracking = Tracking(self._config.trackers, folder)
+            self._leave.append(self._bus.subscribe(self._tracking, samples=True))
+        if self._config.dashboard:
+            await self._open_dashboard(security, settings or _shown(self._config), resumed_step)
+
+    def began(self, hosting: Hosting) -> None:
+        """The run was announced, or goes on by another rule: say what was met on the way, look at it from now on."""
+        if self._observer is None:
+            self._observer = Observer(hosting)
+        else:
+            self._observer.follow(hosting)
+        notes, self._notes = self._notes, []
+        for note in notes:
+            self._bus.publish(Warned(text=note))
+
+    def tick(self, now: float) -> None:
+        """Once a second or so."""
+        if self._observer is not None:
+            self._observer.tick(now)
+
+    async def aclose(self) -> None:
+        """Let viewers and trackers have the end of the run, then go. Calling it twice is fine."""
+        for leave in self._leave:
+            leave()
+        if self._handler is not None:
+            logging.getLogger(_LOGGER).removeHandler(self._handler)
+        if self._dashboard is not None:
+            await self._dashboard.aclose()
+        loop = asyncio.get_running_loop()
+        if self._link_file is not None:
+            await loop.run_in_executor(None, partial(self._link_file.unlink, missing_ok=True))
+        if self._tracking is not None:
+            await loop.run_in_executor(None, self._tracking.close)
+
+    async def _open_dashboard(self, security: Security, settings: Mapping[str, object], resumed_step: int) -> None:
+        host, port = parse_address(self._config.dashboard, DASHBOARD_PORT)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, _import)
+        except ImportError as error:
+            self._notes.append(f"no dashboard: {error.name} is not installed (pip install 'w5xde-async[dashboard]')")
+            return
+        from w5xde_async.telemetry.dashboard.history import recorded_rows
+        from w5xde_async.telemetry.dashboard.server import Dashboard
+        from w5xde_async.telemetry.dashboard.view import LogHandler, View
+        from w5xde_async.telemetry.metrics import Metrics
+
+        local = is_loopback(host)
+        context, certificate = None, b""
+        if not local and not self._config.insecure:
+            context, certificate = await loop.run_in_executor(None, security.page_context)
+        view, metrics = View(settings), Metrics()
+        if resumed_step and self._run_path is not None:
+            path = self._run_path / "metrics.jsonl"
+            view.recall(await loop.run_in_executor(None, lambda: list(recorded_rows(path, resumed_step))))
+        shown = self._config.advertise or await loop.run_in_executor(None, reachable, host)
+        dashboard = Dashboard(
+            view, metrics, host=host, port=port, token="" if local else secrets.token_urlsafe(24), ssl=context,
+            shown="" if local else shown,
+        )  # fmt: skip
+        try:
+            await dashboard.start()
+            if self._run_path is not None:
+                self._link_file = self._run_path / LINK_FILE
+                content = DashboardLink(dashboard.link, certificate).line()
+                await loop.run_in_executor(None, write_private_line, self._link_file, content)
+        except OSError as error:
+            self._notes.append(f"no dashboard: {self._config.dashboard}: {error.strerror or error}")
+            await dashboard.aclose()
+            return
+        if dashboard.moved:
+            self._notes.append(f"port {port} is taken: the dashboard is at {dashboard.address}")
+        self._dashboard = dashboard
+        self._leave += [self._bus.subscribe(view, samples=True), self._bus.subscribe(metrics, samples=True)]
+        self._handler = LogHandler(view, loop.call_soon_threadsafe)
+        logging.getLogger(_LOGGER).addHandler(self._handler)
+
+
+def _shown(config: CoordinatorConfig) -> dict[str, object]:
+    """A configuration without its secrets, which have no place in its ``repr`` either."""
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.repr}
+
+
+def _import() -> None:
+    import w5xde_async.telemetry.dashboard.server  # noqa: F401 - takes a moment, so not on the event loop

@@ -1,0 +1,1 @@
+"""Training under rules that take results as they come. The door is ``training``."""

@@ -1,0 +1,566 @@
+"""Training under the rules that take results as they come: ``async``, ``local``, ``streaming``, ``async-local``.
+
+Work is handed out in whole steps of the sampler, each to one worker. Under ``async`` every step's gradient is a result
+of its own; under rules of local steps a worker makes an optimizer step of each and is asked, every so many, how far it
+has gone. One task (``run``) has every result judged, closes rounds and sends new versions; the rest runs on the event
+loop between its awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
+
+from w5xde_async.codecs.registry import codec as make_codec
+from w5xde_async.compute.inner import Schedule
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.outer.step_scheduler import Assigning
+from w5xde_async.coordinator.parameters.delta_publisher import Downlink
+from w5xde_async.coordinator.parameters.owner import Submission, Updating
+from w5xde_async.coordinator.parameters.receive_buffers import Intake
+from w5xde_async.coordinator.parameters.step_reports import StepReports
+from w5xde_async.data.loader import Loader
+from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
+from w5xde_async.hub.members.liveness import Held
+from w5xde_async.hub.members.roster import Commit, Counts, NonFinite
+from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.claims import Claims, seen
+from w5xde_async.hub.work.place import Place
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.ledger import Culprit
+from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.stream import StreamGrant
+from w5xde_async.store.failpoints import failpoint
+from w5xde_async.telemetry.events import Bus, StepCommitted
+from w5xde_async.updates.admission import Outcome
+from w5xde_async.updates.norm_gate import NormGateConfig
+from w5xde_async.updates.outer import OuterRule
+from w5xde_async.updates.sync import Applied
+from w5xde_async.wire.frame import Buffer, BufferSpec
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode, Welcome
+
+__all__ = ["Rounds"]
+
+_MOST_SHOWN = 32  # sample indices in a warning
+
+
+class Rounds(Assigning):
+    """One run, from where ``rule`` stands to ``total_steps`` of the sampler."""
+
+    def __init__(
+        self, *, sampler: Sampler, loader: Loader, layout: Layout, state: FlatState, rule: OuterRule,
+        schedule: Schedule | None, welcome: Welcome, welcome_buffers: Sequence[tuple[BufferSpec, Buffer]],
+        config: CoordinatorConfig, bus: Bus, total_steps: int, clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+    ) -> None:  # fmt: skip
+        """``schedule`` is what inner optimizers are set to, under rules of local steps alone."""
+        super().__init__(
+            sampler=sampler, loader=loader, layout=layout, done=rule.done, version=rule.version, schedule=schedule,
+            welcome=welcome, welcome_buffers=welcome_buffers, config=config, bus=bus, total_steps=total_steps,
+            clock=clock,
+        )  # fmt: skip
+        self.ledger.places.present = self._present
+        update, self.rule = config.update, rule
+        self.intake = Intake(layout, update.uplink_codec)
+        self.downlink: Downlink = Downlink(layout, state, update.downlink_codec)
+        self.downlink.wake = self._wake.set
+        self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)
+        self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
+        self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
+        self._reports = StepReports()
+        self._claims = Claims(layout)
+        self._skipped: dict[str, int] = {}  # worker -> steps in a row that its own optimizer has skipped
+        self._accepted: list[int] = []  # steps in the open round
+        self._senders: set[str] = set()  # workers here of which results have come
+        self._gone: list[str] = []  # and those that have left since the last result: the next one's judge is told
+        self._contributors: set[str] = set()
+        self._refused: Counter[VerdictCode] = Counter()
+        self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
+        self._leaves = self._leaves_in_vain = self._nonfinite = 0
+        self._unadded = 0  # commits since the bytes of all links were added up
+        self._began_at = self._last_commit = clock()
+        self._committed = self._followed = len(self.ledger.done)
+
+    @property
+    def progress(self) -> int:
+        return self._committed
+
+    def counts(self) -> Counts:
+        refused = self._refused
+        return Counts(
+            self._leaves, self._leaves_in_vain, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
+            refused[VerdictCode.REJECTED], self.num_backups,
+        )  # fmt: skip
+
+    # -- the run -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        self._last_commit = self.clock()
+        if self.rule.due:  # the checkpoint was made between a result and its commit
+            await self._commit(0)
+        self._schedule()
+        while self._failure is None and not self._ended():
+            self._wake.clear()
+            if due := self.downlink.due:
+                await self._send_lacking(due)
+            elif self._inbox:
+                await self._judge(self._inbox.popleft())
+            else:
+                fragment, look = self.turns.closing(self.clock()) if self._with_quorum else (None, None)
+                if fragment is not None:
+                    await self._commit(fragment)
+                else:
+                    await self._sleep(look)
+        await self._close_rounds()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _close_rounds(self) -> None:
+        """Commit what came after the last round that closed: at the end of the data, and at a stop or a failure too.
+
+        An open round is a whole one of fewer results. So whatever counts as done is in a version, in a checkpoint and
+        in a line of the metrics, and nobody computes it again.
+        """
+        if self.aggregator.torn:
+            return
+        failure, self._failure = self._failure, None
+        try:
+            for fragment in range(len(self._buckets)):
+                if self.rule.pending(fragment):
+                    await self._commit(fragment)
+            if self._accepted:  # steps of which no fragment was left to commit
+                await self._commit(0)
+            self._follow()
+        except UpdateFailed as error:
+            self._failure = error
+        self._failure = failure or self._failure
+
+    def _ended(self) -> bool:
+        if self._inbox:
+            return False
+        if self._stopping:
+            busy = any(self.ledger.num_held(worker) for worker in self.sessions)
+            return not busy or self.clock() >= self._stop_at
+        return self.ledger.complete and not self.ledger.num_open
+
+    async def _sleep(self, look: float | None) -> None:
+        """Until something happens, or ``look`` (on the clock) has come."""
+        until = [at for at in (look, self._stop_at if self._stopping else None) if at is not None]
+        try:
+            async with asyncio.timeout(max(0.0, min(until) - self.clock()) if until else None):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
+        super().retune(codec, downlink, inner_steps)
+        self.intake.allow(make_codec(codec))
+        if self.downlink.deltas:
+            self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
+        self.turns.inner_steps = max(inner_steps, 1)
+
+    def stop(self) -> None:
+        super().stop()
+        for worker in self.sessions:
+            self._give_back_unbegun(worker)
+        self._schedule()
+
+    async def aclose(self) -> None:
+        """Wait for the loader and the thread that owns the parameters."""
+        await self.loader.aclose()
+        await self.aggregator.aclose()
+
+    async def _send_lacking(self, due: Sequence[Session]) -> None:
+        """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
+        pieces = await self.aggregator.submit(partial(self.downlink.whole, self.downlink.lacks(due)))
+        here = [session for session in due if self.sessions.get(session.worker_id) is session]
+        new = [session for session in here if session.current_version < 0]
+        for session in new:
+            self.turns.of(session.worker_id).blocked = False
+        self.downlink.send_lacking(here, self.version, pieces)
+        if new:
+            self._schedule()  # who is new may back others up
+        else:
+            self._schedule_after(session.worker_id for session in here)
+
+    async def _judge(self, given: Submission) -> None:
+        counted = sum(self._plan(step).num_samples for step in given.steps)
+        session = self.sessions.get(given.worker)
+        code, reason = VerdictCode.REJECTED, "it does not decode"
+        outcome: Outcome | None = None
+        try:
+            vouched = self.ledger.vouched(given.lease, given.worker, len(self.sessions))
+            outcome = await self.aggregator.offer(given, counted, vouched)
+            code, reason = outcome.verdict, outcome.reason
+        except MalformedFrame as error:
+            if session is not None:
+                session.abort(f"broke the protocol: {error}")
+        accepted = code is VerdictCode.APPLIED
+        self._stalenesses.append(max(0, self.version - given.version))
+        counts = accepted or self._streams  # other fragments have it: doing it again would count it twice in those
+        given_up: tuple[int, ...] = ()
+        if outcome is not None and code is VerdictCode.REJECTED and not self._streams:
+            given_up = self.ledger.refuse(given.lease, given.worker, outcome.norm, self._most_tries(outcome))
+        else:
+            self.ledger.settle(given.lease, accepted=counts)
+        # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.
+        finite = outcome is not None and (code is VerdictCode.STALE or math.isfinite(outcome.norm))
+        kept = given.samples if self._streams and not accepted and finite else 0
+        self.turns.answered(given.worker, given.lease, self.clock(), kept=kept)
+        leaves = sum(self._plan(step).num_leaves for step in given.steps)
+        if not counts and not given_up:
+            self._reports.forget(given.steps)
+        if counts:
+            self._accepted.extend(given.steps)
+            self._leaves += leaves
+            self.samples_applied += counted
+            for step in given.steps:
+                self._plans.pop(step, None)
+                self.loader.close_step(step)
+        if accepted:
+            self._contributors.add(given.worker)
+            self.ledger.places.delivered(given.worker)
+        else:
+            self._refused[code] += 1
+            self._leaves_in_vain += leaves
+            if self._on_demand and session is not None:
+                self.downlink.catch_up(session)  # what it has is too old: nobody else would tell it
+        self.verdicts.decided(given.lease, code, reason)
+        if given_up and outcome is not None:
+            await self._give_up(given_up, outcome)
+        if self.rule.due:
+            await self._commit(0)
+        elif not accepted and self._local and not self._with_quorum:
+            self._unblock(given.worker)
+        self._unjudged[given.worker] -= 1  # not before: what is leased meanwhile would be of an old version
+        self._let_go(given.worker)
+        self._schedule_after((given.worker,))
+
+    def _most_tries(self, outcome: Outcome) -> int:
+        """Of a step whose results are refused. The norm gate learns anew after a while, and then it may count."""
+        most = self.config.max_leaf_failures
+        return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
+
+    async def _give_up(self, steps: Sequence[int], outcome: Outcome) -> None:
+        """Nothing that workers make of these steps can count: the run goes on without them."""
+        await self.aggregator.submit(partial(self.rule.skip, steps))
+        for step in steps:
+            plan = self._plans.pop(step, None) or self.sampler.plan(step)
+            self.loader.close_step(step)
+            samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
+            shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
+            self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
+        if not math.isfinite(outcome.norm):
+            self._count_nonfinite(skipped=True)
+            self.accounts.steps_skipped += len(steps)
+        rate = float(self.rule.optimizer.param_groups[0]["lr"])
+        self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
+        self._follow()
+
+    def _count_own_steps(self, worker: str, *, skipped: bool) -> None:
+        """A worker's own optimizer skipped a step, or not. Training diverges where every worker says so: one alone may
+        be at fault, or lie."""
+        self._skipped[worker] = self._skipped.get(worker, 0) + 1 if skipped else 0
+        if not skipped:
+            return  # with nearly every step; nobody else need be looked at
+        counts = [self._skipped.get(one, 0) for one in {*self._present(), worker}]
+        if all(counts) and sum(counts) >= self.config.max_nonfinite_steps:
+            self.fail(NonFinite(self.progress, sum(counts)))
+
+    def _count_nonfinite(self, *, skipped: bool) -> None:
+        self._nonfinite = self._nonfinite + 1 if skipped else 0
+        if self._nonfinite >= self.config.max_nonfinite_steps:
+            self.fail(NonFinite(self.progress, self._nonfinite))
+
+    async def _commit(self, fragment: int) -> None:
+        waited = self.clock() - self._last_commit
+        if self.config.update.compensation:
+            self.rule.oldest = self._oldest_needed()
+        applied, pieces = await self.aggregator.commit(fragment, self.progress)
+        failpoint("publish.before")
+        self.version += 1
+        self.verdicts.version = self.version
+        now = self.clock()
+        if self._with_quorum:
+            at_work = [w for w in self.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
+            self.turns.closed(fragment, now, at_work)
+        contributors = sorted(worker for worker in self._contributors if worker in self.sessions)
+        told = [self.sessions[worker] for worker in contributors] if self._on_demand else list(self.sessions.values())
+        self.downlink.send(told, self.version, pieces)
+        for worker in contributors:
+            self._unblock(worker)
+        self._contributors.clear()
+        failpoint("publish.after")
+        if self._accepted or not self._streams:
+            skipped = applied is not None and applied.skipped
+            if skipped:
+                self._warn(f"version {self.version} was skipped: its gradient is not finite")
+            if not self._local:  # else the steps themselves are counted
+                self._count_nonfinite(skipped=skipped)
+            steps, self._accepted = self._accepted, []
+            if skipped:
+                self.accounts.steps_skipped += len(steps)
+            self._note(applied, waited, steps)
+            self._follow()
+        if self._on_demand:
+            self._schedule_after(contributors)
+        else:
+            self._schedule()
+
+    def _unblock(self, worker: str) -> None:
+        if worker in self.sessions:
+            pace = self.turns.of(worker)
+            pace.blocked = False
+            # Where rounds close, what it is leased after it was asked needs a later version anyway (``_ask``).
+            if not self._with_quorum:
+                pace.min_version = self.version
+
+    def _note(self, applied: Applied | None, waited: float, steps: Sequence[int]) -> None:
+        now = self.clock()
+        stalenesses, self._stalenesses = self._stalenesses, []
+        summary = self._reports.take(steps)
+        self._committed += len(steps)
+        seconds, self._last_commit = now - self._last_commit, now
+        if summary is None:
+            return
+        self.last_loss = summary.loss
+        phases = {"wait": waited, "reduce": self.aggregator.decode_s, "apply": self.aggregator.apply_s}
+        self.aggregator.decode_s = self.aggregator.apply_s = 0.0
+        if self.bus.active:
+            sent, received = self._recent_traffic()
+            event = StepCommitted(
+                step=self.progress, epoch=max(0, self.progress - 1) // self.sampler.steps_per_epoch,
+                loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
+                learning_rate=self._learning_rate(applied, steps), loss_scale=1.0,
+                skipped=applied is not None and applied.skipped, seconds=seconds,
+                gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.sessions),
+                bytes_sent=sent, bytes_received=received, phases_s=phases,
+                staleness=sum(stalenesses) / len(stalenesses) if stalenesses else None,
+            )  # fmt: skip
+            self.bus.publish(event)
+        failpoint("commit.after")
+
+    def _recent_traffic(self) -> tuple[int, int]:
+        """Bytes sent and received since they were last added up, which takes a look at every link: where every result
+        is a commit that is done once in as many commits as there are members, and at the end."""
+        self._unadded += 1
+        if self._on_demand and self._unadded < len(self.sessions) and not self.ledger.complete:
+            return 0, 0
+        self._unadded = 0
+        return self._traffic()
+
+    def _follow(self) -> None:
+        """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told."""
+        if not self._accepted and self.progress > self._followed:
+            before, self._followed = self._followed, self.progress
+            self.on_commit(Commit(step=self.progress, before=before))
+
+    def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
+        """Of the workers' optimizers where they have some, else of our own."""
+        if self.schedule is not None:
+            return self.schedule.rows(max(steps), 1)[0][0]
+        return 0.0 if applied is None else applied.learning_rate
+
+    # -- session.Host --------------------------------------------------------------------------------------
+
+    def _introduce(self, session: Session) -> None:
+        self.ledger.returned(session.worker_id)
+        self.ledger.places.joined(session.worker_id, session.place)
+        self.turns.join(session.worker_id, self.version)
+        self.turns.of(session.worker_id).blocked = True  # until it is being sent the parameters
+        self.downlink.join(session)
+
+    def _forget(self, session: Session) -> None:
+        self.intake.left(session)
+        self.downlink.forget(session)
+
+    def _take_back(self, session: Session) -> int:
+        worker = session.worker_id
+        for grant in self.ledger.held(worker):
+            self.intake.drop(grant.lease)
+        self._reports.forget(self.ledger.carried(worker))
+        returned, culprit = self.ledger.lose(worker, died=session.vanished)
+        self._waiting.pop(worker, None)
+        self.turns.leave(worker)
+        self.pacing.forget(worker)
+        self._submitting.forget(worker)
+        self._skipped.pop(worker, None)
+        if worker in self._senders:
+            self._senders.discard(worker)
+            self._gone.append(worker)
+        if culprit is not None and self._failure is None:
+            self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
+        return returned
+
+    def _revoke(self, grant: Held, reason: str) -> None:
+        self.intake.drop(grant.lease)  # what came of it already
+        super()._revoke(grant, reason)
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
+        grant = self.ledger.get(result.lease)
+        if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
+            return Place(None, self.ledger.past(session.worker_id, result.lease) is not None)
+        if result.bucket not in self._wanted(grant):
+            raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease}, which was not asked for")
+        return self.intake.place(session, result, spec)
+
+    def _wanted(self, grant: StreamGrant) -> Sequence[int]:
+        """Buckets that a lease's result may have."""
+        if not self._local:
+            return self._buckets[0]
+        return () if grant.step >= 0 else self._buckets[self.turns.of(grant.worker).asked[grant.lease]]
+
+    def arrived(self, session: Session, result: Result) -> None:
+        self.intake.arrived(session)
+        if self.ledger.get(result.lease) is None:  # it ended meanwhile
+            self.intake.drop(result.lease)
+
+    def done(self, session: Session, done: Done) -> None:
+        worker, now = session.worker_id, self.clock()
+        member = self.membership.members.get(worker)
+        owed = member is not None and done.lease in member.owes
+        grant = self.ledger.get(done.lease)
+        if grant is None or grant.worker != worker:
+            self._answered(session, done.lease)
+            self._stale(session, done, owed=owed)
+            self._schedule(worker)
+            return
+        member_s = 0.0 if member is None else now - member.joined_at
+        elapsed_s = now - self.ledger.began_at(grant)
+        if grant.step >= 0:
+            leaves = self._plan(grant.step).num_leaves
+            done = self._claims.check(session.principal, done, leaves, elapsed_s=elapsed_s, member_s=member_s)
+        else:
+            self._claims.check_lists(done)
+            done = seen(done, elapsed_s, member_s, self.layout.vector_bytes)
+        self._answered(session, done.lease)
+        if member is not None:
+            self._note_coding(session, member, done)
+        if grant.step >= 0:
+            self._reports.keep(self._plan(grant.step), done)
+            # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
+            taken_s = None if self._local else now - self.ledger.began_at(grant)
+            self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
+            if member is not None:
+                plan = self._plan(grant.step)
+                member.leaves += plan.num_leaves
+                member.samples += plan.num_samples
+                member.compute_s += done.compute_s
+                member.wait_s += done.wait_s
+        if grant.step >= 0 and self._local:
+            self.ledger.carry(done.lease, now)
+            # Whose optimizer skipped the step has no result of it.
+            finite = all(map(math.isfinite, done.losses))
+            if not finite:
+                self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
+            self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
+            self.accounts.steps_skipped += bool(done.absent) or not finite
+            self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
+            self.loader.close_step(grant.step)
+            self.turns.carried(worker, self._plan(grant.step).num_samples)
+        else:
+            self._submitted(session, grant, done, now)
+        self._let_go(worker)
+        self._schedule(worker)
+
+    def _submitted(self, session: Session, grant: StreamGrant, done: Done, now: float) -> None:
+        if done.version > self.version:
+            raise RemoteError(f"it sent a result for version {done.version} before that version was published")
+        self.verdicts.confirmed(grant.worker, done.version)
+        wanted = set(self._wanted(grant)) - set(done.absent)
+        missing = wanted - self.intake.has(done.lease)
+        if missing:
+            raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing)}")
+        fragment = self.turns.of(grant.worker).asked.get(done.lease, 0)
+        parts = self.intake.take(done.lease)
+        if grant.step < 0:
+            taken_s = now - self.ledger.began_at(grant)
+            self._submitting.observe(grant.worker, 1, taken_s)
+        steps, other = self.ledger.submitted(done.lease, now)
+        if other is not None:
+            self.pacing.overtaken(other.worker, 1, now - self.ledger.began_at(other))
+            self._revoke(other, "another worker was faster")
+            self._liveness.await_answer(other.worker)
+        samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples
+        if not samples:  # it carried nothing
+            self.intake.release(parts)
+            self.ledger.settle(done.lease, accepted=False)
+            self.turns.answered(grant.worker, done.lease, now)
+            self._unblock(grant.worker)
+            self.verdicts.answered(done.lease, grant.worker, VerdictCode.STALE, "there was nothing in it")
+            return
+        submission = Submission(
+            lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
+            fragment=fragment, untouched=done.untouched, workers=len(self.sessions),
+            gone=tuple(self._gone),
+        )  # fmt: skip
+        self.verdicts.finished(done.lease, grant.worker)
+        self._needs(done.lease, done.version)
+        self._gone.clear()
+        self._senders.add(grant.worker)
+        self._inbox.append(submission)
+        self._unjudged[grant.worker] += 1
+
+    def _stale(self, session: Session, done: Done, *, owed: bool) -> None:
+        past = self.ledger.past(session.worker_id, done.lease)
+        if not done.losses:
+            return  # a lease that was revoked before it was begun
+        duplicate = self.ledger.is_duplicate(done.lease)
+        code = VerdictCode.DUPLICATE if duplicate else VerdictCode.STALE
+        self._refused[code] += 1
+        self._leaves_in_vain += len(done.losses)
+        reason = "its step had been computed" if duplicate else "the lease had ended"
+        self.verdicts.answered(done.lease, session.worker_id, code, reason)
+        if past is not None and past.step >= 0:
+            taken_s = self.clock() - past.granted_at
+            if owed:
+                self.pacing.observe_late(session.worker_id, 1, min(done.compute_s, taken_s), taken_s)
+            if self._local:
+                # Its parameters have a step in them that another has been given: it begins anew.
+                session.abort("it computed a step that had been given to another")
+
+    def failed(self, session: Session, failed: Failed) -> None:
+        self._answered(session, failed.lease)
+        grant = self.ledger.get(failed.lease)
+        if grant is None or grant.worker != session.worker_id or grant.step < 0:
+            self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
+            return
+        self.intake.drop(failed.lease)
+        culprit = self.ledger.fail(failed.lease)
+        self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
+        if culprit is None:
+            self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
+        else:
+            self._blame(culprit, failed.traceback[-8000:], max(failed.leaf, 0))
+        self._schedule_after((session.worker_id,))
+
+    def _blame(self, culprit: Culprit, traceback: str, leaf: int = 0) -> None:
+        plan = self.sampler.plan(culprit.step)
+        leaf = min(leaf, plan.num_leaves - 1)
+        self.fail(LeafFailed(culprit.step, leaf, plan.leaf_indices(leaf).tolist(), culprit.attempts, traceback))
+
+    def draining(self, session: Session, drain: Drain) -> None:
+        member = self.membership.members.get(session.worker_id)
+        if member is not None:
+            member.standing = Standing.DRAINING
+            self._give_back_unbegun(session.worker_id)
+        self._schedule()
+        self._let_go(session.worker_id)
+
+    def _let_go(self, worker: str) -> None:
+        """Say goodbye to one that wants to leave and owes nothing more."""
+        member, session = self.membership.members.get(worker), self.sessions.get(worker)
+        if member is None or session is None or member.standing is not Standing.DRAINING:
+            return
+        owes = self._streams and any(self.turns.owes(worker, fragment) for fragment in range(len(self._buckets)))
+        if self.ledger.num_held(worker) or self.ledger.carried(worker) or owes or self._unjudged[worker]:
+            return  # a verdict is owed to it as well: it tells what its codec has left out
+        session.say_goodbye(ByeCode.LEAVING, "drained")

@@ -1,0 +1,1 @@
+"""Who owns the parameters, how they are published, where results are received."""

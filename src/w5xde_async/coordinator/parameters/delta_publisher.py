@@ -1,0 +1,247 @@
+"""The parameters on their way out, encoded once a version and sent to all who need it.
+
+``published`` is what workers hold. With an exact downlink it is the parameters themselves, as they were at the commit;
+with a lossy one each version sends c = C(theta - published) and published += D(c), so what one delta leaves out is in
+the next, and every worker holds the same bits.
+
+What a worker is being sent is never taken back, however slow its link: a version that has been begun is finished. A
+version that it is not sent leaves its buckets lacking, and once all that is on its way has left, the worker is ``due``:
+it is sent what it lacks of ``published`` as it then is, whole, and follows again. So is one that has come anew, which
+lacks everything.
+
+``advance`` and ``whole`` run in the aggregator's thread, the rest on the loop's. Frames are copies: a later commit does
+not touch what is still being sent. Memory: ``published`` (with a lossy codec); for those that were due at the same time
+one copy of what they lacked, while it leaves; and the deltas that wait for the slowest worker, of a worker at most as
+many bytes as the model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from w5xde_async.codecs.codec import BytePool, Codec
+from w5xde_async.hub.members.session import Session
+from w5xde_async.params.flat import FlatState, bytes_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.updates.forms import form_of, is_coded_down
+from w5xde_async.wire.frame import Buffer, BufferSpec, encode
+from w5xde_async.wire.messages import Params
+
+__all__ = ["Downlink", "Piece"]
+
+_MOST_QUEUED = 1024  # versions that may wait for one worker, where there is next to nothing in them
+
+
+class Piece(NamedTuple):
+    """One bucket, encoded: its bytes belong to whoever sends them."""
+
+    bucket: int
+    spec: BufferSpec
+    data: Buffer
+    delta: bool
+
+
+@dataclass(slots=True)
+class _Way:
+    """What is on its way to one worker."""
+
+    queued: dict[int, int] = field(default_factory=dict)  # version that has not left yet -> its bytes, as deltas
+    newest: dict[int, int] = field(default_factory=dict)  # bucket -> version on its way that brings its newest value
+    behind: bool = False  # it is to be sent what it lacks
+    left: int = -1  # the newest version that has left whole
+    seen: int = 0  # ``Downlink.sent`` when ``Session.unsent`` was last right
+
+
+class Downlink:
+    """One run's published parameters. ``wake`` is called when a worker has become ``due``."""
+
+    def __init__(self, layout: Layout, state: FlatState, codec: Codec) -> None:
+        self.layout, self.codec, self._state = layout, codec, state
+        self.wake: Callable[[], object] = lambda: None
+        self.deltas = codec.name != "raw"
+        # As many bytes of deltas pile up while the model is sent whole only where the link carries less than they are:
+        # whoever can follow at all gets there. Versions that are whole themselves take each other's place.
+        self._most_bytes = sum(layout.state_nbytes(bucket) for bucket in layout.buckets) if self.deltas else 0
+        self._published = state
+        if self.deltas:
+            self._published = FlatState(layout)
+            for mine, theirs in zip(self._published.groups, state.groups, strict=True):
+                mine.copy_(theirs)
+        self._pool = BytePool()
+        self._encoders = {
+            b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded_down(layout, b)
+        }
+        self._ways: dict[Session, _Way] = {}
+        self._due: dict[Session, _Way] = {}  # those that are behind and are not being sent anything
+        self._changed: dict[int, int] = {}  # bucket -> ``sent`` when it last changed
+        self._made = 0  # versions that ``advance`` has made
+        self.sent = 0  #: versions that ``send`` has sent
+        self.raw_bytes = self.encoded_bytes = 0  #: of the deltas, before and after
+
+    # -- in the aggregator's thread ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advance(self, changed: Iterable[int]) -> list[Piece]:
+        """What tells the new version from the one before."""
+        self._made += 1
+        if not self.deltas:
+            return self.whole(changed)
+        pieces = []
+        for number in changed:
+            bucket = self.layout.buckets[number]
+            encoder = self._encoders.get(number)
+            mine, theirs = self._published.bucket(bucket), self._state.bucket(bucket)
+            if encoder is None:
+                mine.copy_(theirs)
+                pieces.append(self._raw(number))
+                continue
+            if self.codec.exact:  # a + (b - a) is not b: what is to keep its bits travels as it is
+                mine.copy_(theirs)
+                encoded = encoder.encode(theirs, self._pool)
+            else:
+                encoded = encoder.encode(theirs - mine, self._pool)
+                encoded.codec.add_to(encoded.data, encoder.form, mine)
+            data = bytes(encoded.view)
+            self._pool.give(encoded.data)
+            self.raw_bytes += 4 * bucket.numel
+            self.encoded_bytes += len(data)
+            spec = BufferSpec("", "uint8", (len(data),), encoded.codec.name, len(data))
+            if encoded.codec.name == "raw":  # where lz4 did not pay
+                spec = BufferSpec("", "float32", (bucket.numel,), "raw", len(data))
+            pieces.append(Piece(number, spec, data, not self.codec.exact))
+        return pieces
+
+    def whole(self, buckets: Iterable[int] | None = None) -> list[Piece]:
+        """``buckets`` (all of them) as they are published."""
+        numbers = range(len(self.layout.buckets)) if buckets is None else buckets
+        return [self._raw(number) for number in numbers]
+
+    def copy(self, buckets: Iterable[int]) -> tuple[int, list[Piece]]:
+        """``whole``, and after how many versions of ``advance``: equal to ``sent`` where none is on its way."""
+        return self._made, self.whole(buckets)
+
+    def _raw(self, number: int) -> Piece:
+        bucket = self.layout.buckets[number]
+        dtype = str(self.layout.groups[bucket.group].dtype).removeprefix("torch.")
+        data = bytes(bytes_of(self._published.bucket(bucket)))
+        return Piece(number, BufferSpec("", dtype, (bucket.numel,), "raw", len(data)), data, False)
+
+    def change(self, codec: Codec) -> None:
+        """Write the next versions by another codec."""
+        self.codec = codec
+        self._encoders = {number: codec.encoder(encoder.form) for number, encoder in self._encoders.items()}
+
+    # -- on the loop's thread ------------------------------------------------------------------------------
+
+    def join(self, session: Session) -> None:
+        """A worker has come: it lacks everything."""
+        self._ways[session] = _Way(seen=self.sent)
+        session.unsent.update(range(len(self.layout.buckets)))
+        self.catch_up(session)
+
+    def forget(self, session: Session) -> None:
+        """The session has ended."""
+        self._ways.pop(session, None)
+        self._due.pop(session, None)
+
+    def catch_up(self, session: Session) -> None:
+        """The worker is to be sent what it lacks when all that is on its way to it has left."""
+        way = self._ways.get(session)
+        if way is not None:  # it may have left
+            way.behind = True
+            if not way.queued:
+                self._due[session] = way
+                self.wake()
+
+    def has_left(self, session: Session, version: int) -> bool:
+        """Whether ``version`` or a newer one has been sent to the worker whole."""
+        way = self._ways.get(session)
+        return way is not None and way.left >= version
+
+    @property
+    def due(self) -> list[Session]:
+        """Those that are to be sent what they lack, now."""
+        return list(self._due)
+
+    def lacks(self, sessions: Iterable[Session]) -> list[int]:
+        """Buckets whose newest value one of them or another has not been sent."""
+        return sorted(set[int]().union(*(self._unsent(session, self._ways[session]) for session in sessions)))
+
+    def _unsent(self, session: Session, way: _Way) -> set[int]:
+        """``Session.unsent``, made right: a version costs nothing for those that are not sent it."""
+        if way.seen != self.sent:
+            for bucket, at in self._changed.items():
+                if at > way.seen:
+                    session.unsent.add(bucket)
+                    way.newest.pop(bucket, None)
+            way.seen = self.sent
+        return session.unsent
+
+    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+        """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
+        told_to = [(session, self._ways[session]) for session in sessions]
+        for session, way in told_to:
+            self._unsent(session, way)
+        self.sent += 1
+        self._changed.update((piece.bucket, self.sent) for piece in pieces)
+        frames = self._frames(version, pieces)
+        nbytes = sum(len(piece.data) for piece in pieces)
+        told = {piece.bucket for piece in pieces}
+        for session, way in told_to:
+            waits = bool(way.queued) and (
+                sum(way.queued.values()) + nbytes > self._most_bytes or len(way.queued) >= _MOST_QUEUED
+            )
+            if not way.behind and not waits and session.unsent - told <= way.newest.keys():
+                way.seen = self.sent
+                self._post(session, way, version, frames, nbytes)
+            else:
+                self._unsent(session, way)
+                self.catch_up(session)
+
+    def send_lacking(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+        """Queue what those that are ``due`` lack at ``version``: ``pieces`` has it all, whole."""
+        frames: dict[tuple[int, ...], list[tuple[int, list[Buffer]]]] = {}
+        for session in sessions:
+            way = self._ways[session]
+            lacking = tuple(sorted(self._unsent(session, way)))
+            if lacking not in frames:
+                frames[lacking] = self._frames(version, [piece for piece in pieces if piece.bucket in session.unsent])
+            way.behind = False
+            self._due.pop(session, None)
+            self._post(session, way, version, frames[lacking], 0)
+
+    def _frames(self, version: int, pieces: Sequence[Piece]) -> list[tuple[int, list[Buffer]]]:
+        if not pieces:
+            return [(-1, encode(Params(version, 0, 0, 1.0)))]
+        frames = []
+        for bucket, spec, data, delta in pieces:
+            frames.append((bucket, encode(Params(version, bucket, len(pieces), 1.0, delta), [(spec, data)])))
+        return frames
+
+    def _post(
+        self, session: Session, way: _Way, version: int, frames: Sequence[tuple[int, list[Buffer]]], nbytes: int
+    ) -> None:
+        session.current_version = version
+        way.queued[version] = nbytes
+        last = len(frames) - 1
+        for position, (bucket, chunks) in enumerate(frames):
+            if bucket >= 0:
+                session.unsent.add(bucket)
+                way.newest[bucket] = version
+
+            def sent(bucket: int = bucket, ends: bool = position == last) -> None:
+                if way.newest.get(bucket) == version:
+                    del way.newest[bucket]
+                    session.unsent.discard(bucket)
+                if ends:
+                    del way.queued[version]
+                    way.left = version
+                    if way.behind and not way.queued and self._ways.get(session) is way:
+                        self._due[session] = way
+                        self.wake()
+
+            session.outbox.post(chunks, sent=sent, version=version)

@@ -1,0 +1,133 @@
+"""Results that a codec wrote, on their way in: received into pooled bytes, decoded in the aggregator's thread.
+
+Nothing is allocated before the result's lease, bucket, codec and size have been found right. Memory: at most what the
+open leases' buckets come to, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from w5xde_async.codecs.codec import BytePool, Codec, as_view
+from w5xde_async.errors import RemoteError
+from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.place import Place
+from w5xde_async.params.flat import ResultVector, bytes_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.updates.forms import forms_of
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import Result
+
+__all__ = ["Intake", "Part"]
+
+
+class Part(NamedTuple):
+    """One bucket as it came. ``codec`` None: as it lies in memory."""
+
+    codec: Codec | None
+    data: Tensor
+
+
+class Intake:
+    """The bytes of the leases under way. ``codec``: the one that workers were told to use."""
+
+    def __init__(self, layout: Layout, codec: Codec) -> None:
+        self.layout, self.codec = layout, codec
+        self.pool = BytePool()
+        self._codecs = {known.name: known for known in codec.alternatives if known.name != "raw"}
+        self._forms = forms_of(layout)
+        self._parts: dict[int, dict[int, Part]] = {}
+        self._receiving: dict[Session, tuple[int, int, Part]] = {}
+
+    def allow(self, codec: Codec) -> None:
+        """Results may come in this codec too: workers were told to use it from now on."""
+        self.codec = codec
+        self._codecs |= {known.name: known for known in codec.alternatives if known.name != "raw"}
+
+    def check(self, result: Result, spec: BufferSpec) -> Codec | None:
+        """The codec of a result of the right dtype and size, whatever becomes of it; None for a raw one.
+
+        Raises RemoteError, FrameTooLarge, MalformedFrame for a wrong one.
+        """
+        buckets = self.layout.result_buckets
+        if result.bucket >= len(buckets):
+            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
+        bucket, form = buckets[result.bucket], self._forms.get(result.bucket)
+        codec = None if form is None else self._codecs.get(spec.codec)
+        if codec is not None and form is not None:
+            if spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
+                raise RemoteError(f"bucket {result.bucket} in codec {spec.codec} is {spec.dtype}{list(spec.shape)}")
+            codec.check_nbytes(form, spec.nbytes)
+        else:
+            dtype = str(self.layout.groups[bucket.group].result_dtype).removeprefix("torch.")
+            if spec.codec != "raw" or spec.dtype != dtype or spec.shape != (bucket.numel,):
+                raise RemoteError(
+                    f"bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}, "
+                    f"not {dtype}[{bucket.numel}] in {self.codec.name if form is not None else 'raw'}"
+                )
+        return codec
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+        """Where an explained result goes. Raises as ``check`` does."""
+        codec = self.check(result, spec)
+        if result.bucket in self._parts.get(result.lease, ()):
+            return Place(None, True)
+        part = Part(codec, self.pool.take(spec.nbytes))
+        self._receiving[session] = (result.lease, result.bucket, part)
+        return Place(as_view(part.data), True)
+
+    def arrived(self, session: Session) -> None:
+        """What was placed for this session is complete."""
+        lease, bucket, part = self._receiving.pop(session)
+        self._parts.setdefault(lease, {})[bucket] = part
+
+    def read(self, session: Session, result: Result, target: Tensor) -> None:
+        """What was placed for this session is complete: decode it into ``target`` at once. Raises MalformedFrame."""
+        _, bucket, part = self._receiving.pop(session)
+        assert part.codec is not None
+        try:
+            part.codec.decode(part.data, self._forms[bucket], target)
+        finally:
+            self.pool.give(part.data)
+
+    def left(self, session: Session) -> None:
+        """The session has ended: nothing writes for it any more."""
+        receiving = self._receiving.pop(session, None)
+        if receiving is not None:
+            self.pool.give(receiving[2].data)
+
+    def has(self, lease: int) -> frozenset[int]:
+        """Buckets of a lease that have come."""
+        return frozenset(self._parts.get(lease, ()))
+
+    def take(self, lease: int) -> dict[int, Part]:
+        """All that came for a lease; ``release`` it afterwards."""
+        return self._parts.pop(lease, {})
+
+    def drop(self, lease: int) -> None:
+        """The lease is void."""
+        self.release(self._parts.pop(lease, {}))
+
+    def release(self, parts: Mapping[int, Part]) -> None:
+        """The bytes are not needed any more. Any thread."""
+        for part in parts.values():
+            self.pool.give(part.data)
+
+    def decode(self, parts: Mapping[int, Part], vector: ResultVector) -> list[bool]:
+        """Read parts into ``vector``; per result bucket whether it is there. In the aggregator's thread.
+
+        Raises MalformedFrame. Buckets that are not there are zero (the neutral element for maxima).
+        """
+        vector.reset()
+        present = [False] * len(self.layout.result_buckets)
+        for number, part in parts.items():
+            target = vector.buckets[number]
+            if part.codec is None:
+                bytes_of(target)[:] = as_view(part.data)
+            else:
+                part.codec.decode(part.data, self._forms[number], target)
+            present[number] = True
+        return present

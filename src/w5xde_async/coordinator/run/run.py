@@ -1,0 +1,150 @@
+"""The phases of a run: one training after the other over the same parameters, listener and directory.
+
+Most runs have one. Under ``auto`` the first steps are exact synchronous ones, and where the links ask for another rule
+the run goes on by that one: workers connect anew, and what was computed so far counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability.checkpointing import Following
+from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.run.making import make_training
+from w5xde_async.coordinator.run.startup import Prepared, change_rule
+from w5xde_async.coordinator.run.strategy_tuner import Autotuning, chosen
+from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.data.loader import Loader
+from w5xde_async.errors import JobError, UsageError
+from w5xde_async.hub.members.roster import Commit, Hosting
+from w5xde_async.runtime import Runtime
+from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import ByeCode
+
+__all__ = ["Phases", "gone"]
+
+
+async def gone(training: Hosting) -> None:
+    """Workers close when they have read the last message; nobody waits long for one that does not."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2.0):
+            while training.sessions:
+                await next(iter(training.sessions.values())).ended.wait()
+
+
+class Phases:
+    """``training`` and ``following`` are those of the phase that goes on."""
+
+    def __init__(
+        self, prepared: Prepared, config: CoordinatorConfig, bus: Bus, *, name: str, reference: str, runtime: Runtime
+    ) -> None:
+        """``reference``: how other processes load the job; "" where they cannot."""
+        self._prepared, self._bus, self._name, self._reference = prepared, bus, name, reference
+        self._runtime = runtime
+        self.config = config
+        self.on_quarantine: Callable[[str, str], None] = lambda name, reason: None
+        self.on_change: Callable[[Hosting], None] = lambda hosting: None
+        self._stopping = False
+        self._tuning: Autotuning | None = None
+        self.training = self._begin()
+        self.following = Following(prepared, self.training, self.config, bus, runtime.executor)
+        if config.auto:
+            leaves = prepared.sampler.plan(0).num_leaves
+            self._tuning = Autotuning(leaves, lambda text: bus.publish(Warned(text=text)), prepared.possible)
+            self._tuning.resume(prepared.update, prepared.first_step)
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Train to the end, a stop or a failure (which is raised)."""
+        while True:
+            training, following, tuning = self.training, self.following, self._tuning
+            tracing = tasks.create_task(training.programs.run(self._reference, self._prepared), name="trace")
+
+            def committed(
+                commit: Commit, training: Training | Rounds = training, following: Following = following
+            ) -> None:
+                following.on_commit(commit, tasks)
+                if self._tuning is not None and self._tuning.after_commit(training):
+                    training.stop()
+
+            training.on_commit = committed
+            try:
+                await training.run()
+            finally:
+                tracing.cancel()
+            more = tuning is not None and not self._stopping and training.progress < training.total_steps
+            if tuning is None or not more or tuning.choice is None or not tuning.changes(training):
+                return
+            await self._change(chosen(tuning.choice, self.config.update))
+
+    def stop(self) -> None:
+        """End in good order."""
+        self._stopping = True
+        self.training.stop()
+
+    def abandon(self) -> bool:
+        """Wait for no disk any more. Whether anybody did."""
+        journaling = self.training.journaling
+        return self.following.abandon() | (journaling is not None and journaling.abandon())
+
+    async def aclose(self) -> None:
+        """Free what the last phase has."""
+        await self.training.aclose()
+        await self.following.aclose()
+
+    def _begin(self) -> Training | Rounds:
+        prepared = self._prepared
+        self.config = config = replace(self.config, update=prepared.update)
+        loader = Loader(
+            prepared.job, prepared.steps, threads=config.loader_threads, processes=config.loader_processes,
+            prefetch_leaves=config.prefetch_leaves, reference=self._reference or None, make_pool=self._runtime.executor,
+            whole_steps=config.update.rule != "sync",
+        )  # fmt: skip
+        training = make_training(prepared, loader, self._name, config, self._bus, self._runtime)
+        if self._tuning is not None:
+            self._tuning.lead(training)
+        training.on_quarantine = lambda worker, reason: self.on_quarantine(worker, reason)
+        return training
+
+    async def _change(self, update: UpdateConfig) -> None:
+        """Go on by another rule, or by this one where the job turns out not to fit the other.
+
+        Every lease was given back; workers connect anew.
+        """
+        before, following = self.training, self.following
+        before.say_goodbye(ByeCode.STOPPING, "the update rule changes; join again")
+        await gone(before)
+        for session in tuple(before.sessions.values()):
+            session.abort("it did not leave when the update rule changed")
+            await session.ended.wait()
+        await following.settle()
+        step, samples = before.progress, before.samples_applied
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                None, change_rule, self._prepared, self.config, update, step, samples
+            )
+        except (JobError, UsageError) as error:
+            self._bus.publish(Warned(text=f"auto: the run goes on as before: {error}"))
+            self._prepared.first_step, self._prepared.samples = step, samples
+            if self._tuning is not None:
+                self._tuning.stay(self.config.update)
+        else:
+            if (unlike := self.config.unlike_results(update)) is not None:
+                self._bus.publish(Warned(text=unlike))
+        await before.aclose()
+        self._prepared.loss = before.last_loss
+        self.training = self._begin()
+        before.accounts.downlink_bytes = before.downlink_bytes()
+        self.training.accounts, self.training.former = before.accounts, before.totals()
+        self.following = Following(
+            self._prepared, self.training, self.config, self._bus, self._runtime.executor
+        )  # fmt: skip
+        self.following.before_save, self.following.metrics = following.before_save, following.metrics
+        await following.aclose()
+        if self._stopping:
+            self.training.stop()
+        self.on_change(self.training)

@@ -1,0 +1,214 @@
+"""The end of a run: who is told what, what is still saved, and how long that may take.
+
+Workers are told first, unless the run is finished: who is told so exits, and until the last step is on the disk there
+may be steps to be done again. Everything at the end that may hang (the disk, a dataset's reads) shares one
+``Patience``. When it is used up the end goes on without what hangs, and the run fails with ``DiskHangs``. A thread
+that hangs stays: the programs end their process all the same, embedded in another one it is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from w5xde_async.coordinator.run.run import Phases, gone
+from w5xde_async.coordinator.run.startup import Prepared
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.errors import DiskHangs, StoreError
+from w5xde_async.job import shown_end
+from w5xde_async.store.rundir import Superseded, export_model
+from w5xde_async.telemetry.events import Bus, RunFinished, Warned
+from w5xde_async.telemetry.plot import draw_loss
+from w5xde_async.telemetry.recorder import Recorder
+from w5xde_async.wire.messages import ByeCode
+
+__all__ = ["Ending", "Patience", "patience_s"]
+
+_T = TypeVar("_T")
+
+#: A disk that is slower than this counts as one that hangs.
+_SLOWEST_BYTES_S = 10e6
+#: What does not hang gets so long when something else has used up the time.
+LEAST_S = 1.0
+#: Checkpoint and journal hold parameters, two moments and a gradient; the model is written once more.
+_COPIES = 5
+
+
+def patience_s(grace_s: float, vector_bytes: int) -> float:
+    """How long everything at the end may wait, in all: six times the grace, and as long as a slow disk would take."""
+    return max(30.0, 6 * grace_s) + _COPIES * vector_bytes / _SLOWEST_BYTES_S
+
+
+class Patience:
+    """What is left of the one deadline. ``error`` is there once it has passed."""
+
+    def __init__(self, left_s: float, on_overdue: Callable[[DiskHangs], None]) -> None:
+        self.left_s = left_s
+        self.error: DiskHangs | None = None
+        self._on_overdue = on_overdue
+
+    async def wait(self, waiting: Awaitable[_T], what: str, where: object = "the run directory") -> _T | None:
+        """The result; None where it hangs and nobody waits any more (a thread is left to itself)."""
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(waiting)
+        began = loop.time()
+        try:
+            await asyncio.wait([task], timeout=max(self.left_s, LEAST_S))
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        self.left_s -= loop.time() - began
+        if not task.done():
+            task.cancel()
+            self.give_up(what, where)
+            return None
+        return task.result()
+
+    def give_up(self, what: str, where: object = "the run directory") -> None:
+        """``what`` hangs. Said once: what follows usually hangs too."""
+        if self.error is None:
+            self.left_s, self.error = 0.0, DiskHangs(str(where), what)
+            self._on_overdue(self.error)
+
+
+class Ending:
+    """The last things that are done for one run, while its links are still there."""
+
+    def __init__(
+        self, prepared: Prepared, phases: Phases, bus: Bus, patience: Patience, recorder: Recorder | None,
+        *, began: float, samples_before: int, clock: Callable[[], float], stopped: asyncio.Event,
+    ) -> None:  # fmt: skip
+        self._prepared, self._phases, self._bus, self._patience = prepared, phases, bus, patience
+        self._recorder, self._began, self._samples_before = recorder, began, samples_before
+        self._clock, self._stopped = clock, stopped  # set once a stop is asked for
+
+    async def finish(
+        self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
+    ) -> RunResult:
+        """``failure``: what ended the run, if it failed; ``stopped``: why it was stopped, if it was."""
+        prepared, training, following = self._prepared, self._phases.training, self._phases.following
+        finished = failure is None and training.progress >= training.total_steps
+        outcome = "failed" if failure is not None else "finished" if finished else "stopped"
+        if finished:
+            await self._save()
+        problem = failure or (following.save_error if finished else None) or self._patience.error
+        reason = str(failure) if failure is not None else "" if finished else stopped
+        if finished and prepared.first_step >= prepared.total_steps:
+            reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
+        if problem is None:
+            code = ByeCode.FINISHED if finished else ByeCode.STOPPING
+        else:  # after a failure of the disk another may go on, or this one again
+            code = ByeCode.STOPPING if isinstance(problem, StoreError) else ByeCode.FAILED
+        said = str(problem) if problem is not None else reason
+        await say_goodbye(code, said.splitlines()[0][:300] if said else f"the run is {outcome}")
+        if not finished:
+            await self._save()
+        await self._evaluate(finished=finished)
+        await gone(training)
+        digest = await training.aggregator.submit(prepared.state.digest)
+        model_path, metrics_path, plot_path = await self._write_results(failure or following.save_error)
+        seconds = self._clock() - self._began
+        sent, received = training.accounts.traffic(training.sessions.values())
+        counts = training.totals()
+        downlink, shares = training.downlink_bytes(), training.accounts.shares()
+        self._bus.publish(
+            RunFinished(
+                outcome=outcome,
+                reason=reason,
+                step=training.progress,
+                total_steps=shown_end(max(training.total_steps, training.progress)),
+                samples=training.samples_applied,
+                session_samples=training.samples_applied - self._samples_before,
+                loss=training.last_loss,
+                metrics=following.metrics,
+                seconds=seconds,
+                bytes_sent=sent,
+                bytes_received=received,
+                digest=digest,
+                model_path=str(model_path or ""),
+                metrics_path=str(metrics_path or ""),
+                plot_path=str(plot_path or ""),
+                leaves=counts.leaves,
+                leaves_in_vain=counts.leaves_in_vain,
+                leases_stale=counts.stale,
+                leases_duplicate=counts.duplicate,
+                leases_backed_up=counts.backed_up,
+                shares=shares,
+                downlink_raw_bytes=downlink[0],
+                downlink_encoded_bytes=downlink[1],
+                residuals_lost=training.accounts.residuals_lost,
+                steps_skipped=training.accounts.steps_skipped,
+            )
+        )
+        return RunResult(
+            outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
+            digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
+            shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
+            residuals_lost=training.accounts.residuals_lost, steps_skipped=training.accounts.steps_skipped,
+        )  # fmt: skip
+
+    async def _save(self) -> None:
+        await self._patience.wait(self._phases.following.save_last(), "the last checkpoint")
+        if self._patience.error is not None:
+            self._phases.abandon()
+
+    async def _evaluate(self, *, finished: bool) -> None:
+        """The last evaluation of a finished run takes what it takes; a stop waits only so long for one."""
+        following = self._phases.following
+        if finished:
+            await self._until_stopped(following.evaluate_last(), "the last evaluation")
+            following.abandon()
+        else:
+            await self._patience.wait(following.settle(), "an evaluation", "the job")
+            following.abandon()
+
+    async def _until_stopped(self, waiting: Awaitable[None], what: str) -> None:
+        """Wait for the job's own code for as long as it takes; once a stop was asked for, so long and no longer."""
+        task, stop = asyncio.ensure_future(waiting), asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._bus.publish(Warned(text=f"stopping: waits for {what}, {self._patience.left_s:.0f} s at most"))
+                await self._patience.wait(task, what, "the job")
+            else:
+                task.result()
+        finally:
+            stop.cancel()
+            task.cancel()
+
+    async def _write_results(self, problem: BaseException | None) -> tuple[Path | None, Path | None, Path | None]:
+        """Model, metrics and plot, where they are of this run; parameters that no step ended with are not exported."""
+        run_dir = self._prepared.run_dir
+        if run_dir is None or self._patience.error is not None or isinstance(problem, Superseded):
+            return None, None, None
+        torn, model, filesystem = self._phases.training.aggregator.torn, self._prepared.model, run_dir.filesystem
+
+        def write() -> tuple[bool, bool, str]:
+            """Whether the model was exported and the loss drawn, and why not."""
+            exported, reason = False, ""
+            try:
+                filesystem.fence()
+                if not torn:
+                    export_model(model, run_dir.model_path, filesystem=filesystem)
+                    exported = True
+            except Superseded:
+                raise
+            except (StoreError, OSError) as error:
+                reason = str(error)
+            if self._recorder is None:
+                return exported, False, reason
+            self._recorder.flush()
+            return exported, draw_loss(run_dir.metrics_path, run_dir.plot_path), reason
+
+        writing = asyncio.get_running_loop().run_in_executor(None, write)
+        try:
+            written = await self._patience.wait(writing, "the model's export", run_dir.path)
+        except Superseded:
+            return None, None, None
+        if written is None:
+            return None, None, None
+        exported, drawn, reason = written
+        if reason:
+            self._bus.publish(Warned(text=f"the model was not written: {reason}"))
+        return run_dir.model_path if exported else None, run_dir.metrics_path, run_dir.plot_path if drawn else None

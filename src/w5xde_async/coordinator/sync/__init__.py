@@ -1,0 +1,1 @@
+"""Training under the synchronous rule. The door is ``training``."""

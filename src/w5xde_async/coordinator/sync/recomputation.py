@@ -1,0 +1,122 @@
+"""The coordinator's own computation of a block: two workers do not agree about it, or too many have failed on it.
+
+The coordinator is the one party whose word is not in question: a third worker could be in league with either of the
+two, and many names may be one peer. It computes on its CPU with a replica of the model that exists only meanwhile
+(memory: the model once more, and three result vectors), in a thread of its own, at the parameters of the step under
+way, which cannot change before the block is settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.compute.engine import Engine, Outcome, Task
+from w5xde_async.data.loader import BlockData, Loader
+from w5xde_async.errors import W5xdeError
+from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.plan.sampler import StepPlan
+from w5xde_async.plan.tree import Block
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.wire.frame import Buffer, BufferSpec
+
+__all__ = ["Judgement", "Referee"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_S = 600.0  # a block takes, on the coordinator's CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A block as the coordinator computed it."""
+
+    vector: ResultVector
+    present: frozenset[int]
+    losses: tuple[float, ...]
+    untouched: tuple[int, ...]
+    metric_names: tuple[str, ...] = ()
+    metrics: tuple[float, ...] = ()
+
+
+class Referee:
+    """Computes single blocks of ``job`` at ``state``'s parameters and ``rule``'s loss scale."""
+
+    NUM_VECTORS = 3  #: of results, while it computes: most that an engine holds for a few leaves
+
+    def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
+        self._job, self._loader, self._state, self._rule = job, loader, state, rule
+        self._given_up = asyncio.Event()
+
+    def give_up(self) -> None:
+        """Wait for no computation any more: the run is to end."""
+        self._given_up.set()
+
+    async def judge(self, plan: StepPlan, block: Block) -> Judgement | None:
+        """The block's result; None where it cannot be computed here or takes too long, or its data is gone.
+
+        A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
+        what it makes of them goes nowhere.
+        """
+        data = self._loader.data(plan.step, block)
+        if data is None:
+            return None
+        task = Task(
+            step=plan.step, start=block.start, samples=data.samples, loss_scale=self._rule.loss_scale,
+            structure=data.structure, packed=data.packed, tensors=_tensors(data),
+        )  # fmt: skip
+        computing = asyncio.get_running_loop().run_in_executor(None, self._compute, task)
+        given_up = asyncio.ensure_future(self._given_up.wait())
+        either: list[asyncio.Future[Any]] = [computing, given_up]
+        try:
+            await asyncio.wait(either, timeout=_LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
+            if not computing.done():
+                logger.warning("referee is not waited for any longer step=%d start=%d", plan.step, block.start)
+                computing.add_done_callback(_forget)
+                return None
+            return computing.result()
+        except asyncio.CancelledError:
+            computing.add_done_callback(_forget)
+            raise
+        except (W5xdeError, RuntimeError, MemoryError, ValueError) as error:
+            logger.warning("referee failed step=%d start=%d error=%s", plan.step, block.start, error)
+            return None
+        finally:
+            given_up.cancel()
+
+    def _compute(self, task: Task) -> Judgement:
+        engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
+        try:
+            with torch.no_grad():
+                for mine, theirs in zip(engine.incoming.views, self._state.views, strict=True):
+                    mine.copy_(theirs)
+            engine.load(range(len(engine.layout.buckets)))
+            outcome: Outcome = engine.compute(task, lambda bucket, vector: None)
+        finally:
+            engine.close()
+        present = frozenset(bucket.index for bucket in engine.layout.result_buckets) - set(outcome.absent)
+        return Judgement(
+            outcome.vectors[-1], present, outcome.losses, outcome.untouched, outcome.metric_names, outcome.metrics
+        )
+
+
+def _forget(computing: asyncio.Future[Judgement]) -> None:
+    """What was not waited for is over, with an error or without."""
+    if not computing.cancelled():
+        computing.exception()
+
+
+def _tensors(data: BlockData) -> list[Tensor]:
+    return [_tensor(spec, buffer) for spec, buffer in data.buffers]
+
+
+def _tensor(spec: BufferSpec, buffer: Buffer) -> Tensor:
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    return torch.frombuffer(bytearray(buffer), dtype=getattr(torch, spec.dtype)).reshape(spec.shape)

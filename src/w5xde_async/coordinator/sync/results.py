@@ -1,0 +1,335 @@
+"""Results on their way in: where each lands, what it completes, what becomes of its lease.
+
+A result is received straight into the memory of its (block, bucket) slot, by one session at a time. What no open lease
+explains, what is there already and what another session is just receiving into the same slot is turned away into the
+session's scratch. A lease whose result is being received is never given to another: only the end of that link frees the
+memory.
+
+Nothing of a block is added before the whole of it has been judged (``judging``), unless every check is switched off:
+then buckets are added as they come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
+from w5xde_async.coordinator.parameters.receive_buffers import Intake
+from w5xde_async.coordinator.sync.recomputation import Judgement
+from w5xde_async.coordinator.sync.verification import Candidate, Judging
+from w5xde_async.data.loader import Loader
+from w5xde_async.errors import LeafFailed, RemoteError
+from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.claims import Claims
+from w5xde_async.hub.work.lease_scheduler import Dispatch
+from w5xde_async.hub.work.place import Place
+from w5xde_async.hub.work.verdicts import Verdicts
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.ledger import Culprit, Grant, Ledger
+from w5xde_async.plan.sampler import Steps
+from w5xde_async.plan.tree import Block
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
+
+__all__ = ["Results"]
+
+_MOST_NAMED = 1024
+
+
+class _Doubt(NamedTuple):
+    """A leaf on which too many workers failed, leased to the coordinator itself."""
+
+    culprit: Culprit
+    traceback: str
+    grant: Grant
+
+
+class Results:
+    """The way of the current step's results from sessions to slots."""
+
+    def __init__(
+        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, dispatch: Dispatch, loader: Loader,
+        sampler: Steps, judging: Judging, clock: Callable[[], float], wake: Callable[[], None],
+        warn: Callable[[str], None], fail: Callable[[BaseException], None], verdicts: Verdicts,
+    ) -> None:  # fmt: skip
+        #: A block counts: its session, lease and DONE.
+        self.on_counted: Callable[[Session, Grant, Done], None] = lambda session, grant, done: None
+        self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
+        self.leaves = 0  #: leaves that were computed and used
+        self.leaves_in_vain = 0  #: leaves that were computed and not used
+        self.leaves_audited = 0  #: leaves that were computed a second time, to compare
+        self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
+        self._dispatch, self._loader, self._sampler, self._judging = dispatch, loader, sampler, judging
+        self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
+        self._verdicts = verdicts
+        # (first leaf, or minus an audit's lease; bucket) of the current step -> who sends it
+        self._writing: dict[tuple[int, int], Session] = {}
+        self._slots: dict[Session, tuple[int, int]] = {}  # the same the other way round
+        self.intake: Intake | None = None  #: of results that a codec wrote
+        self._targets: dict[Session, memoryview] = {}  # where what the intake receives belongs
+        # first leaf of a block that does not count yet -> bucket -> who has sent it, by which lease
+        self._suppliers: dict[int, dict[int, tuple[str, int]]] = {}
+        self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
+        self._claims = Claims(layout)
+        self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
+
+    def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Place:
+        """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
+        buckets = self._layout.result_buckets
+        if result.bucket >= len(buckets):
+            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
+        bucket = buckets[result.bucket]
+        dtype = str(self._layout.groups[bucket.group].result_dtype).removeprefix("torch.")
+        coded = self.intake is not None and spec.codec != "raw"
+        if not coded and (spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw"):
+            raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
+        if coded:
+            assert self.intake is not None
+            self.intake.check(result, spec)  # whatever becomes of it: what is dropped takes scratch of its size
+        grant = self._ledger.get(result.lease)
+        if grant is None or grant.worker != session.worker_id or not member:
+            return Place(None, self._ledger.past(session.worker_id, result.lease) is not None)
+        self._current(grant)
+        audit = self._ledger.is_audit(result.lease)
+        slot = (-grant.lease if audit else grant.block.start, result.bucket)
+        if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
+            if not audit:
+                self._verdicts.turned_away(result.lease, session.worker_id)
+            return Place(None, True)
+        if audit:
+            memory = self._aggregator.second(grant.lease).bucket_bytes[result.bucket]
+        else:
+            memory = self._aggregator.memory(grant.block, result.bucket)
+        if coded:
+            assert self.intake is not None
+            placed = self.intake.place(session, result, spec)
+            self._targets[session] = memory
+        else:
+            placed = Place(memory, True)
+        self._writing[slot], self._slots[session] = session, slot
+        return placed
+
+    def arrived(self, session: Session, result: Result) -> None:
+        """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
+        target = self._targets.pop(session, None)
+        if target is not None:
+            # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
+            assert self.intake is not None
+            self.intake.read(session, result, torch.frombuffer(target, dtype=torch.float32))
+        del self._writing[self._slots.pop(session)]
+        grant = self._ledger.get(result.lease)
+        if grant is not None and grant.worker == session.worker_id:
+            if not self._ledger.is_audit(result.lease):
+                by = self._suppliers.setdefault(grant.block.start, {})
+                if result.bucket not in by:
+                    by[result.bucket] = session.worker_id, result.lease
+                    self._verdicts.received(result.lease, session.worker_id, result.bucket)
+            self._fill(result.lease, grant.block, result.bucket, present=True)
+
+    def left(self, session: Session) -> None:
+        """The session has ended: nothing writes for it any more."""
+        self._targets.pop(session, None)
+        if self.intake is not None:
+            self.intake.left(session)
+        slot = self._slots.pop(session, None)
+        if slot is not None:
+            del self._writing[slot]
+
+    def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
+        if not self._ledger.fill(lease, bucket) or self._judging.active:
+            return
+        if self._aggregator.fill(block, bucket, present=present):
+            self._wake()
+
+    def being_received(self, lease: int) -> bool:
+        """True while something is received into the memory of an audit."""
+        return any(place == -lease for place, _ in self._writing)
+
+    def done(self, session: Session, done: Done, *, owed: bool, member_s: float) -> Grant | None:
+        """A lease is done. Returns the other lease on its block, void from now on, where there was one.
+
+        ``owed``: the lease was taken from the worker, and this is the first that it says of it. ``member_s``: since it
+        joined.
+        """
+        grant = self._ledger.get(done.lease)
+        if grant is None or grant.worker != session.worker_id:
+            past = self._ledger.past(session.worker_id, done.lease)
+            if owed and past is not None and len(done.losses) == past.block.num_leaves:
+                now = self._clock()
+                self._dispatch.observe_late(past, min(done.compute_s, now - past.granted_at), now)
+            if self._ledger.is_duplicate(done.lease):
+                self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
+            else:
+                self._refuse(session, done, VerdictCode.STALE, "the lease had ended")
+            return None
+        self._current(grant)
+        self._verdicts.confirmed(session.worker_id, grant.step)
+        block = grant.block
+        elapsed_s = self._clock() - self._ledger.began_at(grant)
+        done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
+        absent = set(done.absent)
+        missing = set(self._ledger.missing(done.lease))
+        place = -grant.lease if self._ledger.is_audit(done.lease) else block.start
+        writing = any((place, bucket) in self._writing for bucket in missing)  # not this session: it says DONE
+        if missing - absent or writing:
+            if not (writing or self._ledger.contested(done.lease)):
+                raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing - absent)}")
+            # Another was sending that bucket when this one's came. Should it not get through, the block is done again.
+            self._ledger.give_back(done.lease)
+            self._refuse(session, done, VerdictCode.DUPLICATE, "another worker is sending the same")
+            return None
+        for bucket in missing:
+            self._fill(done.lease, block, bucket, present=False)
+        self._dispatch.observe(grant, done.compute_s, self._clock())
+        if self._ledger.is_audit(done.lease):
+            self._ledger.finish(done.lease)
+            self.leaves_audited += block.num_leaves
+            self._judging.seconded(session, done)
+            self._wake()
+            return None
+        other = self._ledger.finish(done.lease)
+        self._verdicts.finished(done.lease, session.worker_id)
+        by = self._suppliers.pop(block.start, {})
+        suppliers, leases = {b: who for b, (who, _) in by.items()}, {b: lease for b, (_, lease) in by.items()}
+        candidate = Candidate(session, grant, done, suppliers, leases=leases)
+        if self._judging.passes(candidate, missing):
+            self.count(candidate)
+        if done.splits and session.worker_id not in self._halved:
+            self._halved[session.worker_id] = None
+            if len(self._halved) > _MOST_NAMED:
+                del self._halved[next(iter(self._halved))]
+            self._warn(
+                f"{session.name} lacks memory for a whole microbatch and computes it in 2^{done.splits} pieces: the "
+                "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
+            )
+        self._wake()
+        return other
+
+    def count(self, candidate: Candidate) -> None:
+        """A finished block counts from now on."""
+        session, grant, done = candidate.session, candidate.grant, candidate.done
+        step, block = self._aggregator.step, grant.block
+        assert step is not None
+        if self._judging.active:
+            for bucket in range(len(self._layout.result_buckets)):
+                self._aggregator.fill(block, bucket, present=bucket in candidate.suppliers)
+        self._loader.finished(grant.step, block)
+        step.note(block, done)
+        self.leaves += block.num_leaves
+        self.on_counted(session, grant, done)
+
+    def discard(self, candidate: Candidate, reason: str) -> None:
+        """A finished block did not hold: it is leased again."""
+        self._ledger.reopen(candidate.grant.step, candidate.grant.block, candidate.grant.worker)
+        self._count_refused(candidate.done, VerdictCode.REJECTED)
+        for bucket, lease in candidate.leases.items():
+            self._verdicts.dropped(lease, bucket)
+        self._verdicts.decided(candidate.done.lease, VerdictCode.REJECTED, reason)
+
+    def disbelieve(self, worker: str) -> None:
+        """What this worker has sent of blocks that are not finished is computed by others."""
+        step = self._aggregator.step
+        for start, suppliers in list(self._suppliers.items()):
+            theirs = [bucket for bucket, (who, _) in suppliers.items() if who == worker]
+            if theirs and step is not None:
+                self._ledger.unfill(step.plan.step, start, theirs)
+                for bucket in theirs:
+                    _, lease = suppliers.pop(bucket)
+                    self._verdicts.dropped(lease, bucket)
+
+    def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
+        if not done.losses:
+            return  # a lease that was revoked before it was begun: nothing was computed, nothing is to be said of it
+        self._count_refused(done, code)
+        self._verdicts.answered(done.lease, session.worker_id, code, reason)
+
+    def _count_refused(self, done: Done, code: VerdictCode) -> None:
+        self.refused[code] += 1
+        self.leaves_in_vain += len(done.losses)
+
+    def _current(self, grant: Grant) -> StepState:
+        """The step of an open lease, which a worker can compute only when its version was published.
+
+        Results have a place from before a version is published until its step is closed, and no lease outlives its
+        step: so one that is open and has no place is of a version that the worker was not told of. Raises RemoteError.
+        """
+        step = self._aggregator.step
+        if step is None or grant.step != step.plan.step:
+            raise RemoteError(f"it answered for version {grant.step} before that version was published")
+        return step
+
+    def failed(self, session: Session, failed: Failed) -> None:
+        """The job raised on a leaf of a lease."""
+        grant = self._ledger.get(failed.lease)
+        if grant is None or grant.worker != session.worker_id:
+            self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
+            return
+        self._current(grant)
+        self._verdicts.confirmed(session.worker_id, grant.step)
+        leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
+        culprit = self._ledger.fail(failed.lease, leaf)
+        self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
+        if culprit is None:
+            self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
+            return
+        traceback = failed.traceback[-8000:]
+        if self._judging.referee is None:
+            self.blame(culprit, traceback)
+        elif (taken := self._ledger.take_over(culprit.step, culprit.leaf, now=self._clock())) is not None:
+            self._doubts.append(_Doubt(culprit, traceback, taken))
+            self._wake()
+
+    async def settle(self) -> bool:
+        """Compute here what too many workers have failed on: whose word is that? False when there was nothing.
+
+        What the coordinator can compute counts, and the run goes on; what it fails on as well ends the run.
+        """
+        step, referee = self._aggregator.step, self._judging.referee
+        if not self._doubts or step is None or referee is None:
+            return False
+        culprit, traceback, grant = self._doubts.pop(0)
+        judgement = await referee.judge(step.plan, grant.block)
+        if judgement is None:
+            self.blame(culprit, traceback)
+            return True
+        failed = f"failed {culprit.attempts} time(s) on workers and not here"
+        self._warn(
+            f"step {grant.step}, leaf {culprit.leaf} {failed}: what the coordinator computed counts; the last of them "
+            f"said: {traceback[-300:].strip()}"
+        )
+        await self._count_own(step, grant, judgement)
+        return True
+
+    async def _count_own(self, step: StepState, grant: Grant, judgement: Judgement) -> None:
+        """What the coordinator computed itself counts."""
+        block, aggregator = grant.block, self._aggregator
+        vector = aggregator.vector(block)
+        # Where blocks are judged nothing of this one has been added yet: what workers have sent of it is not needed.
+        missing = range(len(vector.buckets)) if self._judging.active else self._ledger.missing(grant.lease)
+
+        def copy() -> None:
+            for bucket in missing:
+                vector.buckets[bucket].copy_(judgement.vector.buckets[bucket])
+
+        await aggregator.submit(copy)
+        for bucket, (_, lease) in self._suppliers.pop(block.start, {}).items():
+            if bucket in missing:  # what is here in its place counts
+                self._verdicts.dropped(lease, bucket)
+        for bucket in missing:
+            self._ledger.fill(grant.lease, bucket)
+            aggregator.fill(block, bucket, present=bucket in judgement.present)
+        self._ledger.finish(grant.lease)
+        self._loader.finished(grant.step, block)
+        names, metrics = judgement.metric_names, judgement.metrics
+        done = Done(grant.lease, judgement.losses, names, metrics, judgement.untouched, (), 0, 0.0, 0.0)
+        step.note(block, done)
+        self.leaves += block.num_leaves
+
+    def blame(self, culprit: Culprit, traceback: str) -> None:
+        """End the run over a leaf."""
+        indices = self._sampler.plan(culprit.step).leaf_indices(culprit.leaf).tolist()
+        self._fail(LeafFailed(culprit.step, culprit.leaf, indices, culprit.attempts, traceback))

@@ -1,0 +1,1 @@
+"""From a dataset to the leaves of a step, read ahead."""

@@ -1,0 +1,1 @@
+"""What whoever hands out work needs: members and their work (docs/architecture.md)."""

@@ -1,0 +1,1 @@
+"""Who is here: sessions, the roster, liveness, credentials, access, programs. The door is ``roster``."""

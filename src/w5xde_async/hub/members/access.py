@@ -1,0 +1,260 @@
+"""What a coordinator shows of itself and asks of its workers: certificate, secret, join string.
+
+Off loopback everything is encrypted unless ``insecure`` says otherwise. What was not given is made at the first start
+and kept in the run directory (``tls/``, ``secret``: mode 0600), so that join strings outlive restarts. ``reload`` takes
+a changed secret and the list of revoked workers (``revoked``: a name a line) into a running coordinator. Who was
+revoked, or put out for wrong results (with the reason), is added to that list; without its line it may come back.
+
+A token that was given goes before the directory's ``secret``, which is then neither read nor written.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import tempfile
+import threading
+from pathlib import Path
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import StoreError, UsageError
+from w5xde_async.hub.members.credentials import Credentials
+from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
+from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
+
+__all__ = ["Security", "reachable", "uses_tls"]
+
+_QUARANTINED = "quarantined: "
+_CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
+
+
+def uses_tls(config: CoordinatorConfig) -> bool:
+    """Off loopback always, on it when asked for; never with ``insecure``."""
+    asked = config.tls.cert is not None or config.tls.ca is not None or config.join_file is not None
+    return not config.insecure and (asked or not is_loopback(config.host))
+
+
+class Security:
+    """Built in an executor: it reads and writes files. Raises UsageError, StoreError."""
+
+    def __init__(self, config: CoordinatorConfig, run_path: Path | None) -> None:
+        self._config, self._run_path = config, run_path
+        self._lock = threading.Lock()  # over the files: what is written while they are read must not be lost
+        self._last_read = ""  # what ``secret`` held when it was read or written last
+        self._unwritten: dict[str, str | None] = {}  # locked out, not in ``revoked`` (yet) -> why, of a quarantine
+        self.context: ssl.SSLContext | None = None
+        certificate, self._secret = b"", config.token
+        if uses_tls(config):
+            self.context, certificate = self._certificate()
+            self._secret = self._secret or self._own_secret()
+        self._from_file = self.context is not None and not config.token and run_path is not None
+        self.credentials = Credentials(self._secret, certificate, self._inviting() if self.context is not None else "")
+        self._read_revoked()
+
+    def __repr__(self) -> str:
+        return f"<Security: {self.words}>"
+
+    @property
+    def words(self) -> str:
+        """For the first lines on the screen."""
+        if self.context is None:
+            return (
+                ("token, NOT encrypted" if self._config.insecure else "token")
+                if self._secret
+                else "no token, loopback only"
+            )
+        ca = ", workers need a certificate" if self._config.tls.ca is not None else ""
+        return f"TLS 1.3, secret{ca}"
+
+    def invitation(self, port: int, identity: str = "") -> Invitation | None:
+        """The join string (of one worker, where ``identity`` names it); None without TLS."""
+        if self.context is None:
+            return None
+        secret = self.credentials.invited(identity) if identity else self._secret
+        return Invitation(
+            host=self._config.advertise or reachable(self._config.host), port=port,
+            certificate=self.credentials.binding, secret=secret, identity=identity,
+        )  # fmt: skip
+
+    def write_join_file(self, port: int) -> Path | None:
+        """Write the join string where workers' owners can take it; the path, None without TLS or run directory."""
+        invitation = self.invitation(port)
+        given = self._config.join_file
+        path = Path(given) if given is not None else (self._run_path / "join" if self._run_path is not None else None)
+        if invitation is None or path is None:
+            return None
+        try:
+            write_private_line(path, invitation.reveal())
+        except OSError as error:
+            why = f"cannot write the join file: {error.strerror or error}"
+            raise (StoreError(str(path), why) if given is None else UsageError(f"--join-file {path}: {why}")) from error
+        return path
+
+    def page_context(self) -> tuple[ssl.SSLContext, bytes]:
+        """For pages that a browser opens: no certificate is asked of it. And the certificate's hash. Blocking."""
+        files = self._config.tls
+        if files.cert is None and self._run_path is not None:
+            files = own_certificate(self._run_path / "tls", _CERTIFIED)
+        if files.cert is not None:
+            return server_context(files.with_ca(None)), certificate_hash(files.cert)
+        with tempfile.TemporaryDirectory() as directory:
+            own = own_certificate(Path(directory), _CERTIFIED)
+            assert own.cert is not None
+            return server_context(own), certificate_hash(own.cert)
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a rotated secret is that of the next start too."""
+        return self._from_file
+
+    def rotate(self, secret: str) -> None:
+        """Another secret for everybody who joins from now on. Blocking. Raises UsageError, StoreError."""
+        if not secret or secret != secret.strip() or len(secret.splitlines()) != 1 or len(secret.encode()) > 4000:
+            raise UsageError("the new secret is not one line of text")
+        if not is_loopback(self._config.host):
+            check_strength(secret, "the new secret")
+        with self._lock:
+            if self._from_file:  # first: who cannot keep it must not give it out
+                self._write_secret(secret)
+            self._take(secret)
+
+    def reload(self) -> bool:
+        """Read the run directory's ``secret`` and ``revoked`` again; True when the secret is another."""
+        with self._lock:
+            self._read_revoked()
+            path = None if self._run_path is None else self._run_path / "secret"
+            if not self._from_file or path is None or not path.exists():
+                return False
+            secret = read_secret_file(path)
+            if secret == self._last_read:
+                return False
+            self._last_read = secret
+            if secret == self._secret:
+                return False
+            self._take(secret)
+            return True
+
+    def _take(self, secret: str) -> None:
+        self.credentials.rotate(secret)
+        self._secret = secret
+
+    def lock_out(self, name: str, reason: str | None = None) -> None:
+        """Let that worker in no more; ``reason`` is a quarantine's. ``keep`` makes it last."""
+        if reason is not None:
+            self.credentials.quarantine(name, reason)
+        elif self.credentials.revoked(name):
+            return
+        else:
+            self.credentials.revoke(name)
+        self._unwritten[name] = reason
+
+    def keep(self) -> None:
+        """Have everybody who was locked out stay out after a restart. Blocking. Raises StoreError."""
+        with self._lock:
+            if self._run_path is None:
+                return
+            # Others stay out as long as this runs: they have chosen their names so that they are no lines of a list.
+            listed = {name: why for name, why in tuple(self._unwritten.items()) if _is_line(name)}
+            if not listed:
+                return
+            path = self._run_path / "revoked"
+            lines = [
+                name if why is None else f"{name}  # {_QUARANTINED}{' '.join(why.split())}"
+                for name, why in listed.items()
+            ]
+            try:
+                with path.open("a+b") as file:
+                    end = file.seek(0, os.SEEK_END)
+                    file.seek(max(end - 1, 0))
+                    begun = file.read(1) not in (b"", b"\n")  # a list that was written by hand may end so
+                    file.write("".join(("\n" * begun, *(f"{line}\n" for line in lines))).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                what = f"cannot keep {', '.join(listed)} out after a restart: {error.strerror or error}"
+                raise StoreError(str(path), what) from error
+            for name in listed:
+                del self._unwritten[name]
+
+    def _certificate(self) -> tuple[ssl.SSLContext, bytes]:
+        files = self._config.tls
+        if files.cert is not None:
+            return server_context(files), certificate_hash(files.cert)
+        if self._run_path is not None:
+            own = own_certificate(self._run_path / "tls", _CERTIFIED)
+        else:
+            with tempfile.TemporaryDirectory() as directory:  # the context keeps what it has loaded
+                own = own_certificate(Path(directory), _CERTIFIED)
+                assert own.cert is not None
+                return server_context(own.with_ca(files.ca)), certificate_hash(own.cert)
+        assert own.cert is not None
+        return server_context(own.with_ca(files.ca)), certificate_hash(own.cert)
+
+    def _inviting(self) -> str:
+        """What invitations are made from: of this coordinator alone, kept so that they outlive it."""
+        if self._run_path is None:
+            return new_secret()
+        path = self._run_path / "inviting"
+        if not path.exists():
+            self._write_line(path, new_secret(), "what invitations are made from")
+        return read_secret_file(path)
+
+    def _write_line(self, path: Path, text: str, what: str) -> None:
+        try:
+            write_private_line(path, text)
+        except OSError as error:
+            raise StoreError(str(path), f"cannot keep {what}: {error.strerror or error}") from error
+
+    def _own_secret(self) -> str:
+        if self._run_path is None:
+            return new_secret()
+        path = self._run_path / "secret"
+        if path.exists():
+            self._last_read = read_secret_file(path)
+        else:
+            self._write_secret(new_secret())
+        return self._last_read
+
+    def _write_secret(self, secret: str) -> None:
+        assert self._run_path is not None
+        path = self._run_path / "secret"
+        self._write_line(path, secret, "the secret")
+        self._last_read = secret
+
+    def _read_revoked(self) -> None:
+        path = None if self._run_path is None else self._run_path / "revoked"
+        try:
+            lines = [] if path is None or not path.exists() else path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise StoreError(str(path), f"cannot read the revoked workers: {error}") from error
+        names, quarantined = set(), {}
+        for line in lines:
+            name, _, note = line.partition("#")
+            name, note = name.strip(), note.strip()
+            if name and note.startswith(_QUARANTINED):
+                quarantined[name] = note.removeprefix(_QUARANTINED)
+            elif name:
+                names.add(name)
+        for name, reason in tuple(self._unwritten.items()):
+            if reason is None:
+                names.add(name)
+            else:
+                quarantined[name] = reason
+        self.credentials.replace_revoked(names, quarantined)
+
+
+def _is_line(name: str) -> bool:
+    return bool(name) and name.isprintable() and name == name.strip() and "#" not in name
+
+
+def reachable(host: str) -> str:
+    """An address under which others may find a host that listens on all of its addresses."""
+    if host not in ("", "0.0.0.0", "::"):
+        return host
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the system picks the address it would use
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,76 @@
+"""Who did how much, and what crossed the network: counters that outlive the sessions they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from w5xde_async.hub.members.session import Session
+from w5xde_async.plan.membership import Member
+from w5xde_async.telemetry.events import WorkerShare
+
+__all__ = ["Accounts"]
+
+_MAX_SHARES = 512
+
+
+class Accounts:
+    """Bytes and shares of workers that have left. At most 512 workers are kept by name; the rest is summed.
+
+    A worker that is started again under its old name, after it had left, is the same worker.
+    """
+
+    def __init__(self) -> None:
+        self._sent = self._received = 0
+        self._shares: dict[str, WorkerShare] = {}
+        self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
+        self.steps_skipped = 0  #: without an update: their gradient was not finite
+        self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
+        self.downlink_bytes = (0, 0)  #: of the phases before, raw and encoded
+
+    def close(self, session: Session) -> None:
+        """A link has ended: keep its byte counts."""
+        self._sent += session.link.bytes_sent
+        self._received += session.link.bytes_received
+
+    def remember(self, session: Session, member: Member, now: float) -> None:
+        """A member has left: keep its share."""
+        key = session.identity or member.worker_id
+        if not session.identity:
+            before, left_at = self._left.pop(member.name, (key, now))
+            if key not in self._shares and left_at <= member.joined_at:
+                key = before
+            self._left[member.name] = key, now
+            if len(self._left) > _MAX_SHARES:
+                del self._left[next(iter(self._left))]
+        if key not in self._shares and len(self._shares) >= _MAX_SHARES:
+            key = ""
+        self._shares[key] = _joined(self._shares.get(key), member, session, "others" if not key else member.name)
+
+    def traffic(self, sessions: Iterable[Session]) -> tuple[int, int]:
+        """Bytes sent and received so far, those of ``sessions`` included."""
+        sent, received = self._sent, self._received
+        for session in sessions:
+            sent += session.link.bytes_sent
+            received += session.link.bytes_received
+        return sent, received
+
+    def shares(self) -> tuple[WorkerShare, ...]:
+        """Every worker's share, most leaves first."""
+        return tuple(sorted(self._shares.values(), key=lambda share: (-share.leaves, share.name)))
+
+
+def _joined(known: WorkerShare | None, member: Member, session: Session, name: str) -> WorkerShare:
+    return WorkerShare(
+        name=name,
+        device=member.device,
+        leaves=member.leaves + (known.leaves if known else 0),
+        samples=member.samples + (known.samples if known else 0),
+        compute_s=member.compute_s + (known.compute_s if known else 0.0),
+        wait_s=member.wait_s + (known.wait_s if known else 0.0),
+        bytes_sent=session.link.bytes_received + (known.bytes_sent if known else 0),
+        bytes_received=session.link.bytes_sent + (known.bytes_received if known else 0),
+        encode_s=member.encode_s + (known.encode_s if known else 0.0),
+        network_s=session.receiving_s + session.outbox.sending_s + (known.network_s if known else 0.0),
+        raw_bytes=member.raw_bytes + (known.raw_bytes if known else 0),
+        encoded_bytes=member.encoded_bytes + (known.encoded_bytes if known else 0),
+    )

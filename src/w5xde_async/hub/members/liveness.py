@@ -1,0 +1,139 @@
+"""Who is alive: silence, links that take nothing, workers that never become ready, leases past their deadline.
+
+Looks at everything once a tick; time is an argument. A peer counts as alive while bytes come from it, and is told that
+we are when nothing else is on its way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.hub.members.session import Session
+from w5xde_async.plan.membership import Membership, Standing
+from w5xde_async.wire.messages import Heartbeat
+
+__all__ = ["Held", "Leases", "Liveness"]
+
+
+class Held(Protocol):
+    """An open lease, as far as revoking it goes."""
+
+    @property
+    def lease(self) -> int: ...
+
+    @property
+    def worker(self) -> str: ...
+
+
+class Leases(Protocol):
+    """A book of leases, as far as liveness goes."""
+
+    def get(self, lease: int) -> Held | None:
+        """An open lease."""
+
+    def held(self, worker: str) -> Sequence[Held]:
+        """Open leases of a worker, oldest first."""
+
+    def overdue(self, now: float) -> Sequence[Held]:
+        """Leases whose deadline has passed."""
+
+    def give_back(self, lease: int) -> Any:
+        """The lease ends unfinished."""
+
+
+class Liveness:
+    """The checks of a tick. ``sessions`` are members by worker id, ``joining`` those that build their model."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        sessions: Mapping[str, Session],
+        joining: dict[Session, float],
+        membership: Membership,
+        ledger: Leases,
+        revoke: Callable[[Held, str], None],
+        warn: Callable[[str], None],
+        overran: Callable[[str], None] = lambda worker: None,
+    ) -> None:
+        """``overran`` is told of workers from whom a lease is taken because its deadline has passed."""
+        self._config, self._sessions, self._joining = config, sessions, joining
+        self._membership, self._ledger = membership, ledger
+        self._revoke, self._warn, self._overran = revoke, warn, overran
+
+    def tick(self, now: float, activity: str) -> None:
+        """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""
+        for session in (*self._sessions.values(), *self._joining):
+            self._sending(session, now, activity)
+            self._receiving(session, now)
+        config = self._config
+        for session, seen in self._joining.items():
+            if now - seen >= config.silence_s:
+                session.abort(f"silent for {now - seen:.0f} s")
+            elif now - session.admitted_at >= config.join_s:
+                session.abort(f"not ready {config.join_s:.0f} s after it was let in")
+        for member in self._membership.silent(now):
+            silent = self._sessions.get(member.worker_id)
+            if silent is not None:
+                silent.abort(f"silent for {now - member.last_seen:.0f} s")
+        for grant in self._ledger.overdue(now):
+            if self._ledger.get(grant.lease) is grant:
+                self._overdue(grant)
+
+    def _sending(self, session: Session, now: float, activity: str) -> None:
+        if session.outbox.idle:
+            session.post(Heartbeat(activity))
+            session.taken = (session.link.bytes_sent, now)
+        elif session.link.bytes_sent != session.taken[0]:
+            session.taken = (session.link.bytes_sent, now)
+        elif now - session.taken[1] >= self._config.silence_s:
+            session.abort(f"it has taken nothing of what was sent for {now - session.taken[1]:.0f} s")
+
+    def _receiving(self, session: Session, now: float) -> None:
+        received = session.link.bytes_received
+        if received == session.seen_bytes:
+            return
+        session.seen_bytes = received
+        if session in self._joining:
+            self._joining[session] = now
+        elif session.worker_id in self._membership.members:
+            self._membership.members[session.worker_id].last_seen = now
+
+    def _overdue(self, grant: Held) -> None:
+        if self._membership.num_ready <= self._membership.is_ready(grant.worker):
+            return  # nobody else could do it sooner
+        self._overran(grant.worker)
+        holder = self._sessions.get(grant.worker)
+        if holder is not None and holder.receiving == grant.lease:
+            # Its bytes are on their way into the block's memory: only the end of the link frees that.
+            holder.abort("its lease's deadline passed in the middle of a result")
+            return
+        name = holder.name if holder is not None else grant.worker
+        if holder is not None and self._config.update.local:
+            # What it carries would go on from a step that another has been given. And it cannot give back a lease that
+            # asks for its Delta: it would answer, and nobody would know that lease any more.
+            self._warn(f"lease {grant.lease} of {name} was overdue: what it had computed is given to others")
+            holder.abort("its lease's deadline passed; it begins anew")
+            return
+        self._warn(f"lease {grant.lease} of {name} was overdue and is given to another")
+        self._ledger.give_back(grant.lease)
+        self._revoke(grant, "its deadline passed")
+        self.await_answer(grant.worker)
+
+    def await_answer(self, worker: str) -> None:
+        """A lease of this worker was taken from it: it gets no other until it has said what became of that one.
+
+        What it has not begun is better given to others as well, so that a worker that hangs costs one lease.
+        """
+        member, holder = self._membership.members.get(worker), self._sessions.get(worker)
+        if member is None or holder is None or member.standing is not Standing.READY:
+            return
+        member.standing = Standing.LATE
+        for held in self._ledger.held(worker):
+            if holder.receiving != held.lease:
+                self._ledger.give_back(held.lease)
+                self._revoke(held, "an earlier lease is late")
+        if not member.owes:  # it had been sent none of them
+            member.standing = Standing.READY

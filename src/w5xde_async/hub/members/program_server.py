@@ -1,0 +1,137 @@
+"""The program of a run: who asks for it gets it, or the reason why there is none.
+
+A job that other processes can load is traced by a child: tracing changes the state of torch in its whole process,
+takes seconds, and must not hold up the run. It begins when a worker asks, or when the run has had a moment to get
+going. A job that only this process knows was traced before the run began (``preparation``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+
+from w5xde_async.compute.program.carriage import Unloading, buffers_of, digest_of
+from w5xde_async.compute.program.form import FORM, Document, parse
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run.startup import Prepared
+from w5xde_async.errors import RefusalCode, W5xdeError
+from w5xde_async.hub.members.session import Session
+from w5xde_async.params.layout import Layout
+from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, decode_header, header_length
+from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
+
+__all__ = ["Programs"]
+
+logger = logging.getLogger(__name__)
+
+_AFTER_S = 2.0  # before a child is started that nobody has asked for
+_HINT = "start the worker with the coordinator's --job"
+
+
+class Programs:
+    """One run's program. ``set`` once it is known what it is; until then those who ask wait."""
+
+    def __init__(self, layout: Layout, config: CoordinatorConfig, bus: Bus) -> None:
+        self._layout, self._config, self._bus = layout, config, bus
+        self._waiting: dict[Session, ProgramRequest] = {}  # bounded: one each, of sessions that have not ended
+        self._asked = asyncio.Event()
+        self._known = False
+        self._digest = b""
+        self._buffers: list[tuple[BufferSpec, Buffer]] = []
+        self._reason = "this coordinator makes none"
+
+    def ask(self, session: Session, request: ProgramRequest) -> None:
+        """A worker wants the program: answer it, or let it wait for the answer."""
+        if self._known:
+            self._answer(session, request)
+        else:
+            self._waiting = {known: asked for known, asked in self._waiting.items() if not known.ended.is_set()}
+            self._waiting[session] = request
+            self._asked.set()
+
+    def set(self, document: Document | None, reason: str = "") -> None:
+        """There is a program, or there is none, for that reason."""
+        self._known = True
+        if document is not None:
+            self._digest, self._buffers = digest_of(document), buffers_of(document)
+            logger.info("the step is a program of %d bytes; workers need no --job", len(document.text))
+        else:
+            self._reason = reason or self._reason
+            if reason:
+                self._bus.publish(Warned(text=f"workers need --job: the step cannot be made a program: {reason}"))
+        waiting, self._waiting = self._waiting, {}
+        for session, request in waiting.items():
+            self._answer(session, request)
+
+    def _answer(self, session: Session, request: ProgramRequest) -> None:
+        if not self._buffers:
+            reason = f"the coordinator has no program of the job: {self._reason}"
+            session.refuse(Refusal(RefusalCode.NO_PROGRAM, reason[:500], _HINT))
+        elif request.form != FORM:
+            reason = f"the coordinator's programs have form {FORM}, this worker knows form {request.form}"
+            hint = "install the same version of w5xde-async on both sides"
+            session.refuse(Refusal(RefusalCode.NO_PROGRAM, reason, hint))
+        else:
+            session.post(Program(self._digest), () if request.digest == self._digest else self._buffers)
+
+    async def run(self, reference: str, prepared: Prepared) -> None:
+        """Find out what the program is. ``reference``: where other processes find the job; empty: nowhere."""
+        if self._config.code_free and reference:
+            await self._trace(reference)
+        else:
+            self.set(prepared.program, prepared.untraceable)
+
+    async def _trace(self, reference: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_AFTER_S):
+                await self._asked.wait()
+        try:
+            # One that gives way: whoever trains on this machine comes first.
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "w5xde_async.compute.program", reference,
+                str(self._config.bucket_bytes),
+                stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+            )  # fmt: skip
+        except OSError as error:
+            self.set(None, f"no process could be started for it ({error.strerror})")
+            return
+        try:
+            output = await _output(child)
+        finally:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+        loop = asyncio.get_running_loop()
+        self.set(*await loop.run_in_executor(None, self._read, output))
+
+    def _read(self, output: bytes) -> tuple[Document | None, str]:
+        """What the child has said, checked as a worker would."""
+        unloading = Unloading()
+        try:
+            message, specs, rest = _frame(output)
+            if isinstance(message, Refusal):
+                return None, message.reason
+            for view in unloading.place(specs):
+                view[:], rest = rest[: len(view)], rest[len(view) :]
+            parse(unloading.document, self._layout)
+        except (W5xdeError, ValueError) as error:
+            return None, str(error)
+        return unloading.document, ""
+
+
+async def _output(child: Process) -> bytes:
+    assert child.stdout is not None
+    return await child.stdout.read()
+
+
+def _frame(output: bytes) -> tuple[Message, Sequence[BufferSpec], memoryview]:
+    if len(output) < LENGTH_BYTES:
+        raise ValueError("the process that traces ended without a word")
+    end = LENGTH_BYTES + header_length(output[:LENGTH_BYTES], SESSION_CAPS)
+    message, specs = decode_header(output[LENGTH_BYTES:end], SESSION_CAPS)
+    return message, specs, memoryview(output)[end:]

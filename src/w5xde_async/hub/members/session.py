@@ -1,0 +1,406 @@
+"""One worker's connection, as the coordinator sees it: handshake, frames in, frames out.
+
+A session owns its link and its outbox and knows nothing of training: it asks its ``Host`` what to do. Results are
+received straight into the memory that the host lends, once an open lease explains them at exactly the layout's size;
+results that nothing explains any more (their lease was given to another) are received into scratch and dropped.
+
+The outbox is bounded by what is put into it: the leases a worker may hold, one version of the parameters (a newer
+version takes the place of what is still unsent of an older one) and small messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteError, UsageError, W5xdeError
+from w5xde_async.hub.members.credentials import Credentials
+from w5xde_async.net.link import Link
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
+from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, member_id, prove, verify
+from w5xde_async.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Bye,
+    ByeCode,
+    Challenge,
+    Done,
+    Drain,
+    Failed,
+    Heartbeat,
+    Hello,
+    Introduction,
+    Lease,
+    Message,
+    ProgramRequest,
+    Proof,
+    Ready,
+    Refusal,
+    Report,
+    Result,
+    Welcome,
+)
+
+__all__ = ["Host", "Session", "quarantined"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_MESSAGES = 256  # small ones that may wait for one worker
+_TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease explains
+_GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
+
+
+class Host(Protocol):
+    """What a session needs of the training."""
+
+    def admit(self, session: Session) -> Refusal | None:
+        """A worker has proved itself; None lets it in."""
+
+    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
+        """The run, for a new worker."""
+
+    async def make_room(self, session: Session) -> None:
+        """Return when no other connection of the same worker is left."""
+
+    def program(self, session: Session, request: ProgramRequest) -> None:
+        """The worker asks for the program; it is answered now or later."""
+
+    def joined(self, session: Session, ready: Ready) -> Refusal | None:
+        """The worker has built its model; None makes it a member."""
+
+    def explains(self, session: Session, lease: int) -> bool:
+        """Whether the worker holds that lease."""
+
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> tuple[memoryview | None, bool]:
+        """Memory for a result, None for what is dropped, and whether a lease explains it.
+
+        Raises RemoteError for a wrong size.
+        """
+
+    def arrived(self, session: Session, result: Result) -> None:
+        """A placed result is complete."""
+
+    def done(self, session: Session, done: Done) -> None: ...
+
+    def failed(self, session: Session, failed: Failed) -> None: ...
+
+    def draining(self, session: Session, drain: Drain) -> None: ...
+
+    def left(self, session: Session, reason: str, *, clean: bool) -> None: ...
+
+
+class Session:
+    """One connection from its first byte to its last."""
+
+    def __init__(
+        self, link: Link, host: Host, *, token: str | Credentials, handshake_s: float, incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """``token``: the run's secret ("" for none), or all that decides who may join."""
+        self.link, self.incarnation = link, incarnation
+        self.worker_id, self.name = "", ""
+        self.hello: Hello | None = None
+        self.state = State.GREETING
+        self.receiving: int | None = None  # the lease whose result is being received into lent memory
+        self.receiving_s = 0.0  # spent in the middle of receiving results
+        self.result_bytes = 0  # of those results
+        self._header_at = 0.0  # when the header of the last one came
+        self.current_version = -1  # the version that the host has published
+        self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
+        self.seen_bytes = 0
+        self.admitted_at = 0.0
+        self.taken = (0, 0.0)  # bytes sent, and since when no more of them
+        self.ended = asyncio.Event()
+        self.last_message = ""
+        self.report: Report | None = None  # the last that it sent
+        self.given_up = False  # we ended the link, not the worker
+        self.identity = ""  # the name that the worker has proved
+        self.code_free = False  # it computes with the coordinator's program
+        self.ready: Ready | None = None  # what it said of itself when its model was built
+        self._host, self._handshake_s = host, handshake_s
+        self._credentials = token if isinstance(token, Credentials) else Credentials(token)
+        self.outbox = Outbox(link, clock=clock)
+        self._clock = clock
+        self._closing = self._mismatch = False
+        self._scratch = bytearray()
+        self._garbage = 0
+        self._aggregating = False
+        self._talked, self._talked_at = 0.0, clock()
+        self._end_reason = ""
+
+    @property
+    def place(self) -> tuple[str, bool]:
+        """Where it computes: under which proven name or on which host, and whether with the coordinator's program (see
+        ``plan.attempts``)."""
+        return self.identity or self.link.peer.rpartition(":")[0] or self.link.peer, self.code_free
+
+    @property
+    def principal(self) -> str:
+        """Who it is, as far as that was proved: its own name, else the run's secret and its id."""
+        return self.identity or self.worker_id
+
+    @property
+    def vanished(self) -> bool:
+        """The worker is gone without a word, and it was not us: what it computed may have killed it."""
+        return not self.given_up and self.state is not State.CLOSED
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve the worker until either side ends. Never raises for what the peer does."""
+        reason, clean, member = "", False, False
+        try:
+            async with asyncio.timeout(self._handshake_s):
+                if not await self._greet():
+                    return
+            member = True
+            await self._serve()
+            reason, clean = self._end_reason or "said goodbye", not self._mismatch
+        except TimeoutError:
+            reason = f"silent for {self._handshake_s:.0f} s before it had proved itself"
+        except RemoteError as error:
+            reason = f"broke the protocol: {error}"
+            self.given_up = True  # it did not die of its work
+            await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, str(error)[:500], "")))
+        except LinkLost as error:
+            reason = self._end_reason or error.reason
+            clean = self.state is State.CLOSED or self._closing
+        except W5xdeError:
+            raise
+        except Exception as error:
+            if self._aggregating:
+                raise  # perhaps halfway through a result: better no run than a wrong one
+            # Ours, not the worker's: it ends this session, so that the run goes on, and must not pass unseen.
+            logger.exception("session failed worker=%s peer=%s: a bug of the coordinator", self.name, self.link.peer)
+            reason = (
+                f"the coordinator failed on what it said, by a bug of its own ({type(error).__name__}: see its log)"
+            )
+            self.given_up = True
+            await self._say(encode(Refusal(RefusalCode.PROTOCOL_ERROR, reason, "")))
+        except asyncio.CancelledError:
+            reason, clean = self._end_reason or "coordinator closed", True
+            raise
+        finally:
+            self.link.abort() if reason and not clean else None
+            try:
+                if member or reason:
+                    self._host.left(self, reason, clean=clean)
+            finally:
+                self.ended.set()
+
+    async def _greet(self) -> bool:
+        received = await self.link.recv()
+        hello = received.message
+        self.state = advance(COORDINATOR, self.state, hello)
+        assert isinstance(hello, Hello)
+        self.hello = hello
+        if hello.protocol != PROTOCOL_VERSION:
+            await self._refuse(
+                RefusalCode.PROTOCOL_VERSION,
+                f"this coordinator speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}",
+                "install the same version of w5xde-async on both sides",
+            )
+            return False
+        if not 16 <= len(hello.nonce) <= 64:
+            raise MalformedFrame("the nonce has between 16 and 64 bytes")
+        nonce, auth, binding = os.urandom(NONCE_BYTES), self._credentials.required, self._credentials.binding
+        try:
+            secret = self._credentials.secret_of(hello.identity) if auth else b""
+        except UsageError:
+            raise MalformedFrame("the identity is not a name") from None
+        await self.link.send(encode(Challenge(PROTOCOL_VERSION, nonce, auth, b"")))
+        received = await self.link.recv()
+        self.state = advance(COORDINATOR, self.state, received.message)
+        assert isinstance(received.message, Proof)
+        if auth and not verify(received.message.proof, secret, "worker", hello.nonce, nonce, binding):
+            await self._refuse(
+                RefusalCode.AUTHENTICATION,
+                "the token is missing or wrong",
+                "set the coordinator's token in W5XDE_TOKEN or --token-file, or use its join file",
+            )
+            return False
+        self.identity = hello.identity if auth else ""
+        own = prove(secret, "coordinator", hello.nonce, nonce, binding) if auth else b""
+        await self.link.send(encode(Accepted(own)))
+        received = await self.link.recv()
+        self.state = advance(COORDINATOR, self.state, received.message)
+        assert isinstance(received.message, Introduction)
+        self.worker_id = member_id(self.identity, received.message.key)
+        self.name = _shown(self.identity, received.message.name)
+        if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):
+            await self._refuse(
+                RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
+            )
+            return False
+        if why := self._credentials.quarantined(self.identity or self.worker_id, self.worker_id):
+            refused = quarantined(why)
+            await self._refuse(RefusalCode.QUARANTINED, refused.reason, refused.hint)
+            return False
+        refusal = self._host.admit(self)
+        if refusal is not None:
+            await self._say(encode(refusal))
+            return False
+        self.link.caps = SESSION_CAPS
+        message, buffers = self._host.welcome()
+        await self.link.send(encode(message, buffers))
+        return True
+
+    async def _serve(self) -> None:
+        writer = asyncio.create_task(self._write(), name=f"write {self.name}")
+        try:
+            await self._read()
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while self.state is not State.CLOSED:
+            try:
+                message, specs, _ = await self.link.recv(self._accept)
+            finally:
+                placed, self.receiving = self.receiving, None
+            if type(message) is Result:
+                if not specs:
+                    raise MalformedFrame("RESULT came without its buffer")
+                self.receiving_s += self._clock() - self._header_at
+                self.result_bytes += specs[0].nbytes
+                if placed is not None:
+                    self._garbage = 0
+                    self._aggregating = True
+                    self._host.arrived(self, message)
+                    self._aggregating = False
+                continue
+            self.state = advance(COORDINATOR, self.state, message)
+            if type(message) is Done:
+                if not self._host.explains(self, message.lease):
+                    self._talk()
+                self._aggregating = True
+                self._host.done(self, message)
+                self._aggregating = False
+            elif type(message) is Failed:
+                if not self._host.explains(self, message.lease):
+                    self._talk()
+                self._host.failed(self, message)
+            elif type(message) is Heartbeat:
+                self._talk()
+                self.last_message = _printable(message.activity, 200)
+            elif type(message) is Report:
+                self._talk()
+                self.report = message
+            elif type(message) is Drain:
+                self._host.draining(self, message)
+            elif type(message) is Bye:
+                self._end_reason = self._end_reason or _printable(message.reason, 300)
+                self._mismatch = message.code == ByeCode.MISMATCH
+            elif type(message) is ProgramRequest:
+                if self.code_free:
+                    raise RemoteError("it asked for the program twice on one link")
+                self.code_free = True
+                self._host.program(self, message)
+            elif type(message) is Ready:
+                self.ready = message
+                await self._host.make_room(self)
+                refusal = self._host.joined(self, message)
+                if refusal is not None:
+                    await self._say(encode(refusal))
+                    self._end_reason = refusal.reason
+                    return
+
+    def _talk(self) -> None:
+        """A message that nothing explains. Some a second are usual; who keeps the loop busy with them is dropped."""
+        now = self._clock()
+        self._talked = max(0.0, self._talked - _TALK_RATE * (now - self._talked_at)) + 1
+        self._talked_at = now
+        if self._talked > _TALK_BURST:
+            raise RemoteError(f"it says more than {_TALK_RATE} things a second that no lease explains")
+
+    def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        self.state = advance(COORDINATOR, self.state, message)
+        if type(message) is not Result or len(specs) != 1:
+            raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
+        self._header_at = self._clock()
+        view, explained = self._host.place(self, message, specs[0])
+        if view is not None:
+            self.receiving = message.lease
+            return (view,)
+        nbytes = specs[0].nbytes
+        self._garbage += 0 if explained else nbytes
+        if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
+            raise RemoteError("it keeps sending results that no lease explains")
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        return (memoryview(self._scratch)[:nbytes],)
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
+        """Queue a message. A worker that makes us say more and more and takes none of it is dropped."""
+        self.outbox.post(encode(message, buffers))
+        if self.outbox.num_messages > _MOST_MESSAGES:
+            self.abort(f"it takes none of what it is told ({_MOST_MESSAGES} messages)")
+
+    def post_lease(self, lease: Lease, buffers: Sequence[tuple[BufferSpec, Buffer]]) -> None:
+        """Queue a lease; ``outbox.withdraw`` takes it back as long as it is not on its way."""
+        self.outbox.post(encode(lease, buffers), lease=lease.lease)
+
+    def say_goodbye(self, code: ByeCode, reason: str) -> None:
+        """The last message; the worker then closes. Said once."""
+        if self._closing:
+            return
+        self._closing = True
+        self._end_reason = reason
+        self.post(Bye(code, reason))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Say no to one that was let in; the worker then closes."""
+        self._end_reason = refusal.reason
+        self.post(refusal)
+
+    def abort(self, reason: str) -> None:
+        """End at once; ``run`` returns with that reason."""
+        self._end_reason = self._end_reason or reason
+        self.given_up = True
+        self.link.abort()
+
+    async def _write(self) -> None:
+        # A link that breaks here breaks for the reader too, which knows the reason and what the peer said last.
+        with suppress(LinkLost):
+            await self.outbox.run()
+
+    async def _refuse(self, code: RefusalCode, reason: str, hint: str) -> None:
+        await self._say(encode(Refusal(code, reason, hint)))
+
+    async def _say(self, chunks: list[Buffer]) -> None:
+        """A last word before closing; whether it arrives is not ours to know."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self.link.send(chunks)
+                await self.link.aclose()
+        except (W5xdeError, TimeoutError):
+            self.link.abort()
+
+
+def quarantined(reason: str) -> Refusal:
+    """What a worker is told whose results were wrong."""
+    return Refusal(
+        RefusalCode.QUARANTINED,
+        f"this worker was put out of the run: {reason}"[:500],
+        "check its memory, its drivers and its versions; whoever runs the coordinator can let it in again (revoked)",
+    )
+
+
+def _shown(identity: str, name: str) -> str:
+    """How a worker is called in lists: by what it proved, and by what it calls itself; for people alone."""
+    name = _printable(name)
+    return f"{identity} ({name})" if identity and name != identity else name
+
+
+def _printable(text: str, limit: int = 64) -> str:
+    """A peer's text, fit for a terminal and a log."""
+    return "".join(character if character.isprintable() else "?" for character in text[:limit])

@@ -1,0 +1,302 @@
+"""A worker on one link, with a compute thread that runs when the test says so: what it holds, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support.jobs import mlp_sgd
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.engine import Engine
+from w5xde_async.errors import LinkLost, RemoteError, UsageError
+from w5xde_async.net.memory import MemoryLink, memory_pair
+from w5xde_async.params.flat import bytes_of
+from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
+from w5xde_async.wire.messages import (
+    Bye,
+    ByeCode,
+    Done,
+    Lease,
+    Message,
+    Params,
+    Ready,
+    Revoke,
+    Verdict,
+    VerdictCode,
+    Welcome,
+)
+from w5xde_async.worker.coded_connection import CodedServing
+from w5xde_async.worker.connection import Departure, Serving
+from w5xde_async.worker.inbox import HeldLease
+from w5xde_async.worker.result_encoder import Uplink
+from w5xde_async.worker.service import _LONGEST_PAUSE_S, _pause_s
+
+
+class Held(Executor):
+    """Runs nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, lambda: call(*args, **kwargs)))
+        return future
+
+    def let_go(self) -> None:
+        while self.waiting:
+            future, call = self.waiting.pop(0)
+            future.set_result(call())
+
+
+class Coordinator:
+    """The other end."""
+
+    def __init__(self, link: MemoryLink, serving: Serving, engine: Engine, compute: Held) -> None:
+        self.link, self.serving, self.engine, self.compute = link, serving, engine, compute
+        self.seen: list[Message] = []
+        link.caps = SESSION_CAPS
+
+    async def say(self, message: Message, *buffers: tuple[BufferSpec, Any]) -> None:
+        await self.link.send(encode(message, buffers))
+
+    async def publish(self, version: int) -> None:
+        buckets, state = self.engine.layout.buckets, self.engine.incoming
+        for bucket in buckets:
+            data = state.bucket_bytes[bucket.index]
+            spec = BufferSpec("", "float32", (bucket.numel,), "raw", len(data))
+            await self.say(Params(version, bucket.index, len(buckets), 1.0), (spec, data))
+
+    async def lease(self, number: int, version: int = 0) -> None:
+        structure, tensors = flatten(
+            tuple(torch.stack(column) for column in zip(*[self.sample(i) for i in (0, 1)], strict=True))
+        )
+        buffers = []
+        for tensor in tensors:
+            data = bytes_of(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            buffers.append((BufferSpec("", dtype, tuple(tensor.shape), "raw", len(data)), data))
+        await self.say(Lease(number, version, version, 0, (2,), 60.0, True, structure), *buffers)
+
+    def sample(self, index: int) -> Any:
+        return tuple(torch.as_tensor(value) for value in mlp_sgd().dataset[index])
+
+    async def read(self) -> None:
+        with suppress(LinkLost):
+            while True:
+                received = await self.link.recv(lambda _, specs: [memoryview(bytearray(s.nbytes)) for s in specs])
+                self.seen.append(received.message)
+
+    async def settle(self) -> None:
+        for _ in range(30):
+            await asyncio.sleep(0)
+
+    def all(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.seen if isinstance(message, kind)]
+
+    @property
+    def held_bytes(self) -> int:
+        return self.serving._inbox.held_bytes
+
+
+@asynccontextmanager
+async def served(
+    *, coded: bool = False, update: str = "sync", limit: int = 1 << 30, ends: type[BaseException] | None = None
+) -> AsyncIterator[Coordinator]:
+    """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through."""
+    near, far = memory_pair()
+    near.caps = SESSION_CAPS
+    engine = Engine(mlp_sgd(), bucket_bytes=64 << 10)
+    layout, compute = engine.layout, Held()
+    welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, layout.fingerprint, 1e6, 2e6)
+    welcome = replace(welcome, update=update)
+    serving = (CodedServing if coded else Serving)(near, welcome, compute, memory_limit_bytes=limit, inline_s=0.0)
+    if isinstance(serving, CodedServing):
+        from w5xde_async.codecs.registry import codec
+
+        serving.uplink = Uplink(layout, codec("raw"), feedback=False)
+
+    async def prepare() -> tuple[Engine, Ready]:
+        return engine, Ready(layout.fingerprint, "cpu", "test", 1, "0")
+
+    running = asyncio.create_task(serving.run(prepare))
+    made = Coordinator(far, serving, engine, compute)
+    reading = asyncio.create_task(made.read())
+    await made.settle()
+    try:
+        yield made
+        if ends is None:
+            await made.say(Bye(ByeCode.FINISHED, ""))
+            assert await running is Departure.FINISHED
+        else:
+            with pytest.raises(ends):
+                await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        far.abort()
+        await reading
+        engine.close()
+
+
+@pytest.mark.parametrize("coded", [False, True])
+async def test_batches_count_until_their_lease_is_done(coded: bool) -> None:
+    """Waiting for their version, for the compute thread, in it: only DONE, FAILED or REVOKE lets go of them."""
+    async with served(coded=coded) as coordinator:
+        await coordinator.lease(1)
+        await coordinator.settle()
+        one = coordinator.held_bytes
+        assert one > 0
+        await coordinator.publish(0)
+        await coordinator.lease(2)
+        await coordinator.lease(3)
+        await coordinator.settle()
+        assert coordinator.held_bytes == 3 * one  # queued for the thread
+        await coordinator.say(Revoke(3, ""))
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        assert sorted(done.lease for done in coordinator.all(Done)) == [1, 2, 3]
+        assert coordinator.held_bytes == 0
+
+
+async def test_a_lease_is_computed_at_the_newest_version_that_has_come() -> None:
+    """Under async: one that stands before a newer version in the queue too, or leases ahead would add staleness."""
+    async with served(coded=True, update="async") as coordinator:
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.lease(2)
+        await coordinator.settle()
+        await coordinator.publish(1)
+        await coordinator.publish(2)
+        await coordinator.lease(3, version=2)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        assert [(done.lease, done.version) for done in coordinator.all(Done)] == [(1, 2), (2, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+async def test_void_leases_do_not_count(coded: bool) -> None:
+    async with served(coded=coded) as coordinator:
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.lease(2)  # both in the queue when the next version comes
+        await coordinator.settle()
+        await coordinator.publish(1)
+        await coordinator.lease(3, 2)
+        await coordinator.settle()
+        await coordinator.publish(3)  # lease 3 is void before it is taken
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        assert coordinator.held_bytes == 0
+
+
+@pytest.mark.parametrize("coded", [False, True])
+async def test_a_limit_that_holds_no_lease_ends_the_worker_with_a_goodbye(coded: bool) -> None:
+    async with served(coded=coded, limit=8, ends=UsageError) as coordinator:
+        await coordinator.lease(1)
+        await coordinator.settle()
+        (bye,) = coordinator.all(Bye)
+        assert bye.code == ByeCode.LEAVING
+        assert "--memory-limit" in bye.reason
+
+
+async def test_a_lease_that_comes_twice_is_an_error() -> None:
+    async with served(ends=RemoteError) as coordinator:
+        await coordinator.lease(1)
+        await coordinator.lease(1)
+        await coordinator.settle()
+
+
+@pytest.mark.parametrize("bucket", [0, 1 << 40])
+async def test_parameters_without_their_buffer_are_an_error(bucket: int) -> None:
+    async with served(ends=RemoteError) as coordinator:
+        await coordinator.say(Params(0, bucket, 1, 1.0))
+        await coordinator.settle()
+        coordinator.compute.let_go()
+
+
+async def test_applied_leases_are_counted() -> None:
+    async with served() as coordinator:
+        await coordinator.say(Verdict((1, 2), VerdictCode.APPLIED, ""))
+        await coordinator.say(Verdict((3,), VerdictCode.STALE, ""))
+        await coordinator.settle()
+        assert (coordinator.serving.leases_applied, coordinator.serving.leases_stale) == (2, 1)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+async def test_after_standing_still_it_reads_what_came_before_it_goes_on(
+    coded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, now = asyncio.get_running_loop(), 0.0
+    async with served(coded=coded) as coordinator:
+        monkeypatch.setattr(coordinator.serving, "_clock", lambda: now)
+        monkeypatch.setattr("w5xde_async.worker.connection._LISTEN_S", 0.5)  # however busy this machine is
+        compute = type(coordinator.engine).compute
+
+        def stopped(engine: Engine, *arguments: Any) -> Any:
+            nonlocal now
+            outcome = compute(engine, *arguments)
+            now += 0.1 if not coordinator.all(Done) else 60.0
+            if now > 1.0:  # said while the process stood still: the loop finds it as it wakes
+                asyncio.run_coroutine_threadsafe(coordinator.say(Revoke(3, "")), loop)
+            return outcome
+
+        monkeypatch.setattr(Engine, "compute", stopped)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        await asyncio.to_thread(coordinator.compute.let_go)
+        await coordinator.settle()
+        await coordinator.lease(2)
+        await coordinator.lease(3)
+        await coordinator.settle()
+        await asyncio.to_thread(coordinator.compute.let_go)
+        await coordinator.settle()
+        done = {message.lease: message.losses for message in coordinator.all(Done)}
+        assert sorted(done) == [1, 2, 3]
+        assert done[2]
+        assert not done[3]  # never begun
+        await coordinator.say(Verdict((2, 3), VerdictCode.STALE, "it took too long"))
+        await coordinator.settle()
+        assert coordinator.serving.leases_stale == 1
+        coordinator.compute.let_go()
+
+
+async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() -> None:
+    async with served() as coordinator:
+        queue = coordinator.serving._queue
+
+        class Taking:
+            """A lease; looking at it lets the compute thread take another."""
+
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            @property
+            def lease(self) -> int:
+                queue.popleft()
+                return self.number
+
+        for number in range(3):
+            queue.append(HeldLease(Taking(number), (), 0))  # type: ignore[arg-type]
+        coordinator.serving._revoke(2)
+        assert coordinator.serving._revoked == {2}
+        assert not queue
+
+
+def test_pauses_grow_and_have_a_limit() -> None:
+    pauses = [_pause_s(in_vain) for in_vain in range(1, 100)]
+    assert 0.05 <= pauses[0] <= 0.1
+    assert all(pause <= _LONGEST_PAUSE_S for pause in pauses)
+    assert min(pauses[10:]) >= _LONGEST_PAUSE_S / 2
+    assert len(set(pauses)) == len(pauses)

@@ -1,0 +1,276 @@
+"""The parameters on their way out: what each worker is sent, and that it holds the bits of ``published`` by it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from w5xde_async.codecs.registry import codec
+from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
+from w5xde_async.errors import FrameTooLarge
+from w5xde_async.hub.members.session import Session
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, decode_header
+from w5xde_async.wire.messages import Params
+from w5xde_async.worker.delta_inbox import PieceInbox, PieceVersion, Published
+
+LAYOUT = Layout.of(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), bucket_bytes=4096)
+TRAINED = [bucket.index for bucket in LAYOUT.buckets if LAYOUT.groups[bucket.group].role == "grad"]
+WHOLE_BYTES = sum(LAYOUT.state_nbytes(bucket) for bucket in LAYOUT.buckets)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A session whose outbox lets a frame go when a test says so, and the inbox at the other end."""
+
+    unsent: set[int] = field(default_factory=set)
+    current_version: int = -1
+
+    def __post_init__(self) -> None:
+        self.outbox = self
+        self.waiting: deque[tuple[list[Any], Callable[[], None], int]] = deque()
+        self.inbox = PieceInbox(LAYOUT, codec("int4"), FlatState(LAYOUT), 1 << 20, exact=False)
+        self.inbox.allow(codec("lz4"))
+        self.published = Published(LAYOUT)
+
+    @property
+    def session(self) -> Session:
+        return cast(Session, self)
+
+    def post(self, chunks: list[Any], *, sent: Callable[[], None], version: int) -> None:
+        self.waiting.append((chunks, sent, version))
+
+    def pass_frames(self, count: int) -> None:
+        """So many frames leave, and are read at the other end."""
+        for _ in range(count):
+            chunks, sent, _ = self.waiting.popleft()
+            message, specs = decode_header(memoryview(chunks[0])[4:], SESSION_CAPS)
+            assert isinstance(message, Params)
+            for spec, data in zip(specs, chunks[1:], strict=True):
+                (view,) = self.inbox.place_params(message, (spec,))
+                view[:] = memoryview(data).cast("B")
+            whole = self.inbox.params(message)
+            if whole is not None:
+                self.published.apply(whole)  # type: ignore[arg-type]
+            sent()
+
+    def pass_all(self) -> None:
+        self.pass_frames(len(self.waiting))
+
+    @property
+    def kinds(self) -> list[int]:
+        return [version for _, _, version in self.waiting]
+
+
+class Run:
+    """Versions, one after the other, each of which moves some buckets of the parameters."""
+
+    def __init__(self, name: str) -> None:
+        self.state = FlatState(LAYOUT)
+        for group in self.state.groups:
+            group.copy_(torch.arange(group.numel()))
+        self.downlink = Downlink(LAYOUT, self.state, codec(name))
+        self.woken = 0
+        self.downlink.wake = self._wake
+        self.version = 0
+        self.bits: dict[int, list[torch.Tensor]] = {}
+        self._keep()
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def _keep(self) -> None:
+        self.bits[self.version] = [group.clone() for group in self.downlink._published.groups]
+
+    def advance(self, changed: list[int]) -> list[Piece]:
+        torch.manual_seed(self.version)
+        for number in changed:
+            piece = self.state.bucket(LAYOUT.buckets[number])
+            piece.add_(torch.randn(piece.numel()))
+        pieces = self.downlink.advance(changed)
+        self.version += 1
+        self._keep()
+        return pieces
+
+    def commit(self, *workers: Worker, changed: list[int] | None = None) -> None:
+        pieces = self.advance(TRAINED if changed is None else changed)
+        self.downlink.send([worker.session for worker in workers], self.version, pieces)
+
+    def join(self, *workers: Worker) -> None:
+        for worker in workers:
+            self.downlink.join(worker.session)
+        self.send_lacking()
+
+    def send_lacking(self) -> list[Session]:
+        due = self.downlink.due
+        self.downlink.send_lacking(due, self.version, self.downlink.whole(self.downlink.lacks(due)))
+        return due
+
+    def check(self, worker: Worker) -> None:
+        """What the worker holds is what was published, at the version that it was told."""
+        held = worker.published
+        for mine, theirs in zip(held.state.groups, self.bits[held.version], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["raw", "lz4", "int4"])
+def test_who_follows_holds_every_version(name: str) -> None:
+    run, worker = Run(name), Worker()
+    run.join(worker)
+    assert worker.unsent == set(range(len(LAYOUT.buckets)))
+    worker.pass_all()
+    run.check(worker)
+    for changed in (TRAINED, TRAINED[:2], [], TRAINED[1:]):
+        run.commit(worker, changed=changed)
+        assert worker.unsent == set(changed)
+        worker.pass_all()
+        assert (worker.unsent, worker.published.version) == (set(), run.version)
+        run.check(worker)
+    assert run.downlink.due == []
+
+
+def test_deltas_wait_behind_the_whole_and_nothing_is_taken_back() -> None:
+    """Streaming: each version changes a part, and the whole takes longer than eight of them."""
+    run, worker = Run("int4"), Worker()
+    run.join(worker)
+    num_frames = len(worker.waiting)
+    for number in range(8):
+        worker.pass_frames(num_frames // 9)
+        run.commit(worker, changed=TRAINED[number % 2 :: 2])
+    assert worker.kinds == sorted(worker.kinds)
+    assert set(worker.kinds) == set(range(9))
+    worker.pass_all()
+    assert worker.published.version == 8
+    assert run.woken == 1  # at joining: it was never behind
+    run.check(worker)
+
+
+@pytest.mark.parametrize("name", ["raw", "lz4"])
+def test_versions_that_are_whole_do_not_wait_for_each_other(name: str) -> None:
+    run, worker = Run(name), Worker()
+    run.join(worker)
+    for _ in range(7):
+        worker.pass_frames(1)
+        run.commit(worker)
+    assert len(set(worker.kinds)) <= 2
+    worker.pass_all()
+    run.check(worker)  # it can work, at an older version
+    assert 0 <= worker.published.version < 7
+    assert run.downlink.due == [worker]
+    run.send_lacking()
+    assert worker.unsent == set(TRAINED)  # the others have not changed
+    worker.pass_all()
+    assert worker.published.version == 7
+    run.check(worker)
+    run.commit(worker, changed=TRAINED[:1])
+    assert len(worker.waiting) == 1  # it follows again
+    worker.pass_all()
+    run.check(worker)
+
+
+def test_deltas_that_wait_are_no_more_than_the_model() -> None:
+    run, stalled, quick = Run("int4"), Worker(), Worker()
+    run.join(stalled, quick)
+    stalled.pass_all()
+    for _ in range(40):
+        run.commit(stalled, quick)
+        quick.pass_all()
+        run.check(quick)
+        waiting = sum(len(chunk) for chunks, _, _ in stalled.waiting for chunk in chunks[1:])
+        assert waiting <= WHOLE_BYTES
+    assert 4 < len(set(stalled.kinds)) < 40
+    assert run.downlink.due == []  # what it has been promised comes first
+    stalled.pass_all()
+    run.check(stalled)
+    assert run.send_lacking() == [stalled]
+    assert quick.waiting == deque()
+    stalled.pass_all()
+    assert stalled.published.version == 40
+    run.check(stalled)
+
+
+def test_versions_without_anything_in_them_do_not_pile_up() -> None:
+    run, worker = Run("int4"), Worker()
+    run.join(worker)
+    worker.pass_all()
+    for _ in range(1100):
+        run.downlink.send([worker.session], run.version, [])
+        run.version += 1
+    assert len(worker.waiting) == 1024
+
+
+def test_a_bucket_stays_unsent_while_an_older_value_of_it_leaves() -> None:
+    run, worker = Run("raw"), Worker()
+    run.join(worker)
+    run.commit(worker, changed=TRAINED[:1])
+    worker.pass_all()
+    assert worker.unsent == set(TRAINED[:1])
+    run.send_lacking()
+    assert worker.unsent == set(TRAINED[:1])
+    worker.pass_all()
+    assert worker.unsent == set()
+
+
+def test_who_is_not_told_lacks_it_until_it_asks() -> None:
+    """Under ``async`` a worker is told when it has given something."""
+    run, worker = Run("raw"), Worker()
+    run.join(worker)
+    worker.pass_all()
+    run.commit(changed=TRAINED[:2])
+    assert run.downlink.lacks([worker.session]) == TRAINED[:2]
+    assert run.downlink.due == []
+    run.commit(worker, changed=TRAINED[1:2])  # it lacks one more than this has
+    assert run.downlink.due == [worker]
+    run.send_lacking()
+    worker.pass_all()
+    run.check(worker)
+    run.commit(changed=TRAINED[:2])
+    run.downlink.catch_up(worker.session)
+    assert run.send_lacking() == [worker]
+    worker.pass_all()
+    assert worker.published.version == run.version
+    run.check(worker)
+
+
+def test_what_left_for_one_that_is_gone_wakes_nobody() -> None:
+    run, worker = Run("raw"), Worker()
+    run.join(worker)
+    run.commit(worker)
+    run.downlink.forget(worker.session)
+    woken = run.woken
+    worker.pass_all()
+    run.downlink.catch_up(worker.session)
+    assert (run.woken, run.downlink.due) == (woken, [])
+
+
+def test_what_overtaken_versions_brought_does_not_pile_up() -> None:
+    """The synchronous rule sends the newest version from the start, however often it changes."""
+    inbox = Worker().inbox
+    bucket = LAYOUT.buckets[0]
+    spec = BufferSpec("", "float32", (bucket.numel,), "raw", 4 * bucket.numel)
+    for version in range(101):
+        message = Params(version, 0, 1 if version == 100 else 2, 1.0)
+        inbox.place_params(message, (spec,))
+        whole = inbox.params(message)
+        assert (whole is None) == (version < 100)
+    assert isinstance(whole, PieceVersion)
+    assert len(whole.pieces) == 1
+
+
+def test_deltas_without_their_version_are_refused() -> None:
+    inbox, number = Worker().inbox, TRAINED[0]
+    spec = Run("int4").advance([number])[0].spec
+    for version in range(2):
+        message = Params(version, number, 2, 1.0, True)
+        inbox.place_params(message, (spec,))
+        inbox.params(message)
+    inbox.place_params(message, (spec,))
+    with pytest.raises(FrameTooLarge, match="not whole"):
+        inbox.params(message)

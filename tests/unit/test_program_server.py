@@ -1,0 +1,39 @@
+"""Who asks for the program while it is being made: one answer each, and nothing is kept for who has left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from torch import nn
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.hub.members.program_server import Programs
+from w5xde_async.params.layout import Layout
+from w5xde_async.telemetry.events import Bus
+from w5xde_async.wire.messages import ProgramRequest
+
+
+class Asking:
+    """As much of a session as is asked for here."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.told: list[object] = []
+
+    def refuse(self, refusal: object) -> None:
+        self.told.append(refusal)
+
+
+async def test_a_session_waits_once_and_only_while_it_lasts() -> None:
+    programs = Programs(Layout.of(nn.Linear(2, 2)), CoordinatorConfig(), Bus())
+    stays: Any = Asking()
+    for _ in range(1000):
+        programs.ask(stays, ProgramRequest(1, b""))
+        left: Any = Asking()
+        programs.ask(left, ProgramRequest(1, b""))
+        left.ended.set()
+    assert len(programs._waiting) <= 2
+    programs.set(None, "")
+    assert len(stays.told) == 1
+    assert not programs._waiting

@@ -1,0 +1,94 @@
+"""What a codec left out, from one worker to the next over a directory that they share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from w5xde_async.codecs.registry import codec
+from w5xde_async.params.layout import Layout
+from w5xde_async.wire.messages import VerdictCode
+from w5xde_async.worker.residual_store import forget, keep, take_up
+from w5xde_async.worker.result_encoder import Uplink
+
+
+def uplink(scale: float = 0.0) -> Uplink:
+    """A worker's, which has left something out where ``scale`` is given."""
+    made = Uplink(Layout.of(nn.Linear(8, 8, bias=False)), codec("topk:0.1"), feedback=True)
+    if scale:
+        made.encode(1, 0, scale * torch.arange(64, dtype=torch.float32))
+        made.settle([1], VerdictCode.APPLIED)
+    return made
+
+
+def norm(of: Uplink) -> float:
+    assert of.feedback is not None
+    return of.feedback.norm()
+
+
+def leave(data_dir: Path, name: str, worker_id: str, scale: float, run_id: str = "run") -> float:
+    leaving = uplink(scale)
+    keep(leaving, data_dir, run_id=run_id, name=name, worker_id=worker_id)
+    return norm(uplink(scale))
+
+
+def come(data_dir: Path, name: str, worker_id: str, run_id: str = "run") -> float:
+    coming = uplink()
+    take_up(coming, data_dir, run_id=run_id, name=name, worker_id=worker_id)
+    return norm(coming)
+
+
+def test_two_workers_share_a_directory_and_each_finds_its_own(tmp_path: Path) -> None:
+    left = {name: leave(tmp_path, name, worker_id, scale) for name, worker_id, scale in
+            (("local-0", "aa", 1.0), ("local-1", "bb", 2.0))}  # fmt: skip
+    assert left["local-1"] == 2 * left["local-0"] > 0
+    assert len(list(tmp_path.iterdir())) == 2
+    assert {name: come(tmp_path, name, f"new-{name}") for name in ("local-1", "local-0")} == left
+    assert not list(tmp_path.iterdir())  # taken, so that nothing is added twice
+    assert come(tmp_path, "local-0", "third") == 0
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    leave(tmp_path / "kept", "local-0", "aa", 1.0)
+    (path,) = (tmp_path / "kept").iterdir()
+    assert [oct(at.stat().st_mode & 0o777) for at in (path.parent, path)] == ["0o700", "0o600"]
+
+
+def test_a_worker_of_another_name_takes_the_oldest_of_its_run(tmp_path: Path) -> None:
+    """Usual names hold the process id: none comes again."""
+    left = [leave(tmp_path, f"host-{number}", f"{number:02}", 1.0 + number) for number in range(3)]
+    for number, age_s in enumerate((20, 30, 10)):
+        (path,) = tmp_path.glob(f"*-{number:02}.safetensors")
+        written = path.stat().st_mtime - age_s
+        os.utime(path, (written, written))
+    assert come(tmp_path, "host-9", "90", run_id="another") == 0
+    assert [come(tmp_path, "host-9", f"9{number}") for number in range(4)] == [left[1], left[0], left[2], 0]
+
+
+def test_old_files_go(tmp_path: Path) -> None:
+    leave(tmp_path, "a", "aa", 1.0, run_id="ended unseen")
+    (old,) = tmp_path.iterdir()
+    os.utime(old, (0, 0))
+    mine = tmp_path / "mine.safetensors"
+    mine.touch()
+    os.utime(mine, (0, 0))
+    leave(tmp_path, "a", "bb", 1.0)
+    leave(tmp_path, "a", "cc", 1.0, run_id="run2")
+    assert not old.exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    forget(tmp_path, "run")
+    assert {path.name for path in tmp_path.iterdir()} == {"residual-run2-a-cc.safetensors", "mine.safetensors"}
+    forget(None, "run")
+    forget(tmp_path / "nowhere", "run")
+
+
+def test_what_cannot_be_read_or_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "residual-run-a-aa.safetensors").write_bytes(b"nonsense")
+    assert come(tmp_path, "a", "bb") == 0
+    (tmp_path / "file").touch()
+    leaving = uplink(1.0)
+    keep(leaving, tmp_path / "file" / "kept", run_id="run", name="a", worker_id="aa")
+    assert norm(leaving) == 0  # dropped, and said

@@ -1,0 +1,371 @@
+"""What is reported of a run, from a real one on loopback; and that nothing is where nobody asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from tests.support.events import committed, run_reported
+from tests.support.jobs import mlp_sgd
+from tests.support.scripted import scripted, settle
+
+from w5xde_async import status
+from w5xde_async.compute.flops import counting_flops
+from w5xde_async.coordinator.monitoring.outputs import Showing
+from w5xde_async.coordinator.monitoring.status_sampler import Observer, reason_to_wait
+from w5xde_async.coordinator.run.run import Phases
+from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import ExitCode
+from w5xde_async.hub.members.roster import Counts
+from w5xde_async.plan.ledger import Ledger
+from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.runtime import Runtime
+from w5xde_async.telemetry.dashboard.view import View
+from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
+from w5xde_async.telemetry.memory import MemoryReport, host_bytes
+from w5xde_async.telemetry.metrics import Metrics
+from w5xde_async.telemetry.progress import Progress, ProgressConfig
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import VerdictCode
+from w5xde_async.worker.service import Worker
+
+
+def test_samples_go_to_those_who_asked():
+    bus = Bus()
+    plain: list[Event] = []
+    sampled: list[Event] = []
+    bus.subscribe(plain.append)
+    assert not bus.sampled
+    leave = bus.subscribe(sampled.append, samples=True)
+    assert bus.sampled
+    for event in (committed(1), run_reported()):
+        bus.publish(event)
+    assert [type(event) for event in plain] == [StepCommitted]
+    assert [type(event) for event in sampled] == [StepCommitted, RunReported]
+    leave()
+    leave()
+    assert not bus.sampled
+    assert bus.active
+
+
+async def test_a_callback_that_raises_is_named_and_left_out(caplog: pytest.LogCaptureFixture):
+    seen: list[Event] = []
+
+    def broken(event: Event) -> None:
+        seen.append(event)
+        raise RuntimeError("no such column")
+
+    async with Coordinator(mlp_sgd(), config=settings(max_steps=3), callbacks=[broken]) as coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await worker
+    assert result.outcome == "finished"
+    assert len(seen) == 1
+    assert any("removed after an error" in message for message in caplog.messages)
+
+
+async def test_a_worker_and_the_run_are_reported():
+    commits = Commits()
+    found: list[Any] = []
+    commits.bus.subscribe(found.append, samples=True)
+    config = settings(max_steps=10_000, heartbeat_s=0.05, silence_s=12.0)
+    async with Coordinator(mlp_sgd(), config=config, bus=commits.bus) as coordinator:
+        worker = Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER)
+        working = asyncio.create_task(worker.run())
+        await commits.reach(3)
+        training = coordinator._training
+        assert training is not None
+        (session,) = training.sessions.values()
+        while session.report is None:
+            await commits.reach(commits.step + 1)
+        observer = Observer(training)
+        found.clear()
+        observer.tick(training.clock() + 0.2)  # too early
+        assert not [event for event in found if isinstance(event, WorkerReported)]
+        observer.tick(training.clock() + 1.0)
+        (told,) = [event for event in found if isinstance(event, WorkerReported)]
+        (run,) = [event for event in found if isinstance(event, RunReported)]
+        worker.drain()
+        await working
+        coordinator.request_stop()
+        result = await coordinator.wait()
+    assert result.outcome == "stopped"
+    assert told.state == "ready"
+    assert told.leaves > 0
+    assert told.share == 1.0
+    assert told.bytes_received > told.bytes_sent / 100
+    assert told.rtt_s is None or 0 < told.rtt_s < 1
+    assert told.host_bytes > 10 << 20
+    assert told.cpu_s > 0
+    # Two multiplications of each weight forward; as many for the gradients of weights, and of hidden activations.
+    assert told.flops_per_leaf > 0
+    assert run.leaves == told.leaves
+    assert run.host_bytes > 10 << 20
+    assert run.num_workers == 1
+
+
+@pytest.mark.parametrize("lease_s", [0.01, 0.7, 3.0, 8.0, 45.0])
+async def test_the_speed_of_a_worker_is_that_of_its_leases_however_long(lease_s: float):
+    found: list[Any] = []
+    async with scripted() as run:
+        run.training.bus.subscribe(found.append, samples=True)
+        await run.worker("able")
+        member = run.training.membership.members["able"]
+        observer, began = Observer(run.training), run.now
+        for second in range(1, 600):
+            member.leaves = 4 * int(min(second, 300) / lease_s)  # idle from then on
+            observer.tick(began + second)
+        speeds = [event.leaves_per_s for event in found if isinstance(event, WorkerReported)]
+        assert min(speeds[int(2 * lease_s) + 1 : 300]) > 0.75 * 4 / lease_s
+        assert max(speeds) < 1.25 * 4 / lease_s
+        assert speeds[-1] == 0.0
+        assert len(observer._speeds) == 1
+        assert len(observer._speeds["able", member.incarnation]._seen) == 1
+
+
+async def test_who_fails_while_it_joins_is_shown_no_longer():
+    view, metrics = View(), Metrics()
+    async with scripted() as run:
+        for subscriber in (view, metrics):
+            run.training.bus.subscribe(subscriber, samples=True)
+        observer = Observer(run.training)
+        await run.worker("member")
+        for number in range(5):
+            doomed = await run.worker(f"doomed-{number}", ready=False)
+            run.now += 1.0
+            observer.tick(run.now)
+            assert len(view.workers()) == 2
+            doomed.link.abort()
+            await settle()
+            assert doomed.ended()
+        run.now += 1.0
+        observer.tick(run.now)
+    assert [worker["worker_id"] for worker in view.workers()] == ["member"]
+    assert b"doomed" not in metrics.text()
+
+
+async def test_another_rule_does_not_begin_the_counting_anew():
+    """Under ``auto`` the run goes on as another training: what was counted and how long it runs go on too."""
+    bus, found = Bus(), list[Any]()
+    bus.subscribe(found.append, samples=True)
+    config = settings()
+    loop = asyncio.get_running_loop()
+    prepared = await loop.run_in_executor(None, prepare, mlp_sgd(), config, None, lambda: "0" * 16)
+    showing = Showing(config, bus, None)
+    phases = Phases(prepared, config, bus, name="test", reference="", runtime=Runtime())
+    phases.on_change = showing.began
+    first = phases.training
+    showing.began(first)
+    now = first.clock()
+    first.results.leaves, first.results.leaves_in_vain = 40, 4  # type: ignore[union-attr]
+    first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
+    try:
+        await phases._change(UpdateConfig(rule="local"))
+        showing.tick(now + 100.0)
+        second = phases.training
+        assert second is not first
+        assert second.totals() == Counts(40, 4, 3, 0, 0, 0)
+        await phases._change(UpdateConfig(rule="async"))
+        assert phases.training.totals() == second.totals()  # once, not twice
+    finally:
+        await phases.aclose()
+        await showing.aclose()
+    (told,) = [event for event in found if isinstance(event, RunReported)]
+    assert (told.leaves, told.leaves_in_vain, told.leases_stale) == (40, 4, 3)
+    assert told.uptime_s == pytest.approx(100.0, abs=1.0)
+
+
+def test_why_a_worker_waits():
+    """One step of four leaves, from before the first lease to the update; a and b are here."""
+    ledger = Ledger(num_buckets=1)
+
+    def session(worker: str) -> Any:
+        outbox = SimpleNamespace(lease_bytes=0)
+        return SimpleNamespace(worker_id=worker, name=f"name-{worker}", receiving=None, outbox=outbox)
+
+    sessions = {worker: session(worker) for worker in "ab"}
+    training: Any = SimpleNamespace(
+        ledger=ledger, sessions=sessions, begun=False, config=settings(min_workers=2, credit_bytes=10),
+        dispatch=SimpleNamespace(unread=set()),
+    )  # fmt: skip
+    member = Member(
+        worker_id="a", name="name-a", peer="p", device="cpu", threads=1, incarnation=1, joined_at=0.0, last_seen=0.0
+    )
+
+    def reason() -> str:
+        return reason_to_wait(training, sessions["a"], member)
+
+    assert reason() == "workers: the run begins with 2"
+    training.begun = True
+    ledger.open(0, 4, 0.0)
+    assert reason() == "a lease"
+    sessions["a"].outbox.lease_bytes = 11
+    assert reason() == "the network: it has not taken the leases that it was sent"
+    grant = ledger.grant("a", 0, 2, now=0.0, deadline_s=9.0)
+    assert grant is not None
+    assert reason() == "the network: a lease is on its way"
+    sessions["a"].outbox.lease_bytes = 0
+    training.dispatch.unread.add(grant.lease)
+    assert reason() == "data: the loader has not read its samples yet"
+    training.dispatch.unread.clear()
+    assert reason() == ""
+    sessions["a"].receiving = grant.lease
+    assert reason() == "the network: its result is on its way"
+    sessions["a"].receiving = None
+    other = ledger.grant("b", 0, 2, now=0.0, deadline_s=9.0)
+    assert other is not None
+    ledger.fill(grant.lease, 0)
+    ledger.finish(grant.lease)
+    assert reason() == "step 1: name-b computes the last 2 leaves"
+    ledger.open(1, 4, 0.0)
+    ledger.grant("a", 1, 4, now=0.0, deadline_s=9.0)
+    assert reason() == "step 1: name-b computes the last 2 leaves"  # what it has of the next step cannot begin yet
+    ledger.fill(other.lease, 0)
+    ledger.finish(other.lease)
+    assert reason() == "the update of step 1"
+    member.standing = Standing.LATE
+    assert reason().startswith("its own answer")
+    member.standing = Standing.DRAINING
+    assert reason() == "nothing: it is leaving"
+
+
+async def test_every_rule_is_reported():
+    commits = Commits()
+    found: list[Any] = []
+    commits.bus.subscribe(found.append, samples=True)
+    config = settings(max_steps=10_000, update=UpdateConfig(rule="async", codec="int8"))
+    async with Coordinator(mlp_sgd(), config=config, bus=commits.bus) as coordinator:
+        worker = Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER)
+        working = asyncio.create_task(worker.run())
+        training = coordinator._training
+        assert training is not None
+        observer = Observer(training)
+        for number in range(1, 10):
+            await commits.reach(commits.step + 1)
+            observer.tick(training.clock() + number)
+        worker.drain()
+        await working
+        coordinator.request_stop()
+        await coordinator.wait()
+    told = [event for event in found if isinstance(event, WorkerReported)]
+    assert any(event.leases_held for event in told)
+    assert told[-1].raw_bytes > told[-1].encoded_bytes > 0
+    assert {event.waits_for for event in told} <= {
+        "",
+        "a lease",
+        "the next version",
+        "the network: a lease is on its way",
+    }
+    assert any(event.staleness is not None for event in found if isinstance(event, StepCommitted))
+
+
+async def test_nobody_asked_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+    looked: list[float] = []
+    monkeypatch.setattr(Observer, "_run", lambda self, now: looked.append(now))
+    result = await train(mlp_sgd, max_steps=3)
+    assert result.outcome == "finished"
+    assert looked == []
+
+
+async def test_the_dashboard_of_a_coordinator(tmp_path: Path):
+    events: list[Event] = []
+    bus = Bus()
+    bus.subscribe(events.append)
+    config = settings(max_steps=5, dashboard="127.0.0.1:0", trackers=("tensorboard",))
+    async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=config, bus=bus) as coordinator:
+        link = coordinator.dashboard_link
+        port = int(link.rpartition(":")[2].strip("/"))
+        kept = tmp_path / "run" / "dashboard"
+        assert kept.read_text().strip() == link
+        assert kept.stat().st_mode & 0o777 == 0o600
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /api/v1/run HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        body = (await reader.read()).partition(b"\r\n\r\n")[2]
+        writer.close()
+        await writer.wait_closed()
+        assert json.loads(body)["dashboard"] == link
+        worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await worker
+    assert result.outcome == "finished"
+    assert not kept.exists()
+    assert [event.text for event in events if isinstance(event, Warned)] == []
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert not [handler for handler in logging.getLogger("w5xde_async").handlers if "LogHandler" in repr(type(handler))]
+
+
+async def test_off_loopback_it_asks_for_a_token_that_no_record_holds(tmp_path: Path):
+    bus, shown = Bus(), StringIO()
+    bus.subscribe(Progress(ProgressConfig(log_format="json", mode="verbose"), stream=shown))
+    config = settings(max_steps=2, dashboard="0.0.0.0:0", advertise="localhost")
+    run_dir = tmp_path / "run"
+    async with Coordinator(mlp_sgd(), run_dir=run_dir, config=config, bus=bus) as coordinator:
+        link = coordinator.dashboard_link
+        assert link.startswith("https://localhost:")
+        token = link.partition("token=")[2]
+        assert len(token) > 30
+        loop = asyncio.get_running_loop()
+        for file, code in ((run_dir, ExitCode.OK), (tmp_path, ExitCode.USAGE)):
+            assert await loop.run_in_executor(None, status.main, ["--json", "--run-dir", str(file)]) == code
+        worker = asyncio.create_task(Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER).run())
+        await coordinator.wait()
+        await worker
+    kept = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".toml", ".json")]
+    assert {path.name for path in kept} >= {"metrics.jsonl", "config.toml"}
+    assert not [path for path in kept if token in path.read_text()]
+    assert "run_started" in shown.getvalue()
+    assert token not in shown.getvalue()
+
+
+async def test_without_the_extra_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "w5xde_async.telemetry.dashboard.server", None)
+    events: list[Event] = []
+    result = await train(mlp_sgd, max_steps=2, events=events, dashboard="127.0.0.1:0")
+    assert result.outcome == "finished"
+    (text,) = [event.text for event in events if isinstance(event, Warned)]
+    assert "pip install 'w5xde-async[dashboard]'" in text
+
+
+def test_arithmetic_is_counted_and_the_bits_stay():
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = run()
+    counted, flops = counting_flops(run)
+    assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
+    forward = 2 * 32 * (8 * 16 + 16 * 4)
+    assert flops == 2 * forward + 2 * 32 * 16 * 4  # the input needs no gradient
+
+
+def test_memory_report(tmp_path: Path):
+    report = MemoryReport()
+    report.begin()
+    report.begin()
+    try:
+        kept = [bytearray(1 << 20) for _ in range(8)]
+        path = report.write(tmp_path / "reports", "worker-1")
+    finally:
+        report.end()
+        report.end()
+    found = json.loads(path.read_text())
+    assert found["resident_bytes"] == pytest.approx(host_bytes(), rel=0.5)
+    assert found["traced_bytes"] >= len(kept) << 20
+    assert any("test_observing" in entry["line"] and entry["bytes"] >= 8 << 20 for entry in found["largest"])
+    assert "largest" not in json.loads(report.write(tmp_path / "after", "worker-1").read_text())

@@ -1,0 +1,153 @@
+"""How far two results of a block are apart, and which norms are unusual."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from w5xde_async.coordinator.sync.deviation import compare
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.updates.norm_gate import BlockGate, NormGateConfig
+
+LAYOUT = Layout.of(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), bucket_bytes=4096)
+ROLES = [LAYOUT.groups[bucket.group].role for bucket in LAYOUT.result_buckets]
+EVERY = frozenset(range(len(ROLES)))
+GRADS = [index for index, role in enumerate(ROLES) if role == "grad"]
+MEAN, MAX = ROLES.index("mean"), ROLES.index("max")
+
+
+def vector(seed: int = 0) -> ResultVector:
+    made = ResultVector(LAYOUT)
+    generator = torch.Generator().manual_seed(seed)
+    for bucket, role in zip(made.buckets, ROLES, strict=True):
+        if role == "max":
+            bucket.fill_(3)
+        else:
+            bucket.copy_(torch.randn(bucket.shape, generator=generator))
+    return made
+
+
+def changed(change: Callable[[ResultVector], object]) -> ResultVector:
+    made = vector()
+    change(made)
+    return made
+
+
+def test_the_layout_has_every_role_and_several_buckets() -> None:
+    assert len(GRADS) > 1
+    assert {MEAN, MAX} <= EVERY
+
+
+def test_equal_ones() -> None:
+    found = compare(LAYOUT, vector(), EVERY, vector(), EVERY)
+    assert found.same_bits
+    assert found.relative == 0
+    assert found.cosine == pytest.approx(1.0)
+
+
+def test_a_sign_flip_and_one_bit() -> None:
+    flipped = compare(LAYOUT, changed(lambda v: [v.buckets[b].neg_() for b in GRADS]), EVERY, vector(), EVERY)
+    assert flipped.relative == pytest.approx(2.0, rel=1e-4)
+    assert flipped.cosine == pytest.approx(-1.0)
+    one = compare(
+        LAYOUT, changed(lambda v: v.buckets[GRADS[1]][5].nextafter_(torch.tensor(9.0))), EVERY, vector(), EVERY
+    )
+    assert not one.same_bits
+    assert one.relative < 1e-6
+    assert one.bucket == GRADS[1]
+
+
+def test_buffers_are_measured_by_themselves() -> None:
+    small = changed(lambda v: v.buckets[MEAN].mul_(1e-3))
+    found = compare(LAYOUT, changed(lambda v: v.buckets[MEAN].mul_(2e-3)), EVERY, small, EVERY)
+    assert found.relative == pytest.approx(1.0, rel=1e-4)
+    assert found.bucket == MEAN
+    counted = compare(LAYOUT, changed(lambda v: v.buckets[MAX].fill_(1 << 40)), EVERY, vector(), EVERY)
+    assert math.isinf(counted.relative)
+    assert counted.bucket == MAX
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite(value: float) -> None:
+    odd = changed(lambda v: v.buckets[GRADS[1]].select(0, 3).fill_(value))
+    found = compare(LAYOUT, odd, EVERY, vector(), EVERY)
+    assert math.isinf(found.relative)
+    assert found.bucket == GRADS[1]
+    assert math.isinf(compare(LAYOUT, vector(), EVERY, odd, EVERY).relative)
+    assert compare(LAYOUT, odd, EVERY, odd, EVERY).relative == 0  # training diverges, nobody lies
+
+
+def test_what_is_absent_is_zero() -> None:
+    without = EVERY - {GRADS[0]}
+    assert compare(LAYOUT, vector(), without, vector(1), without).relative > 0
+    assert compare(LAYOUT, vector(), without, vector(), EVERY).relative > 0.1
+    zero = changed(lambda v: v.buckets[GRADS[0]].zero_())
+    found = compare(LAYOUT, zero, EVERY, vector(), without)
+    assert found.relative == 0
+    assert not found.same_bits
+    nothing: frozenset[int] = frozenset()
+    assert compare(LAYOUT, vector(), nothing, vector(), nothing).relative == 0
+    assert math.isinf(compare(LAYOUT, vector(), EVERY, vector(), nothing).relative)
+
+
+# -- the gate
+
+
+def warm(spread: float = 1.3, count: int = 100) -> BlockGate:
+    gate, chance = BlockGate(), random.Random(1)
+    for _ in range(count):
+        gate.learn(spread ** chance.gauss(0, 1), 8)
+    return gate
+
+
+def test_a_cold_gate_lets_nothing_pass_then_ten_times_what_it_knows() -> None:
+    gate = BlockGate()
+    assert gate.cold
+    assert gate.bound(8) == 0
+    gate.learn(2.0, 8)
+    assert gate.bound(8) == pytest.approx(20.0)
+
+
+def test_a_warm_gate_knows_the_spread() -> None:
+    assert 3.9 < warm(1.01).bound(8) < 4.2  # at least four times the median
+    assert warm(3.0).bound(8) > 20
+    assert warm(3.0).bound(8) < 1000
+
+
+def test_small_blocks_may_be_noisier() -> None:
+    gate = warm()
+    assert gate.bound(2) == pytest.approx(2 * gate.bound(8))
+    assert gate.bound(800) == gate.bound(8)
+
+
+def test_honest_norms_hardly_ever_pass_the_bound() -> None:
+    for spread in (1.05, 2.0, 5.0):
+        gate, chance, over = BlockGate(NormGateConfig()), random.Random(2), 0
+        for _ in range(5000):
+            norm = spread ** chance.gauss(0, 1)
+            over += not gate.cold and norm > gate.bound(8)
+            gate.learn(norm, 8)
+        assert over <= 25, spread
+
+
+def test_a_minority_of_tiny_norms_does_not_pull_the_bound_down() -> None:
+    gate = warm()
+    before = gate.bound(8)
+    for _ in range(100):
+        for norm in (1.0, 1.1, 0.9, 1e-9):
+            gate.learn(norm, 8)
+    assert gate.bound(8) > before / 3
+
+
+def test_zeros_are_learned_without_harm() -> None:
+    gate = BlockGate()
+    for _ in range(40):
+        gate.learn(0.0, 8)
+    assert gate.bound(8) >= 0.0
+    assert not gate.cold
