@@ -15,7 +15,7 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.scripted import scripted, settle
 
-from w5xde_async.coordinator import phases
+from w5xde_async.coordinator.run import run as run_module
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run.strategy_tuner import Autotuning
 from w5xde_async.coordinator.service import Coordinator, RunResult
@@ -126,7 +126,7 @@ async def test_a_choice_that_the_job_turns_out_not_to_fit_leaves_the_run_as_it_i
         asked.append((update.rule, update.codec))
         raise JobError("scheduler", "it sets more than learning rates")
 
-    monkeypatch.setattr(phases, "change_rule", refuse)
+    monkeypatch.setattr(run_module, "change_rule", refuse)
     result, coordinator, steps, said = await run(jobs.mlp_sgd, tmp_path / "run")
     assert asked[0][0] in ("local", "streaming")
     assert result.outcome == "finished"

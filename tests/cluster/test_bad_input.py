@@ -554,7 +554,7 @@ async def test_a_peer_that_keeps_sending_garbage_is_dropped(monkeypatch: pytest.
         with suppress(LinkLost):
             for _ in range(80):
                 await peer.send(Result(10**6, 0), (spec, bytes(spec.nbytes)))
-        assert "no lease explains" in (await peer.expect(Refusal)).reason
+        assert "no lease authorizes" in (await peer.expect(Refusal)).reason
         await peer.link.aclose()
 
 

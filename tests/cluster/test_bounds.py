@@ -23,7 +23,7 @@ async def test_a_slow_first_audit_keeps_no_more_vectors_than_stated(monkeypatch:
     )
     monkeypatch.setattr(support, "job", lambda: many)
     async with scripted(norm_gate=6.0, min_workers=2, max_workers=2, prefetch_leaves=LEAVES) as run:
-        run.training.judging.has_delivered = lambda worker: True  # the clock stands
+        run.training.verification.has_delivered = lambda worker: True  # the clock stands
         pool = run.training.aggregator._reducer.pool
         quick, slow = await run.worker("quick"), await run.worker("slow")
         await slow.lease()
@@ -42,7 +42,7 @@ async def test_a_slow_first_audit_keeps_no_more_vectors_than_stated(monkeypatch:
             idle = 0 if (count := await work(quick)) else idle + 1
             done += count
             await asyncio.sleep(0.001)  # the loader's thread has no event here
-        assert run.training.judging.num_held == most_held(run.config) == 2
+        assert run.training.verification.num_held == most_held(run.config) == 2
         assert done < LEAVES // 2
         async with asyncio.timeout(10):
             while run.training.version == 0:

@@ -19,7 +19,7 @@ import torch
 from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 
-from w5xde_async.coordinator import following, journaling
+from w5xde_async.coordinator.durability import checkpointing, journal_writer
 from w5xde_async.coordinator.run.startup import Prepared, prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
@@ -391,7 +391,7 @@ async def test_a_coordinator_whose_run_was_taken_over_ends_and_tells_nothing_mor
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
     if durability == "journal":
-        assert len([event for event in events if isinstance(event, StepCommitted)]) - told <= journaling.MOST_AHEAD
+        assert len([event for event in events if isinstance(event, StepCommitted)]) - told <= journal_writer.MOST_AHEAD
     else:  # at the next checkpoint, however many steps the disk takes to come to it; one may have been in the writing
         steps = [event for event in events if isinstance(event, StepCommitted | CheckpointSaved)]
         assert len([event for event in steps[told:] if isinstance(event, CheckpointSaved)]) <= 1
@@ -487,8 +487,8 @@ class Disk:
 async def test_a_full_disk_stops_the_journal_loudly_and_a_checkpoint_brings_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journaling, "RETRY_S", 0.0)
-    monkeypatch.setattr(following, "RETRY_S", 0.0)
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.0)
+    monkeypatch.setattr(checkpointing, "RETRY_S", 0.0)
     disk = Disk(monkeypatch, "segment-", "probe", "checkpoints")
     events: list[Event] = []
     free_at = 0
@@ -527,7 +527,7 @@ async def test_a_full_disk_stops_the_journal_loudly_and_a_checkpoint_brings_it_b
 
 
 async def test_a_crash_after_the_disk_came_back_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journaling, "RETRY_S", 0.0)
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.0)
     disk = Disk(monkeypatch, "segment-", "probe")
     left = tmp_path / "left"
     events: list[Event] = []

@@ -14,8 +14,8 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 
 from w5xde_async import __main__ as program
-from w5xde_async.coordinator import ending
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
+from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.run.shutdown import Patience, patience_s
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import Training
@@ -30,7 +30,7 @@ from w5xde_async.worker.service import Departure, Worker
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(ending, "draw_loss", lambda *_: False)
+    monkeypatch.setattr(shutdown, "draw_loss", lambda *_: False)
 
 
 async def test_workers_hear_of_the_coordinator_while_the_last_checkpoint_is_written(
@@ -88,7 +88,7 @@ class Hanging:
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hanging]:
-    monkeypatch.setattr(ending, "LEAST_S", 0.05)
+    monkeypatch.setattr(shutdown, "LEAST_S", 0.05)
     monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.6)
     disk = Hanging(monkeypatch, request.param)
     yield disk
@@ -127,7 +127,7 @@ async def test_a_disk_that_hangs_does_not_hold_a_stop_for_ever(
 
 
 async def test_patience_is_shared_and_what_does_not_hang_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "LEAST_S", 0.01)
+    monkeypatch.setattr(shutdown, "LEAST_S", 0.01)
     said: list[DiskHangs] = []
     patience = Patience(0.05, said.append)
     assert await patience.wait(asyncio.sleep(0, "done"), "nothing") == "done"

@@ -68,7 +68,7 @@ async def test_a_late_lease_is_backed_up_by_a_worker_without_work():
         assert not held(idle, 1)  # not late yet
         await run.pass_time(2.0)
         (backup,) = held(idle, 1)
-        assert (backup.start, backup.samples, run.training.dispatch.num_backups) == (lease.start, lease.samples, 1)
+        assert (backup.start, backup.samples, run.training.scheduler.num_backups) == (lease.start, lease.samples, 1)
         await idle.compute(backup)
         await run.commits(2)
         assert run.applied() == {2.0}
@@ -78,7 +78,7 @@ async def test_a_late_lease_is_backed_up_by_a_worker_without_work():
         (verdict,) = [v for v in stuck.all(Verdict) if lease.lease in v.leases]
         assert verdict.code == VerdictCode.DUPLICATE
         assert run.applied() == {2.0}
-        assert run.training.results.leaves_in_vain == len(lease.samples)
+        assert run.training.results.leaves_wasted == len(lease.samples)
         assert not stuck.ended()
         await idle.compute(held(idle, 2)[0])
         assert held(stuck, 2)  # it has answered
@@ -323,7 +323,7 @@ async def test_a_drain_keeps_the_lease_under_way_and_returns_the_other():
         assert run.training.ledger.get(first.lease) is not None
         await worker.done(first)
         assert worker.said_goodbye()
-        assert (run.training.ledger.num_open, run.training.results.leaves_in_vain) == (0, 0)
+        assert (run.training.ledger.num_open, run.training.results.leaves_wasted) == (0, 0)
 
 
 async def drain(worker: Scripted) -> None:

@@ -198,7 +198,7 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
         worker.drain("test")
         await task
     assert len(training.rule.done) > 0
-    assert training.counts().leaves_in_vain == 0
+    assert training.counts().leaves_wasted == 0
 
 
 def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[Autotuning, Any], Situation | None]:

@@ -27,8 +27,8 @@ from tests.simulator.network import ADDRESS
 from tests.simulator.patches import in_virtual_world
 from torch import nn
 
-from w5xde_async.coordinator import making as coordinator_making
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run import making as coordinator_making
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import LeafFailed, Refused, StoreError

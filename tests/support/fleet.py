@@ -102,8 +102,8 @@ class Member(Session):
             for number, bucket in enumerate(layout.result_buckets):
                 nbytes = 4 * bucket.numel
                 spec, result = BufferSpec("", "float32", (bucket.numel,), "raw", nbytes), Result(item.lease, number)
-                view, explained = training.place(self, result, spec)
-                assert explained
+                view, authorized = training.place(self, result, spec)
+                assert authorized
                 if view is not None:
                     torch.frombuffer(view, dtype=torch.float32).fill_(1e-3 * len(samples))
                     self.receiving = item.lease

@@ -12,15 +12,16 @@ from tests.support import jobs
 from torch import nn
 
 from w5xde_async import Coordinator, CoordinatorConfig, Worker
-from w5xde_async.coordinator import ending, referee
-from w5xde_async.coordinator.sync.recomputation import Referee
+from w5xde_async.coordinator.run import shutdown
+from w5xde_async.coordinator.sync import recomputation
+from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.errors import DiskHangs
 from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Warned
 
 
 async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "LEAST_S", 0.01)
+    monkeypatch.setattr(shutdown, "LEAST_S", 0.01)
     monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.05)
     hangs, let_go, said = asyncio.Event(), threading.Event(), []
     loop = asyncio.get_running_loop()
@@ -58,7 +59,7 @@ async def test_a_referee_that_hangs_is_left_to_itself(monkeypatch: pytest.Monkey
     begun, let_go = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    class Hangs(Referee):
+    class Hangs(Recomputation):
         def _compute(self, task: Any) -> Any:
             loop.call_soon_threadsafe(begun.set)
             let_go.wait(30)
@@ -70,7 +71,7 @@ async def test_a_referee_that_hangs_is_left_to_itself(monkeypatch: pytest.Monkey
     class Plan:
         step = 0
 
-    monkeypatch.setattr(referee, "_LONGEST_S", 0.01 if how == "it takes too long" else 30.0)
+    monkeypatch.setattr(recomputation, "_LONGEST_S", 0.01 if how == "it takes too long" else 30.0)
     anything: Any = None
     loader: Any = _Loader()
     rule: Any = Rule()

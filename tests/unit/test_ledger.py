@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from w5xde_async.plan.ledger import COORDINATOR, Culprit, Grant, Ledger
+from w5xde_async.plan.ledger import COORDINATOR, FailedWork, Grant, Ledger
 from w5xde_async.plan.tree import Block, Frontier
 
 WORKERS = ("a", "b", "c")
@@ -132,8 +132,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         grant = data.draw(st.sampled_from(self._open_leases()))
         leaf = data.draw(st.integers(grant.block.start, grant.block.stop - 1))
         self.failed[grant.step, leaf] = times = self.failed.get((grant.step, leaf), 0) + 1
-        culprit = self.ledger.fail(grant.lease, leaf)
-        assert culprit == (Culprit(grant.step, leaf, times, died=False) if times >= 3 else None)
+        failed_work = self.ledger.fail(grant.lease, leaf)
+        assert failed_work == (FailedWork(grant.step, leaf, times, died=False) if times >= 3 else None)
         self.ended.add(grant.lease)
 
     @rule(worker=workers)
@@ -261,8 +261,8 @@ def test_a_failed_leaf_is_isolated_and_given_to_another_worker() -> None:
     assert book.fail(book.held("b")[1].lease, 2) is None
     assert grant(book, "a", 8, others=("a", "c")).block.start == 3  # a leaves it to c
     assert grant(book, "c", 8, others=("a", "c")).block == Block(2, 3)
-    culprit = book.fail(book.held("c")[0].lease, 2)
-    assert culprit == Culprit(0, 2, 3, died=False)
+    failed_work = book.fail(book.held("c")[0].lease, 2)
+    assert failed_work == FailedWork(0, 2, 3, died=False)
 
 
 def test_a_worker_alone_tries_again() -> None:
@@ -289,7 +289,7 @@ def test_a_leaf_on_which_workers_die_is_isolated_and_named() -> None:
             block = grant(book, worker, 8).block
         culprits.append(book.lose(worker)[1])
         book.validate()
-    assert culprits == [None, None, None, Culprit(0, 5, 4, died=True)]
+    assert culprits == [None, None, None, FailedWork(0, 5, 4, died=True)]
 
 
 def test_a_half_filled_block_on_which_workers_die_is_named_too() -> None:
@@ -300,7 +300,7 @@ def test_a_half_filled_block_on_which_workers_die_is_named_too() -> None:
     for worker in "bc":
         grant(book, worker)
         deaths.append(book.lose(worker)[1])
-    assert deaths == [None, None, Culprit(0, 7, 3, died=True)]
+    assert deaths == [None, None, FailedWork(0, 7, 3, died=True)]
 
 
 def test_a_worker_that_loses_its_link_time_and_again_blames_no_leaf() -> None:
@@ -309,7 +309,7 @@ def test_a_worker_that_loses_its_link_time_and_again_blames_no_leaf() -> None:
         grant(book)
         assert book.lose("a")[1] is None
     grant(book, "b")
-    assert book.lose("b")[1] == Culprit(0, 0, 2, died=True)
+    assert book.lose("b")[1] == FailedWork(0, 0, 2, died=True)
 
 
 def test_who_comes_back_did_not_die() -> None:
@@ -331,9 +331,9 @@ def test_no_leaf_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
         assert book.lose(worker)[1] is None
     for worker in "de":
         grant(book, worker)
-        assert book.lose(worker)[1] == (None if worker == "d" else Culprit(0, 0, 2, died=True))
+        assert book.lose(worker)[1] == (None if worker == "d" else FailedWork(0, 0, 2, died=True))
     assert book.grant("d", 0, 1, now=0.0, deadline_s=1.0, others="abcde") is None  # its place has failed: e's turn
-    assert book.fail(grant(book, "e").lease, 0) == Culprit(0, 0, 4, died=False)
+    assert book.fail(grant(book, "e").lease, 0) == FailedWork(0, 0, 4, died=False)
 
 
 @pytest.mark.parametrize("delivered", ["h", "abch"])
@@ -349,11 +349,11 @@ def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_
         assert book.fail(grant(book, worker).lease, 0) is None
     third = book.fail(grant(book, "c").lease, 0)
     if delivered == "abch":
-        assert third == Culprit(0, 0, 3, died=False)
+        assert third == FailedWork(0, 0, 3, died=False)
         return
     assert third is None
     assert book.grant("a", 0, 1, now=0.0, deadline_s=1.0, others="abch") is None
-    assert book.fail(grant(book, "h").lease, 0) == Culprit(0, 0, 4, died=False)
+    assert book.fail(grant(book, "h").lease, 0) == FailedWork(0, 0, 4, died=False)
 
 
 def test_the_coordinator_takes_over_a_leaf_that_nobody_is_at() -> None:
@@ -381,8 +381,8 @@ def test_the_coordinator_takes_over_a_leaf_that_nobody_is_at() -> None:
 def test_leases_not_yet_begun_do_not_count_as_deaths() -> None:
     book = ledger(2, max_deaths=1)
     first, second = grant(book, most=1), grant(book, most=1)
-    lost, culprit = book.lose("a")
-    assert ([g.lease for g in lost], culprit) == ([first.lease, second.lease], Culprit(0, 0, 1, died=True))
+    lost, failed_work = book.lose("a")
+    assert ([g.lease for g in lost], failed_work) == ([first.lease, second.lease], FailedWork(0, 0, 1, died=True))
     book.open(1, 1, 0.0)
     book.grant("b", 1, 1, now=0.0, deadline_s=1.0)
     assert book.lose("b")[1] is None  # a later step's

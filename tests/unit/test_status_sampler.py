@@ -165,7 +165,7 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     first = phases.training
     showing.began(first)
     now = first.clock()
-    first.results.leaves, first.results.leaves_in_vain = 40, 4  # type: ignore[union-attr]
+    first.results.leaves, first.results.leaves_wasted = 40, 4  # type: ignore[union-attr]
     first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
     try:
         await phases._change(UpdateConfig(rule="local"))
@@ -194,7 +194,7 @@ def test_why_a_worker_waits():
     sessions = {worker: session(worker) for worker in "ab"}
     training: Any = SimpleNamespace(
         ledger=ledger, sessions=sessions, begun=False, config=settings(min_workers=2, credit_bytes=10),
-        dispatch=SimpleNamespace(unread=set()),
+        scheduler=SimpleNamespace(unread=set()),
     )  # fmt: skip
     member = Member(
         worker_id="a", name="name-a", peer="p", device="cpu", threads=1, incarnation=1, joined_at=0.0, last_seen=0.0
@@ -213,9 +213,9 @@ def test_why_a_worker_waits():
     assert grant is not None
     assert reason() == "the network: a lease is on its way"
     sessions["a"].outbox.lease_bytes = 0
-    training.dispatch.unread.add(grant.lease)
+    training.scheduler.unread.add(grant.lease)
     assert reason() == "data: the loader has not read its samples yet"
-    training.dispatch.unread.clear()
+    training.scheduler.unread.clear()
     assert reason() == ""
     sessions["a"].receiving = grant.lease
     assert reason() == "the network: its result is on its way"
@@ -367,5 +367,5 @@ def test_memory_report(tmp_path: Path):
     found = json.loads(path.read_text())
     assert found["resident_bytes"] == pytest.approx(host_bytes(), rel=0.5)
     assert found["traced_bytes"] >= len(kept) << 20
-    assert any("test_observing" in entry["line"] and entry["bytes"] >= 8 << 20 for entry in found["largest"])
+    assert any("test_status_sampler" in entry["line"] and entry["bytes"] >= 8 << 20 for entry in found["largest"])
     assert "largest" not in json.loads(report.write(tmp_path / "after", "worker-1").read_text())

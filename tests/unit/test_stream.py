@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from w5xde_async.plan.ledger import Culprit
+from w5xde_async.plan.ledger import FailedWork
 from w5xde_async.plan.stream import DoneSteps, StreamLedger
 
 WORKERS = ("a", "b", "c")
@@ -121,7 +121,7 @@ def test_a_worker_that_loses_its_link_time_and_again_blames_no_step() -> None:
         assert ledger.grant(worker, now=0.0, deadline_s=5.0) is not None
         assert ledger.lose(worker)[1] is None
     ledger.grant("c", now=0.0, deadline_s=5.0)
-    assert ledger.lose("c")[1] == Culprit(0, 0, 2, died=True)
+    assert ledger.lose("c")[1] == FailedWork(0, 0, 2, died=True)
 
 
 def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> None:
@@ -136,7 +136,7 @@ def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
     assert ledger.grant("b", now=0.0, deadline_s=5.0, others="abc") is None
     grant = ledger.grant("c", now=0.0, deadline_s=5.0, others="abc")
     assert grant is not None
-    assert ledger.fail(grant.lease) == Culprit(0, 0, 3, died=False)
+    assert ledger.fail(grant.lease) == FailedWork(0, 0, 3, died=False)
 
 
 def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_not_tried() -> None:
@@ -153,7 +153,7 @@ def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_
     assert ledger.grant("a", now=0.0, deadline_s=5.0, others="abch") is None
     grant = ledger.grant("h", now=0.0, deadline_s=5.0, others="abch")
     assert grant is not None
-    assert ledger.fail(grant.lease) == Culprit(0, 0, 4, died=False)
+    assert ledger.fail(grant.lease) == FailedWork(0, 0, 4, died=False)
 
 
 def test_a_step_is_done_once() -> None:

@@ -20,7 +20,7 @@ from w5xde_async.updates.averages import Average, RadialDirectionalAverage, Weig
 from w5xde_async.updates.compensation import CompensationConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule, inner_steps
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule, nesterov_
-from w5xde_async.updates.noise_scale import BatchGrowth, BatchGrowthConfig, GradientNoiseScale
+from w5xde_async.updates.noise_scale import GradientNoiseScale, GrowthRule, GrowthRuleConfig
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.updates.quorum import Quorum
 from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, TrimmedMean
@@ -363,7 +363,7 @@ def test_a_growing_batch_gets_further_in_as_many_steps() -> None:
     found: dict[bool, Any] = {}
     for grows in (True, False):
         x, rate = torch.zeros(DIM), 0.05
-        growth, scale = BatchGrowth(BatchGrowthConfig(batch_size=4, cap=256, patience=40)), GradientNoiseScale()
+        growth, scale = GrowthRule(GrowthRuleConfig(batch_size=4, cap=256, patience=40)), GradientNoiseScale()
         noise = torch.Generator().manual_seed(10)
         for _ in range(1000):
             size = growth.target_batch // 4

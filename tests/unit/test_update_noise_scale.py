@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from w5xde_async.store.state import pack_state, unpack_state
-from w5xde_async.updates.noise_scale import BatchGrowth, BatchGrowthConfig, GradientNoiseScale, learning_rate_factor
+from w5xde_async.updates.noise_scale import GradientNoiseScale, GrowthRule, GrowthRuleConfig, learning_rate_factor
 
 
 def stored(state: dict[str, Any]) -> Any:
@@ -78,7 +78,7 @@ def test_the_learning_rate_rule() -> None:
 
 
 def test_the_batch_doubles_up_to_the_noise_scale_and_never_over_the_cap() -> None:
-    growth = BatchGrowth(BatchGrowthConfig(batch_size=32, cap=300, patience=3, exponent=1.0))
+    growth = GrowthRule(GrowthRuleConfig(batch_size=32, cap=300, patience=3, exponent=1.0))
     sizes, factor = [], 1.0
     for step in range(40):
         noise = None if step < 5 else 100.0 if step < 20 else 1e6
@@ -98,11 +98,11 @@ def test_the_batch_doubles_up_to_the_noise_scale_and_never_over_the_cap() -> Non
 
 
 def test_restored_they_go_on_alike() -> None:
-    whole, first, second = ((GradientNoiseScale(), BatchGrowth(BatchGrowthConfig(batch_size=1, cap=64, patience=4)))
+    whole, first, second = ((GradientNoiseScale(), GrowthRule(GrowthRuleConfig(batch_size=1, cap=64, patience=4)))
                             for _ in range(3))  # fmt: skip
     observed = steps(40, [2, 2], noise=30.0)
 
-    def drive(pair: tuple[GradientNoiseScale, BatchGrowth], part: slice) -> list[tuple[float, int]]:
+    def drive(pair: tuple[GradientNoiseScale, GrowthRule], part: slice) -> list[tuple[float, int]]:
         seen = []
         for squares, samples, step_square in observed[part]:
             pair[0].observe(squares, samples, step_square)
@@ -120,4 +120,4 @@ def test_restored_they_go_on_alike() -> None:
 @pytest.mark.parametrize("knobs", [{"batch_size": 0, "cap": 4}, {"batch_size": 8, "cap": 4}])
 def test_settings_that_make_no_sense_are_refused(knobs: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="batch_size lies"):
-        BatchGrowthConfig(**knobs)
+        GrowthRuleConfig(**knobs)

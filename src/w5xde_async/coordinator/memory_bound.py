@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
-from w5xde_async.coordinator.sync.recomputation import Referee
+from w5xde_async.coordinator.sync.recomputation import Recomputation
 
 __all__ = ["EXTRA_LINKS", "memory_bound_bytes", "most_held", "most_vectors"]
 
@@ -39,7 +39,7 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of
     the steps that are not durable yet.
     """
-    vectors = most_vectors(num_leaves, config) + Referee.NUM_VECTORS
+    vectors = most_vectors(num_leaves, config) + Recomputation.NUM_VECTORS
     replica_bytes = 2 * state_bytes
     if config.durability == "journal":
         vectors += MOST_AHEAD

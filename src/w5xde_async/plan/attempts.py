@@ -53,7 +53,7 @@ class Places:
         return len(failures) >= most and self._blamed({worker: worker in self._delivered for worker in failures}, most)
 
     def _blamed(self, tried: Mapping[str, bool], most: int) -> bool:
-        """``tried``: who did in vain, and whether results of theirs had counted."""
+        """``tried``: who failed, and whether results of theirs had counted."""
         if self.untried(tried):
             return False
         if sum(tried.values()) >= most:
@@ -69,7 +69,7 @@ class Places:
         return self._elsewhere(self.present(), tried)
 
     def leaves(self, worker: str, tried: Collection[str], others: Iterable[str]) -> bool:
-        """Whether ``worker`` leaves it to ``others``: it, or its place, has tried in vain, and one of them has not."""
+        """Whether ``worker`` leaves it to ``others``: it, or its place, has failed on it, and one of them has not."""
         if not tried:
             return False
         if worker in tried and any(other not in tried for other in others):

@@ -100,7 +100,7 @@ class HeldBlock:
     suppliers: dict[int, str]
     lease: int | None = None  # of the second computation
     second: str = ""  # who holds or held that lease
-    asked: set[str] = field(default_factory=set)  # workers that were asked in vain
+    asked: set[str] = field(default_factory=set)  # workers that were asked and gave no result
 
 
 class Auditor:

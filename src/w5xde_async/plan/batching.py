@@ -2,10 +2,10 @@
 
 The record is a list of ``Stretch``: from its ``first_step`` on, steps have ``batch_size`` samples, beginning at a place
 in an epoch, and the learning rate is multiplied by ``rate_factor``. A run that does not grow is one stretch, and then
-every step is the ``Sampler``'s own. Growing appends a stretch; nothing before it changes, so a run that is resumed from
+every step is the ``Sampler``'s own. Growth appends a stretch; nothing before it changes, so a run that is resumed from
 the record plans the same steps, and each epoch's order stays the same permutation, each sample once, wherever it grows.
 
-Who grows it (``updates.noise_scale`` decides: ``BatchGrowth``) and how that keeps equal bits (G3): the noise scale has
+Who grows it (``updates.noise_scale`` decides: ``GrowthRule``) and how that keeps equal bits (G3): the noise scale has
 to see the same numbers whatever the workers, so it takes the two halves of the root, never blocks as they came:
 
     observe([|l|^2 / n_l^2, |r|^2 / n_r^2], [n_l, n_r], |l + r|^2 / n^2)      for sums l, r over n_l + n_r = n samples

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from w5xde_async.plan.attempts import Places
 from w5xde_async.plan.tree import Block, aligned_block
 
-__all__ = ["COORDINATOR", "Culprit", "Grant", "Ledger", "OpenStep", "Slot"]
+__all__ = ["COORDINATOR", "FailedWork", "Grant", "Ledger", "OpenStep", "Slot"]
 
 COORDINATOR = ""  #: the worker whose leases the coordinator computes itself
 _REMEMBERED = 4096  # leases that ended, by which late results are told from noise
@@ -58,7 +58,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class FailedWork:
     """A leaf that failed more often than allowed; ``died`` when workers vanished on it rather than reported."""
 
     step: int
@@ -362,7 +362,7 @@ class Ledger:
             _add_run(opened.free, slot.block)
         return grant
 
-    def fail(self, lease: int, leaf: int) -> Culprit | None:
+    def fail(self, lease: int, leaf: int) -> FailedWork | None:
         """The job raised on ``leaf`` of the lease. The lease goes back.
 
         A leaf that failed too often is returned, once nobody is left whose word would count for more.
@@ -372,10 +372,10 @@ class Ledger:
         failures = opened.failures.setdefault(leaf, [])
         failures.append(grant.worker)
         if self.places.fails(failures, self.max_failures):
-            return Culprit(grant.step, leaf, len(failures), died=False)
+            return FailedWork(grant.step, leaf, len(failures), died=False)
         return None
 
-    def lose(self, worker: str, *, died: bool = True) -> tuple[list[Grant], Culprit | None]:
+    def lose(self, worker: str, *, died: bool = True) -> tuple[list[Grant], FailedWork | None]:
         """The worker is gone: all its leases go back. A leaf on which too many workers died is returned as well.
 
         ``died`` is False for one that was given up: silence says nothing about the leaf it had. Workers are counted,
@@ -383,7 +383,7 @@ class Ledger:
         leaves: the others had not been begun.
         """
         grants = [self.give_back(lease) for lease in tuple(self._held.get(worker, ()))]
-        culprit = None
+        failed_work = None
         current = next(iter(self._steps.values()), None)
         begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
         if died and current is not None and begun is not None:
@@ -395,8 +395,8 @@ class Ledger:
                 deaths = current.deaths.setdefault(leaf, {})
                 deaths[worker] = self.places.has_delivered(worker)
                 if len(suspects) == 1 and self.places.kills(deaths, self.max_deaths):
-                    culprit = Culprit(current.step, leaf, len(deaths), died=True)
-        return grants, culprit
+                    failed_work = FailedWork(current.step, leaf, len(deaths), died=True)
+        return grants, failed_work
 
     def returned(self, worker: str) -> None:
         """The worker is here again: it had lost its link, not its life."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from w5xde_async.plan.attempts import Places
-from w5xde_async.plan.ledger import Culprit
+from w5xde_async.plan.ledger import FailedWork
 
 __all__ = ["DoneSteps", "StreamGrant", "StreamLedger"]
 
@@ -220,7 +220,7 @@ class StreamLedger:
         ]
 
     def may_back_up(self, worker: str, grant: StreamGrant) -> bool:
-        """Whether that lease is another's, and its step none that ``worker`` has tried in vain."""
+        """Whether that lease is another's, and its step none that ``worker`` has failed on."""
         tried = self._tried(grant.step)
         return grant.worker != worker and worker not in tried
 
@@ -290,7 +290,7 @@ class StreamLedger:
         return tuple(given_up)
 
     def _tried(self, step: int) -> tuple[str, ...]:
-        """Who had a step in vain, each as often as it had."""
+        """Who failed on a step, each as often as it did."""
         return (*self._failures.get(step, ()), *(worker for worker, _ in self._refusals.get(step, ())))
 
     def began_at(self, grant: StreamGrant) -> float:
@@ -305,16 +305,16 @@ class StreamLedger:
             heapq.heappush(self._free, grant.step)
         return grant
 
-    def fail(self, lease: int) -> Culprit | None:
+    def fail(self, lease: int) -> FailedWork | None:
         """The job raised on a step. It goes back; one that failed too often is returned, as ``Ledger.fail`` says."""
         grant = self.give_back(lease)
         failures = self._failures.setdefault(grant.step, [])
         failures.append(grant.worker)
         if not self.places.fails(failures, self.max_failures):
             return None
-        return Culprit(grant.step, 0, len(failures), died=False)
+        return FailedWork(grant.step, 0, len(failures), died=False)
 
-    def lose(self, worker: str, *, died: bool = True) -> tuple[int, Culprit | None]:
+    def lose(self, worker: str, *, died: bool = True) -> tuple[int, FailedWork | None]:
         """The worker is gone: what it held and carried is free again. How many steps, and one it may have died of."""
         begun = next((grant for grant in self.held(worker) if grant.step >= 0), None)
         count = 0
@@ -324,13 +324,13 @@ class StreamLedger:
             heapq.heappush(self._free, step)
             count += 1
         self._since.pop(worker, None)
-        culprit = None
+        failed_work = None
         if died and begun is not None:
             deaths = self._deaths.setdefault(begun.step, {})
             deaths[worker] = self.places.has_delivered(worker)
             if self.places.kills(deaths, self.max_deaths):
-                culprit = Culprit(begun.step, 0, len(deaths), died=True)
-        return count, culprit
+                failed_work = FailedWork(begun.step, 0, len(deaths), died=True)
+        return count, failed_work
 
     def returned(self, worker: str) -> None:
         """The worker is here again: it had lost its link, not its life."""

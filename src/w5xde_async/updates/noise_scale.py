@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BatchGrowth", "BatchGrowthConfig", "GradientNoiseScale", "learning_rate_factor"]
+__all__ = ["GradientNoiseScale", "GrowthRule", "GrowthRuleConfig", "learning_rate_factor"]
 
 
 class GradientNoiseScale:
@@ -86,7 +86,7 @@ def learning_rate_factor(old: float, new: float, noise: float, exponent: float) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchGrowthConfig:
+class GrowthRuleConfig:
     """``batch_size`` to begin with and ``cap``, in samples.
 
     ``patience``: steps before each change, so that the averages have seen enough of the present size. ``exponent`` of
@@ -103,13 +103,13 @@ class BatchGrowthConfig:
             raise ValueError("batch_size lies between 1 and cap, patience is at least 1")
 
 
-class BatchGrowth:
+class GrowthRule:
     """Doubles the batch while the noise scale asks for at least twice as much, never over the cap, never down.
 
     Doubling keeps a step's tree regular, and a factor of two of B_noise is all that the estimate is good for.
     """
 
-    def __init__(self, config: BatchGrowthConfig) -> None:
+    def __init__(self, config: GrowthRuleConfig) -> None:
         self.config = config
         self.target_batch = config.batch_size
         self._since_change = 0

@@ -64,7 +64,7 @@ class Caps(NamedTuple):
 
 #: Before authentication: a small header and no buffer at all.
 HANDSHAKE_CAPS = Caps(header_bytes=4096, buffers=0, buffer_bytes=0)
-#: After it. Buffers have no fixed cap here: ``accept`` knows the exact size that a lease explains.
+#: After it. Buffers have no fixed cap here: ``accept`` knows the exact size that a lease authorizes.
 SESSION_CAPS = Caps(header_bytes=1 << 20, buffers=8192, buffer_bytes=1 << 46)
 
 

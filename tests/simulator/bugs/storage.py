@@ -11,8 +11,8 @@ from typing import Any
 from tests.simulator.bugs.registry import BUGS, POWER, RESTART, Bug, Put, bug
 from tests.simulator.disk import HostFilesystem
 
-from w5xde_async.coordinator import preparation
 from w5xde_async.coordinator.durability.checkpointing import Following
+from w5xde_async.coordinator.run import startup
 from w5xde_async.coordinator.run.shutdown import Ending
 from w5xde_async.data.loader import Loader
 from w5xde_async.plan.sampler import Sampler, StepPlan
@@ -28,24 +28,24 @@ from w5xde_async.updates.sync import SyncRule
 
 @bug("cursor-ahead", "a resume skips one step", *RESTART)
 def _cursor_ahead(put: Put) -> None:
-    real = preparation._restore
+    real = startup._restore
 
     def restore(prepared: Any, record: Any, where: str) -> None:
         real(prepared, record, where)
         prepared.first_step += 1
 
-    put(preparation, "_restore", restore)
+    put(startup, "_restore", restore)
 
 
 @bug("cursor-behind", "a resume does one step again", *RESTART)
 def _cursor_behind(put: Put) -> None:
-    real = preparation._restore
+    real = startup._restore
 
     def restore(prepared: Any, record: Any, where: str) -> None:
         real(prepared, record, where)
         prepared.first_step = max(0, prepared.first_step - 1)
 
-    put(preparation, "_restore", restore)
+    put(startup, "_restore", restore)
 
 
 def _forgetting(forget: Callable[[dict[str, Any], SyncRule], None]) -> Callable[[Put], None]:
@@ -83,7 +83,7 @@ BUGS["forget-loss-scale"] = Bug("a resume begins with the first loss scale", _fo
 
 @bug("wrong-permutation", "after a resume the epochs are counted from there", *RESTART)
 def _wrong_permutation(put: Put) -> None:
-    real_plan, real_restore = Sampler.plan, preparation._restore
+    real_plan, real_restore = Sampler.plan, startup._restore
     shift: dict[int, int] = {}
 
     def restore(prepared: Any, record: Any, where: str) -> None:
@@ -97,20 +97,20 @@ def _wrong_permutation(put: Put) -> None:
             return dataclasses.replace(made, indices=older.indices)
         return made
 
-    put(preparation, "_restore", restore)
+    put(startup, "_restore", restore)
     put(Sampler, "plan", plan)
 
 
 @bug("samples-counted-twice", "a resume counts the samples of the step that it resumed at again", *RESTART)
 def _samples_twice(put: Put) -> None:
-    real = preparation._restore
+    real = startup._restore
 
     def restore(prepared: Any, record: Any, where: str) -> None:
         real(prepared, record, where)
         if prepared.first_step:
             prepared.samples += prepared.sampler.plan(prepared.first_step - 1).num_samples
 
-    put(preparation, "_restore", restore)
+    put(startup, "_restore", restore)
 
 
 @bug("copy-late", "a checkpoint is copied some time after the commit that it is named for", *RESTART)

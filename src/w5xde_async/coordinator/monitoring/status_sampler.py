@@ -132,7 +132,7 @@ class Observer:
         return RunReported(
             step=hosting.progress, total_steps=shown_end(hosting.total_steps), samples=hosting.samples_applied,
             num_workers=len(hosting.sessions), num_joining=len(hosting.joining), leaves=counts.leaves,
-            leaves_in_vain=counts.leaves_in_vain, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
+            leaves_in_vain=counts.leaves_wasted, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
             residuals_lost=hosting.accounts.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
@@ -152,7 +152,7 @@ def reason_to_wait(training: Training, session: Session, member: Member) -> str:
     if any(grant.step == steps[0] for grant in held):
         if (reason := _reason_of_network(session)) is not None:
             return reason
-        if held[0].lease in training.dispatch.unread:
+        if held[0].lease in training.scheduler.unread:
             return "data: the loader has not read its samples yet"
         return ""
     if training.ledger.free_leaves(steps[0]):

@@ -33,7 +33,7 @@ from w5xde_async.hub.work.claims import Claims, seen
 from w5xde_async.hub.work.place import Place
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.ledger import Culprit
+from w5xde_async.plan.ledger import FailedWork
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.stream import StreamGrant
@@ -83,7 +83,7 @@ class Rounds(Assigning):
         self._contributors: set[str] = set()
         self._refused: Counter[VerdictCode] = Counter()
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
-        self._leaves = self._leaves_in_vain = self._nonfinite = 0
+        self._leaves = self._leaves_wasted = self._nonfinite = 0
         self._unadded = 0  # commits since the bytes of all links were added up
         self._began_at = self._last_commit = clock()
         self._committed = self._followed = len(self.ledger.done)
@@ -95,7 +95,7 @@ class Rounds(Assigning):
     def counts(self) -> Counts:
         refused = self._refused
         return Counts(
-            self._leaves, self._leaves_in_vain, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
+            self._leaves, self._leaves_wasted, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
             refused[VerdictCode.REJECTED], self.num_backups,
         )  # fmt: skip
 
@@ -229,7 +229,7 @@ class Rounds(Assigning):
             self.ledger.places.delivered(given.worker)
         else:
             self._refused[code] += 1
-            self._leaves_in_vain += leaves
+            self._leaves_wasted += leaves
             if self._on_demand and session is not None:
                 self.downlink.catch_up(session)  # what it has is too old: nobody else would tell it
         self.verdicts.decided(given.lease, code, reason)
@@ -386,7 +386,7 @@ class Rounds(Assigning):
         for grant in self.ledger.held(worker):
             self.intake.drop(grant.lease)
         self._reports.forget(self.ledger.carried(worker))
-        returned, culprit = self.ledger.lose(worker, died=session.vanished)
+        returned, failed_work = self.ledger.lose(worker, died=session.vanished)
         self._waiting.pop(worker, None)
         self.turns.leave(worker)
         self.pacing.forget(worker)
@@ -395,8 +395,8 @@ class Rounds(Assigning):
         if worker in self._senders:
             self._senders.discard(worker)
             self._gone.append(worker)
-        if culprit is not None and self._failure is None:
-            self._blame(culprit, f"{culprit.attempts} workers vanished while they computed this step")
+        if failed_work is not None and self._failure is None:
+            self._blame(failed_work, f"{failed_work.attempts} workers vanished while they computed this step")
         return returned
 
     def _revoke(self, grant: Held, reason: str) -> None:
@@ -516,7 +516,7 @@ class Rounds(Assigning):
         duplicate = self.ledger.is_duplicate(done.lease)
         code = VerdictCode.DUPLICATE if duplicate else VerdictCode.STALE
         self._refused[code] += 1
-        self._leaves_in_vain += len(done.losses)
+        self._leaves_wasted += len(done.losses)
         reason = "its step had been computed" if duplicate else "the lease had ended"
         self.verdicts.answered(done.lease, session.worker_id, code, reason)
         if past is not None and past.step >= 0:
@@ -534,18 +534,18 @@ class Rounds(Assigning):
             self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
             return
         self.intake.drop(failed.lease)
-        culprit = self.ledger.fail(failed.lease)
+        failed_work = self.ledger.fail(failed.lease)
         self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
-        if culprit is None:
+        if failed_work is None:
             self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
         else:
-            self._blame(culprit, failed.traceback[-8000:], max(failed.leaf, 0))
+            self._blame(failed_work, failed.traceback[-8000:], max(failed.leaf, 0))
         self._schedule_after((session.worker_id,))
 
-    def _blame(self, culprit: Culprit, traceback: str, leaf: int = 0) -> None:
-        plan = self.sampler.plan(culprit.step)
+    def _blame(self, failed_work: FailedWork, traceback: str, leaf: int = 0) -> None:
+        plan = self.sampler.plan(failed_work.step)
         leaf = min(leaf, plan.num_leaves - 1)
-        self.fail(LeafFailed(culprit.step, leaf, plan.leaf_indices(leaf).tolist(), culprit.attempts, traceback))
+        self.fail(LeafFailed(failed_work.step, leaf, plan.leaf_indices(leaf).tolist(), failed_work.attempts, traceback))
 
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.membership.members.get(session.worker_id)

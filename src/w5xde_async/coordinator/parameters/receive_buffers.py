@@ -71,7 +71,7 @@ class Intake:
         return codec
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
-        """Where an explained result goes. Raises as ``check`` does."""
+        """Where an authorized result goes. Raises as ``check`` does."""
         codec = self.check(result, spec)
         if result.bucket in self._parts.get(result.lease, ()):
             return Place(None, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.outer.training import Rounds
 from w5xde_async.coordinator.run.startup import Prepared
-from w5xde_async.coordinator.sync.recomputation import Referee
+from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.data.loader import Loader
 from w5xde_async.runtime import Runtime
@@ -35,7 +35,7 @@ def make_training(
             welcome=welcome, config=config, bus=bus, first_step=prepared.first_step, total_steps=prepared.total_steps,
             growing=prepared.growing, clock=runtime.clock, executor=executor, random_bytes=runtime.random_bytes,
         )  # fmt: skip
-        training.judging.referee = Referee(prepared.job, loader, prepared.state, prepared.rule)
+        training.verification.recomputation = Recomputation(prepared.job, loader, prepared.state, prepared.rule)
     else:
         inner = prepared.inner
         buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []

@@ -130,7 +130,7 @@ class Ending:
                 metrics_path=str(metrics_path or ""),
                 plot_path=str(plot_path or ""),
                 leaves=counts.leaves,
-                leaves_in_vain=counts.leaves_in_vain,
+                leaves_in_vain=counts.leaves_wasted,
                 leases_stale=counts.stale,
                 leases_duplicate=counts.duplicate,
                 leases_backed_up=counts.backed_up,

@@ -25,7 +25,7 @@ from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import apply_entry
-from w5xde_async.coordinator.sync.batch_growth import Growing
+from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, JobError, MalformedFrame, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -79,7 +79,7 @@ class Prepared:
     schedule: Schedule | None = None  # under rules of local steps, of the workers' optimizers
     inner: bytes = b""  # and what those are: ``compute.inner``, as msgpack
     update: UpdateConfig = field(default_factory=UpdateConfig)  # what counts: ``auto`` may have chosen another
-    growing: Growing | None = None  # where the batch grows
+    growing: BatchGrowth | None = None  # where the batch grows
     possible: frozenset[tuple[str, str]] = frozenset()  # rules and codecs that ``auto`` may choose
 
     @property
@@ -135,7 +135,7 @@ def prepare(
     if config.auto:
         prepared.possible = _possible(job, config.update, model, layout, state)
     if config.target_batch is not None:
-        prepared.growing = Growing(
+        prepared.growing = BatchGrowth(
             sampler, rule.optimizer, target=config.target_batch, patience=config.batch_patience, epochs=epochs,
             max_steps=max_steps,
         )  # fmt: skip

@@ -17,9 +17,9 @@ from w5xde_async.params.reducer import Halves
 from w5xde_async.plan.batching import BatchPlan, halves
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.telemetry.events import BatchGrown
-from w5xde_async.updates.noise_scale import BatchGrowth, BatchGrowthConfig, GradientNoiseScale
+from w5xde_async.updates.noise_scale import GradientNoiseScale, GrowthRule, GrowthRuleConfig
 
-__all__ = ["AHEAD", "Growing"]
+__all__ = ["AHEAD", "BatchGrowth"]
 
 #: Steps that are planned, and may be leased, beyond the current one.
 AHEAD = 1
@@ -27,7 +27,7 @@ AHEAD = 1
 _MOST_LEAVES = 1 << 16
 
 
-class Growing:
+class BatchGrowth:
     """Decides at each commit; ``plan`` has the steps. Nothing of it is random or knows time or workers."""
 
     def __init__(
@@ -50,8 +50,8 @@ class Growing:
         exponent = 1.0 if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD) else 0.5
         self.plan = BatchPlan(sampler)
         self.noise = GradientNoiseScale()
-        self.growth = BatchGrowth(
-            BatchGrowthConfig(batch_size=sampler.batch_size, cap=cap, patience=patience, exponent=exponent)
+        self.growth = GrowthRule(
+            GrowthRuleConfig(batch_size=sampler.batch_size, cap=cap, patience=patience, exponent=exponent)
         )
         self._sampler, self._epochs, self._max_steps = sampler, epochs, max_steps
 

@@ -26,7 +26,7 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec
 
-__all__ = ["Judgement", "Referee"]
+__all__ = ["Recomputation", "ReferenceResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _LONGEST_S = 600.0  # a block takes, on the coordinator's CPU
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ReferenceResult:
     """A block as the coordinator computed it."""
 
     vector: ResultVector
@@ -45,7 +45,7 @@ class Judgement:
     metrics: tuple[float, ...] = ()
 
 
-class Referee:
+class Recomputation:
     """Computes single blocks of ``job`` at ``state``'s parameters and ``rule``'s loss scale."""
 
     NUM_VECTORS = 3  #: of results, while it computes: most that an engine holds for a few leaves
@@ -58,7 +58,7 @@ class Referee:
         """Wait for no computation any more: the run is to end."""
         self._given_up.set()
 
-    async def judge(self, plan: StepPlan, block: Block) -> Judgement | None:
+    async def judge(self, plan: StepPlan, block: Block) -> ReferenceResult | None:
         """The block's result; None where it cannot be computed here or takes too long, or its data is gone.
 
         A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
@@ -90,7 +90,7 @@ class Referee:
         finally:
             given_up.cancel()
 
-    def _compute(self, task: Task) -> Judgement:
+    def _compute(self, task: Task) -> ReferenceResult:
         engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
         try:
             with torch.no_grad():
@@ -101,12 +101,12 @@ class Referee:
         finally:
             engine.close()
         present = frozenset(bucket.index for bucket in engine.layout.result_buckets) - set(outcome.absent)
-        return Judgement(
+        return ReferenceResult(
             outcome.vectors[-1], present, outcome.losses, outcome.untouched, outcome.metric_names, outcome.metrics
         )
 
 
-def _forget(computing: asyncio.Future[Judgement]) -> None:
+def _forget(computing: asyncio.Future[ReferenceResult]) -> None:
     """What was not waited for is over, with an error or without."""
     if not computing.cancelled():
         computing.exception()

@@ -1,7 +1,7 @@
 """Results on their way in: where each lands, what it completes, what becomes of its lease.
 
 A result is received straight into the memory of its (block, bucket) slot, by one session at a time. What no open lease
-explains, what is there already and what another session is just receiving into the same slot is turned away into the
+authorizes, what is there already and what another session is just receiving into the same slot is turned away into the
 session's scratch. A lease whose result is being received is never given to another: only the end of that link frees the
 memory.
 
@@ -19,17 +19,17 @@ import torch
 
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.receive_buffers import Intake
-from w5xde_async.coordinator.sync.recomputation import Judgement
-from w5xde_async.coordinator.sync.verification import Candidate, Judging
+from w5xde_async.coordinator.sync.recomputation import ReferenceResult
+from w5xde_async.coordinator.sync.verification import FinishedBlock, Verification
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.claims import Claims
-from w5xde_async.hub.work.lease_scheduler import Dispatch
+from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.hub.work.place import Place
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.ledger import Culprit, Grant, Ledger
+from w5xde_async.plan.ledger import FailedWork, Grant, Ledger
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
@@ -43,7 +43,7 @@ _MOST_NAMED = 1024
 class _Doubt(NamedTuple):
     """A leaf on which too many workers failed, leased to the coordinator itself."""
 
-    culprit: Culprit
+    failed_work: FailedWork
     traceback: str
     grant: Grant
 
@@ -52,18 +52,18 @@ class Results:
     """The way of the current step's results from sessions to slots."""
 
     def __init__(
-        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, dispatch: Dispatch, loader: Loader,
-        sampler: Steps, judging: Judging, clock: Callable[[], float], wake: Callable[[], None],
+        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, scheduler: LeaseScheduler, loader: Loader,
+        sampler: Steps, judging: Verification, clock: Callable[[], float], wake: Callable[[], None],
         warn: Callable[[str], None], fail: Callable[[BaseException], None], verdicts: Verdicts,
     ) -> None:  # fmt: skip
         #: A block counts: its session, lease and DONE.
         self.on_counted: Callable[[Session, Grant, Done], None] = lambda session, grant, done: None
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.leaves = 0  #: leaves that were computed and used
-        self.leaves_in_vain = 0  #: leaves that were computed and not used
+        self.leaves_wasted = 0  #: leaves that were computed and not used
         self.leaves_audited = 0  #: leaves that were computed a second time, to compare
         self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
-        self._dispatch, self._loader, self._sampler, self._judging = dispatch, loader, sampler, judging
+        self._scheduler, self._loader, self._sampler, self._judging = scheduler, loader, sampler, judging
         self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
         self._verdicts = verdicts
         # (first leaf, or minus an audit's lease; bucket) of the current step -> who sends it
@@ -160,7 +160,7 @@ class Results:
             past = self._ledger.past(session.worker_id, done.lease)
             if owed and past is not None and len(done.losses) == past.block.num_leaves:
                 now = self._clock()
-                self._dispatch.observe_late(past, min(done.compute_s, now - past.granted_at), now)
+                self._scheduler.observe_late(past, min(done.compute_s, now - past.granted_at), now)
             if self._ledger.is_duplicate(done.lease):
                 self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
             else:
@@ -184,7 +184,7 @@ class Results:
             return None
         for bucket in missing:
             self._fill(done.lease, block, bucket, present=False)
-        self._dispatch.observe(grant, done.compute_s, self._clock())
+        self._scheduler.observe(grant, done.compute_s, self._clock())
         if self._ledger.is_audit(done.lease):
             self._ledger.finish(done.lease)
             self.leaves_audited += block.num_leaves
@@ -195,7 +195,7 @@ class Results:
         self._verdicts.finished(done.lease, session.worker_id)
         by = self._suppliers.pop(block.start, {})
         suppliers, leases = {b: who for b, (who, _) in by.items()}, {b: lease for b, (_, lease) in by.items()}
-        candidate = Candidate(session, grant, done, suppliers, leases=leases)
+        candidate = FinishedBlock(session, grant, done, suppliers, leases=leases)
         if self._judging.passes(candidate, missing):
             self.count(candidate)
         if done.splits and session.worker_id not in self._halved:
@@ -209,7 +209,7 @@ class Results:
         self._wake()
         return other
 
-    def count(self, candidate: Candidate) -> None:
+    def count(self, candidate: FinishedBlock) -> None:
         """A finished block counts from now on."""
         session, grant, done = candidate.session, candidate.grant, candidate.done
         step, block = self._aggregator.step, grant.block
@@ -222,7 +222,7 @@ class Results:
         self.leaves += block.num_leaves
         self.on_counted(session, grant, done)
 
-    def discard(self, candidate: Candidate, reason: str) -> None:
+    def discard(self, candidate: FinishedBlock, reason: str) -> None:
         """A finished block did not hold: it is leased again."""
         self._ledger.reopen(candidate.grant.step, candidate.grant.block, candidate.grant.worker)
         self._count_refused(candidate.done, VerdictCode.REJECTED)
@@ -230,7 +230,7 @@ class Results:
             self._verdicts.dropped(lease, bucket)
         self._verdicts.decided(candidate.done.lease, VerdictCode.REJECTED, reason)
 
-    def disbelieve(self, worker: str) -> None:
+    def invalidate(self, worker: str) -> None:
         """What this worker has sent of blocks that are not finished is computed by others."""
         step = self._aggregator.step
         for start, suppliers in list(self._suppliers.items()):
@@ -249,7 +249,7 @@ class Results:
 
     def _count_refused(self, done: Done, code: VerdictCode) -> None:
         self.refused[code] += 1
-        self.leaves_in_vain += len(done.losses)
+        self.leaves_wasted += len(done.losses)
 
     def _current(self, grant: Grant) -> StepState:
         """The step of an open lease, which a worker can compute only when its version was published.
@@ -271,16 +271,16 @@ class Results:
         self._current(grant)
         self._verdicts.confirmed(session.worker_id, grant.step)
         leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
-        culprit = self._ledger.fail(failed.lease, leaf)
+        failed_work = self._ledger.fail(failed.lease, leaf)
         self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
-        if culprit is None:
+        if failed_work is None:
             self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
             return
         traceback = failed.traceback[-8000:]
-        if self._judging.referee is None:
-            self.blame(culprit, traceback)
-        elif (taken := self._ledger.take_over(culprit.step, culprit.leaf, now=self._clock())) is not None:
-            self._doubts.append(_Doubt(culprit, traceback, taken))
+        if self._judging.recomputation is None:
+            self.blame(failed_work, traceback)
+        elif (taken := self._ledger.take_over(failed_work.step, failed_work.leaf, now=self._clock())) is not None:
+            self._doubts.append(_Doubt(failed_work, traceback, taken))
             self._wake()
 
     async def settle(self) -> bool:
@@ -288,23 +288,23 @@ class Results:
 
         What the coordinator can compute counts, and the run goes on; what it fails on as well ends the run.
         """
-        step, referee = self._aggregator.step, self._judging.referee
+        step, referee = self._aggregator.step, self._judging.recomputation
         if not self._doubts or step is None or referee is None:
             return False
-        culprit, traceback, grant = self._doubts.pop(0)
+        failed_work, traceback, grant = self._doubts.pop(0)
         judgement = await referee.judge(step.plan, grant.block)
         if judgement is None:
-            self.blame(culprit, traceback)
+            self.blame(failed_work, traceback)
             return True
-        failed = f"failed {culprit.attempts} time(s) on workers and not here"
+        failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
         self._warn(
-            f"step {grant.step}, leaf {culprit.leaf} {failed}: what the coordinator computed counts; the last of them "
-            f"said: {traceback[-300:].strip()}"
+            f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
+            f"{traceback[-300:].strip()}"
         )
         await self._count_own(step, grant, judgement)
         return True
 
-    async def _count_own(self, step: StepState, grant: Grant, judgement: Judgement) -> None:
+    async def _count_own(self, step: StepState, grant: Grant, judgement: ReferenceResult) -> None:
         """What the coordinator computed itself counts."""
         block, aggregator = grant.block, self._aggregator
         vector = aggregator.vector(block)
@@ -329,7 +329,7 @@ class Results:
         step.note(block, done)
         self.leaves += block.num_leaves
 
-    def blame(self, culprit: Culprit, traceback: str) -> None:
+    def blame(self, failed_work: FailedWork, traceback: str) -> None:
         """End the run over a leaf."""
-        indices = self._sampler.plan(culprit.step).leaf_indices(culprit.leaf).tolist()
-        self._fail(LeafFailed(culprit.step, culprit.leaf, indices, culprit.attempts, traceback))
+        indices = self._sampler.plan(failed_work.step).leaf_indices(failed_work.leaf).tolist()
+        self._fail(LeafFailed(failed_work.step, failed_work.leaf, indices, failed_work.attempts, traceback))

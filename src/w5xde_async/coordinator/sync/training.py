@@ -26,16 +26,16 @@ from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
 from w5xde_async.coordinator.parameters.publisher import Publisher
 from w5xde_async.coordinator.parameters.receive_buffers import Intake
-from w5xde_async.coordinator.sync.batch_growth import AHEAD, Growing
+from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
 from w5xde_async.coordinator.sync.results import Results
-from w5xde_async.coordinator.sync.verification import Judging, Machine
+from w5xde_async.coordinator.sync.verification import Machine, Verification
 from w5xde_async.data.epoch_prefetch import Ordering
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Commit, Counts, Hosting, NonFinite
 from w5xde_async.hub.members.session import Session
-from w5xde_async.hub.work.lease_scheduler import Dispatch
+from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.hub.work.place import Place
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
@@ -68,7 +68,7 @@ class Training(Hosting):
         bus: Bus,
         first_step: int,
         total_steps: int,
-        growing: Growing | None = None,
+        growing: BatchGrowth | None = None,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
         random_bytes: Callable[[int], bytes] = os.urandom,
@@ -95,8 +95,8 @@ class Training(Hosting):
         self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
             grant.worker, grant.block.num_leaves, grant.deadline_s
         )
-        self.dispatch = Dispatch(self.ledger, self.pacing, loader, config)
-        self.dispatch.at_most_half = growing is not None
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader, config)
+        self.scheduler.at_most_half = growing is not None
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
         update = config.update
@@ -106,23 +106,23 @@ class Training(Hosting):
             self.downlink.wake = self._send_lacking
         self._copying = self._closing = False
         self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
-        self.judging = Judging(
+        self.verification = Verification(
             layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
             auditor=Auditor(config.audit, random_bytes(32)), precision=welcome.precision, clock=clock, bus=bus,
             wake=self._wake.set, exact=update.uplink_codec.exact,
         )  # fmt: skip
         self.results = Results(
-            layout=layout, ledger=self.ledger, aggregator=self.aggregator, dispatch=self.dispatch, loader=loader,
-            sampler=self.sampler, judging=self.judging, clock=clock, wake=self._wake.set, warn=self._warn,
+            layout=layout, ledger=self.ledger, aggregator=self.aggregator, scheduler=self.scheduler, loader=loader,
+            sampler=self.sampler, judging=self.verification, clock=clock, wake=self._wake.set, warn=self._warn,
             fail=self.fail, verdicts=self.verdicts,
         )  # fmt: skip
         if update.codec != "raw":
             self.results.intake = Intake(layout, update.uplink_codec)
         self.results.on_counted = self._counted
-        self.judging.count, self.judging.discard = self.results.count, self.results.discard
-        self.judging.revoke = self._revoke
-        self.judging.has_delivered = lambda worker: self.pacing.leaf_s(worker) is not None
-        self.judging.being_received, self.judging.quarantine = self.results.being_received, self._quarantine
+        self.verification.count, self.verification.discard = self.results.count, self.results.discard
+        self.verification.revoke = self._revoke
+        self.verification.has_delivered = lambda worker: self.pacing.leaf_s(worker) is not None
+        self.verification.being_received, self.verification.quarantine = self.results.being_received, self._quarantine
         self._look_again: asyncio.TimerHandle | None = None
         self.begun = False  #: the first lease was given
         self._nonfinite = 0
@@ -135,8 +135,8 @@ class Training(Hosting):
     def counts(self) -> Counts:
         results = self.results
         return Counts(
-            results.leaves, results.leaves_in_vain, results.refused[VerdictCode.STALE],
-            results.refused[VerdictCode.DUPLICATE], results.refused[VerdictCode.REJECTED], self.dispatch.num_backups,
+            results.leaves, results.leaves_wasted, results.refused[VerdictCode.STALE],
+            results.refused[VerdictCode.DUPLICATE], results.refused[VerdictCode.REJECTED], self.scheduler.num_backups,
         )  # fmt: skip
 
     # -- the run -------------------------------------------------------------------------------------------
@@ -202,11 +202,11 @@ class Training(Hosting):
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
         while self._failure is None:
-            if self.ledger.complete(self.version) and not self.judging.holding:
+            if self.ledger.complete(self.version) and not self.verification.holding:
                 return True
             if await self.aggregator.reduce():
                 continue
-            if await self.results.settle() or await self.judging.settle():
+            if await self.results.settle() or await self.verification.settle():
                 self._schedule()
                 continue
             self._wake.clear()
@@ -333,7 +333,7 @@ class Training(Hosting):
     # -- leases --------------------------------------------------------------------------------------------
 
     def _takes_work(self, worker: str, does: bool) -> None:
-        self.dispatch.takes_work(worker, does)
+        self.scheduler.takes_work(worker, does)
 
     def _schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
@@ -351,12 +351,12 @@ class Training(Hosting):
         if self._stopping:
             steps = steps[:1]
         now = self.clock()
-        for grant in self.judging.leases(self.membership.ready_ids, self.pacing.deadline_s):
-            self.dispatch.send(grant)
-        self.dispatch.holds_back = self.judging.num_held >= most_held(self.config)
-        for worker, lease in self.dispatch.leases(steps, now, has_credit=self._has_credit, again=only is None):
+        for grant in self.verification.leases(self.membership.ready_ids, self.pacing.deadline_s):
+            self.scheduler.send(grant)
+        self.scheduler.holds_back = self.verification.num_held >= most_held(self.config)
+        for worker, lease in self.scheduler.leases(steps, now, has_credit=self._has_credit, again=only is None):
             self.sessions[worker].post_lease(lease.message, lease.buffers)
-        self._look_again_at(self.dispatch.look_again_at, now)
+        self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
 
     def _look_again_at(self, at: float, now: float) -> None:
@@ -369,13 +369,13 @@ class Training(Hosting):
 
     def _data_came(self) -> None:
         if self._failure is None:
-            for worker, lease in self.dispatch.read():
+            for worker, lease in self.scheduler.read():
                 self.sessions[worker].post_lease(lease.message, lease.buffers)
             self._lease_anew()
 
     def _lease_anew(self) -> None:
-        if self.dispatch.gave_back:
-            self.dispatch.gave_back = False
+        if self.scheduler.gave_back:
+            self.scheduler.gave_back = False
             asyncio.get_running_loop().call_soon(self._schedule)
 
     # -- session.Host --------------------------------------------------------------------------------------
@@ -395,11 +395,11 @@ class Training(Hosting):
         if member is not None:
             self._note_coding(session, member, done)
         if other is not None:
-            self.dispatch.overtaken(other, self.clock())
+            self.scheduler.overtaken(other, self.clock())
             self._revoke(other, "another worker was faster")
             self._liveness.await_answer(other.worker)
         self._let_go(session.worker_id)
-        self._schedule(None if self.judging.holding else session.worker_id)
+        self._schedule(None if self.verification.holding else session.worker_id)
 
     def _counted(self, session: Session, grant: Grant, done: Done) -> None:
         """A block counts: credit to whoever did it."""
@@ -414,8 +414,8 @@ class Training(Hosting):
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
         """A worker was proven wrong: nothing of its that does not count yet will."""
         if self._put_out(worker, session, reason):
-            self.results.disbelieve(worker)
-            self.judging.disbelieve(worker)
+            self.results.invalidate(worker)
+            self.verification.invalidate(worker)
 
     def failed(self, session: Session, failed: Failed) -> None:
         self._answered(session, failed.lease)
@@ -459,8 +459,8 @@ class Training(Hosting):
 
     def tick(self, now: float) -> None:
         super().tick(now)
-        if self._stopping and now >= self._stop_at and self.judging.referee is not None:
-            self.judging.referee.give_up()
+        if self._stopping and now >= self._stop_at and self.verification.recomputation is not None:
+            self.verification.recomputation.give_up()
         if self._keeps_residuals:
             for member in tuple(self.membership.members.values()):
                 self._let_go(member.worker_id)  # whoever could have finished the step may be gone
@@ -471,14 +471,14 @@ class Training(Hosting):
         said = session.ready
         assert said is not None
         machine = Machine(said.device, said.device_name, said.threads, said.torch_version)
-        self.judging.joined(session.worker_id, machine, session.identity, session.place[0])
+        self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
         if self.downlink is None:
             self.publisher.welcome(session)
         else:
             self.downlink.join(session)
 
     def _was_sent(self, grant: Held) -> bool:
-        return grant.lease not in self.dispatch.unread
+        return grant.lease not in self.scheduler.unread
 
     def _forget(self, session: Session) -> None:
         self.results.left(session)
@@ -486,9 +486,9 @@ class Training(Hosting):
             self.downlink.forget(session)
 
     def _take_back(self, session: Session) -> int:
-        grants, culprit = self.ledger.lose(session.worker_id, died=session.vanished)
-        self.dispatch.forget(session.worker_id)
-        self.judging.left(session.worker_id)
-        if culprit is not None and self._failure is None:
-            self.results.blame(culprit, f"{culprit.attempts} workers vanished while they computed this leaf")
+        grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
+        self.scheduler.forget(session.worker_id)
+        self.verification.left(session.worker_id)
+        if failed_work is not None and self._failure is None:
+            self.results.blame(failed_work, f"{failed_work.attempts} workers vanished while they computed this leaf")
         return len(grants)

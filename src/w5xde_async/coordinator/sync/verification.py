@@ -24,7 +24,7 @@ import torch
 
 from w5xde_async.coordinator.parameters.aggregator import INLINE_WEIGH_BYTES, Aggregator
 from w5xde_async.coordinator.sync.deviation import compare, with_words
-from w5xde_async.coordinator.sync.recomputation import Judgement, Referee
+from w5xde_async.coordinator.sync.recomputation import Recomputation, ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
@@ -34,7 +34,7 @@ from w5xde_async.telemetry.events import Audited, Bus, ResultHeld, Warned
 from w5xde_async.updates.norm_gate import BlockGate, NormGateConfig
 from w5xde_async.wire.messages import Done
 
-__all__ = ["Candidate", "Judging", "Machine"]
+__all__ = ["FinishedBlock", "Machine", "Verification"]
 
 
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
@@ -54,7 +54,7 @@ class Machine(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Candidate:
+class FinishedBlock:
     """A finished block that does not count yet. ``suppliers``: bucket -> who sent it; what is absent has none."""
 
     session: Session
@@ -70,7 +70,7 @@ class Candidate:
     held_at: float = 0.0
 
 
-class Judging:
+class Verification:
     """The judgement of one run's blocks. ``active`` is False where every check is switched off."""
 
     def __init__(
@@ -79,11 +79,12 @@ class Judging:
     ) -> None:  # fmt: skip
         """``exact``: two honest results of a block are alike, as they are not in a lossy codec."""
         self.active = gate is not None or auditor.config.fraction > 0
-        self.referee: Referee | None = None  #: without one, who is wrong cannot be told: the block is done again
+        #: Without one, who is wrong cannot be told: the block is done again.
+        self.recomputation: Recomputation | None = None
         self.machines: dict[str, Machine] = {}  #: of every member
         self._homes: dict[str, tuple[str, Hashable]] = {}  # worker -> the name that it proved, and where it runs
-        self.count: Callable[[Candidate], None] = lambda candidate: None
-        self.discard: Callable[[Candidate, str], None] = lambda candidate, reason: None
+        self.count: Callable[[FinishedBlock], None] = lambda candidate: None
+        self.discard: Callable[[FinishedBlock, str], None] = lambda candidate, reason: None
         #: A worker is proven wrong: its id, its session where that is known, the reason.
         self.quarantine: Callable[[str, Session | None, str], None] = lambda worker, session, reason: None
         self.revoke: Callable[[Grant, str], None] = lambda grant, reason: None
@@ -98,11 +99,11 @@ class Judging:
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
         self._roles = {bucket.index: layout.groups[bucket.group].role for bucket in layout.result_buckets}
         self._floats = {number for number, role in self._roles.items() if role != "max"}
-        self._held: list[Candidate] = []
-        self._unweighed: list[Candidate] = []
-        self._waiting: list[Candidate] = []  # for the very first norm to be confirmed
+        self._held: list[FinishedBlock] = []
+        self._unweighed: list[FinishedBlock] = []
+        self._waiting: list[FinishedBlock] = []  # for the very first norm to be confirmed
         self._orphans: set[int] = set()  # audits of blocks that were dropped meanwhile
-        self._given_up: list[Candidate] = []  # nobody is there who could compute it again
+        self._given_up: list[FinishedBlock] = []  # nobody is there who could compute it again
         self._unsettled: set[tuple[int, int]] = set()  # (step, first leaf) of what the referee could not settle
         self._warned = False
 
@@ -122,7 +123,7 @@ class Judging:
 
     # -- a block is finished -------------------------------------------------------------------------------
 
-    def passes(self, candidate: Candidate, absent: Iterable[int]) -> bool:
+    def passes(self, candidate: FinishedBlock, absent: Iterable[int]) -> bool:
         """Whether it counts at once. Otherwise ``count`` or ``discard`` will be called."""
         if not self.active:
             return True
@@ -131,7 +132,7 @@ class Judging:
             return False
         return self._look(candidate, self._aggregator.weigh(candidate.grant.block, candidate.suppliers))
 
-    def _look(self, candidate: Candidate, norms: dict[int, float]) -> bool:
+    def _look(self, candidate: FinishedBlock, norms: dict[int, float]) -> bool:
         """With its norms known: counts at once, or is held."""
         grant, step = candidate.grant, self._aggregator.step
         assert step is not None
@@ -164,7 +165,7 @@ class Judging:
             )
         return False
 
-    def _why(self, candidate: Candidate) -> Why | None:
+    def _why(self, candidate: FinishedBlock) -> Why | None:
         if not all(map(math.isfinite, (*candidate.norms.values(), *candidate.done.losses))):
             return Why.NOT_FINITE  # a loss alone too: honest gradients of such a loss are not finite either, mostly
         for role, size in candidate.sizes.items():
@@ -185,7 +186,7 @@ class Judging:
                 squares[role] = squares.get(role, 0.0) + (norm * scale) ** 2
         return {role: math.sqrt(square) for role, square in squares.items()}
 
-    def _learn(self, candidate: Candidate) -> None:
+    def _learn(self, candidate: FinishedBlock) -> None:
         if all(map(math.isfinite, candidate.norms.values())):
             for role, size in candidate.sizes.items():
                 self._gates[role].learn(size, candidate.samples)
@@ -313,21 +314,21 @@ class Judging:
             await self._compare(seconded)
         return judged
 
-    def _weighed(self, candidate: Candidate) -> dict[int, float]:
+    def _weighed(self, candidate: FinishedBlock) -> dict[int, float]:
         return self._aggregator.weigh(candidate.grant.block, candidate.suppliers)
 
-    async def _give_up(self, candidate: Candidate) -> None:
+    async def _give_up(self, candidate: FinishedBlock) -> None:
         """Nobody else can compute it: it counts where nobody is there, or where it was only drawn."""
         held = candidate.held
         assert held is not None
         others = set(self.machines) | held.asked
         odd = held.why in (Why.NORM, Why.NOT_FINITE) and bool(others - {held.worker})
-        if not self._exact or (odd and self.referee is not None):
+        if not self._exact or (odd and self.recomputation is not None):
             await self._arbitrate(candidate, None)
         else:
             self._take(candidate)
 
-    async def _compare(self, candidate: Candidate) -> None:
+    async def _compare(self, candidate: FinishedBlock) -> None:
         held, other = candidate.held, candidate.other
         assert held is not None
         assert held.lease is not None
@@ -357,11 +358,11 @@ class Judging:
         self._auditor.agreed(held.worker, held.second)
         self._take(candidate)
 
-    async def _arbitrate(self, candidate: Candidate, between: Deviation | None) -> None:
+    async def _arbitrate(self, candidate: FinishedBlock, between: Deviation | None) -> None:
         held, step = candidate.held, self._aggregator.step
         assert held is not None
         assert step is not None
-        judgement = None if self.referee is None else await self.referee.judge(step.plan, held.block)
+        judgement = None if self.recomputation is None else await self.recomputation.judge(step.plan, held.block)
         if candidate not in self._held and candidate not in self._given_up:
             return
         if judgement is not None and not self._exact:
@@ -395,7 +396,7 @@ class Judging:
             session = candidate.session if worker == candidate.session.worker_id else None
             self.quarantine(worker, session, f"its result for step {held.step} is not what the block gives ({found})")
 
-    def _estimate(self, candidate: Candidate, judgement: Judgement) -> None:
+    def _estimate(self, candidate: FinishedBlock, judgement: ReferenceResult) -> None:
         """An odd result in a lossy codec, beside what the block gives without one."""
         pieces = judgement.vector.buckets
         norms = {b: float(torch.linalg.vector_norm(pieces[b])) for b in judgement.present if b in self._floats}
@@ -419,13 +420,13 @@ class Judging:
                 reason = f"{strikes} results in a row, the last for step {step}, were far larger than their blocks give"
                 self.quarantine(worker, session, reason)
 
-    def _too_large(self, candidate: Candidate, true: Mapping[str, float]) -> bool:
+    def _too_large(self, candidate: FinishedBlock, true: Mapping[str, float]) -> bool:
         return any(
             size > _LOSSY_FACTOR * max(true.get(role, 0.0), self._gates[role].bound(candidate.samples))
             for role, size in candidate.sizes.items()
         )
 
-    def disbelieve(self, worker: str) -> None:
+    def invalidate(self, worker: str) -> None:
         """Held blocks that this worker had a hand in are done again; what it computed of others' counts for nothing."""
         for candidate in (*self._held, *self._unweighed, *self._waiting, *self._given_up):
             if worker == candidate.grant.worker or worker in candidate.suppliers.values():
@@ -434,16 +435,16 @@ class Judging:
                 self._end_audit(candidate.held)
                 candidate.other = None
 
-    def _drop(self, candidate: Candidate, reason: str) -> None:
+    def _drop(self, candidate: FinishedBlock, reason: str) -> None:
         self._forget(candidate)
         self.discard(candidate, reason)
 
-    def _take(self, candidate: Candidate) -> None:
+    def _take(self, candidate: FinishedBlock) -> None:
         self._forget(candidate)
         self._learn(candidate)
         self.count(candidate)
 
-    def _forget(self, candidate: Candidate) -> None:
+    def _forget(self, candidate: FinishedBlock) -> None:
         for known in (self._held, self._unweighed, self._waiting, self._given_up):
             if candidate in known:
                 known.remove(candidate)
@@ -471,15 +472,17 @@ class Judging:
         return await self._aggregator.submit(call)
 
     def _deviation(
-        self, candidate: Candidate, mine: ResultVector, theirs: ResultVector, other: Done, absent: frozenset[int]
+        self, candidate: FinishedBlock, mine: ResultVector, theirs: ResultVector, other: Done, absent: frozenset[int]
     ) -> Deviation:
         everything = frozenset(range(len(self._layout.result_buckets)))
         found = compare(self._layout, mine, frozenset(candidate.suppliers), theirs, everything - absent)
         return with_words(found, candidate.done.losses, candidate.done.untouched, other.losses, other.untouched)
 
-    def _against(self, candidate: Candidate, mine: ResultVector, judgement: Judgement) -> Deviation:
+    def _against(self, candidate: FinishedBlock, mine: ResultVector, judgement: ReferenceResult) -> Deviation:
         return self._distance(mine, frozenset(candidate.suppliers), candidate.done, judgement)
 
-    def _distance(self, vector: ResultVector, present: frozenset[int], words: Done, judgement: Judgement) -> Deviation:
+    def _distance(
+        self, vector: ResultVector, present: frozenset[int], words: Done, judgement: ReferenceResult
+    ) -> Deviation:
         found = compare(self._layout, vector, present, judgement.vector, judgement.present)
         return with_words(found, words.losses, words.untouched, judgement.losses, judgement.untouched)

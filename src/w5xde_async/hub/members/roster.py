@@ -91,10 +91,10 @@ class Commit:
 
 
 class Counts(NamedTuple):
-    """What became of the work so far. ``leaves`` were used, ``leaves_in_vain`` were not; the rest counts leases."""
+    """What became of the work so far. ``leaves`` were used, ``leaves_wasted`` were not; the rest counts leases."""
 
     leaves: int
-    leaves_in_vain: int
+    leaves_wasted: int
     stale: int
     duplicate: int
     rejected: int
@@ -417,7 +417,7 @@ class Hosting(ABC):
             older.abort("the same worker has connected anew")
             await older.ended.wait()
 
-    def explains(self, session: Session, lease: int) -> bool:
+    def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
         grant = self._leases.get(lease)
         return grant is not None and grant.worker == session.worker_id

@@ -1,8 +1,8 @@
 """One worker's connection, as the coordinator sees it: handshake, frames in, frames out.
 
 A session owns its link and its outbox and knows nothing of training: it asks its ``Host`` what to do. Results are
-received straight into the memory that the host lends, once an open lease explains them at exactly the layout's size;
-results that nothing explains any more (their lease was given to another) are received into scratch and dropped.
+received straight into the memory that the host lends, once an open lease authorizes them at exactly the layout's size;
+results that nothing authorizes any more (their lease was given to another) are received into scratch and dropped.
 
 The outbox is bounded by what is put into it: the leases a worker may hold, one version of the parameters (a newer
 version takes the place of what is still unsent of an older one) and small messages.
@@ -52,8 +52,8 @@ __all__ = ["Host", "Session", "quarantined"]
 logger = logging.getLogger(__name__)
 
 _MOST_MESSAGES = 256  # small ones that may wait for one worker
-_TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease explains
-_GARBAGE_BYTES = 64 << 20  # results that nothing explains: more than this in a row is no accident
+_TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no lease authorizes
+_GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
 
 
 class Host(Protocol):
@@ -74,11 +74,11 @@ class Host(Protocol):
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
 
-    def explains(self, session: Session, lease: int) -> bool:
+    def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> tuple[memoryview | None, bool]:
-        """Memory for a result, None for what is dropped, and whether a lease explains it.
+        """Memory for a result, None for what is dropped, and whether a lease authorizes it.
 
         Raises RemoteError for a wrong size.
         """
@@ -278,13 +278,13 @@ class Session:
                 continue
             self.state = advance(COORDINATOR, self.state, message)
             if type(message) is Done:
-                if not self._host.explains(self, message.lease):
+                if not self._host.authorizes(self, message.lease):
                     self._talk()
                 self._aggregating = True
                 self._host.done(self, message)
                 self._aggregating = False
             elif type(message) is Failed:
-                if not self._host.explains(self, message.lease):
+                if not self._host.authorizes(self, message.lease):
                     self._talk()
                 self._host.failed(self, message)
             elif type(message) is Heartbeat:
@@ -313,26 +313,26 @@ class Session:
                     return
 
     def _talk(self) -> None:
-        """A message that nothing explains. Some a second are usual; who keeps the loop busy with them is dropped."""
+        """A message that nothing authorizes. Some a second are usual; who keeps the loop busy with them is dropped."""
         now = self._clock()
         self._talked = max(0.0, self._talked - _TALK_RATE * (now - self._talked_at)) + 1
         self._talked_at = now
         if self._talked > _TALK_BURST:
-            raise RemoteError(f"it says more than {_TALK_RATE} things a second that no lease explains")
+            raise RemoteError(f"it says more than {_TALK_RATE} things a second that no lease authorizes")
 
     def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
         self.state = advance(COORDINATOR, self.state, message)
         if type(message) is not Result or len(specs) != 1:
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
         self._header_at = self._clock()
-        view, explained = self._host.place(self, message, specs[0])
+        view, authorized = self._host.place(self, message, specs[0])
         if view is not None:
             self.receiving = message.lease
             return (view,)
         nbytes = specs[0].nbytes
-        self._garbage += 0 if explained else nbytes
+        self._garbage += 0 if authorized else nbytes
         if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
-            raise RemoteError("it keeps sending results that no lease explains")
+            raise RemoteError("it keeps sending results that no lease authorizes")
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
         return (memoryview(self._scratch)[:nbytes],)

@@ -25,7 +25,7 @@ from w5xde_async.plan.tree import Block, right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import Lease
 
-__all__ = ["Dispatch", "Sendable"]
+__all__ = ["LeaseScheduler", "Sendable"]
 
 
 class Sendable(NamedTuple):
@@ -35,7 +35,7 @@ class Sendable(NamedTuple):
     buffers: list[tuple[BufferSpec, Buffer]]
 
 
-class Dispatch:
+class LeaseScheduler:
     """Grants leases and pairs them with their data. Knows no sessions."""
 
     def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader, config: CoordinatorConfig) -> None:

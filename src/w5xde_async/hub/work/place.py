@@ -8,7 +8,7 @@ __all__ = ["Place"]
 
 
 class Place(NamedTuple):
-    """Where a result goes: ``view``, or scratch for None; ``explained`` when a lease accounts for it."""
+    """Where a result goes: ``view``, or scratch for None; ``authorized`` when a lease accounts for it."""
 
     view: memoryview | None
-    explained: bool
+    authorized: bool

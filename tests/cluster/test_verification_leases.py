@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.support.scripted import Run, Scripted, scripted, settle
 
-from w5xde_async.coordinator import judging
+from w5xde_async.coordinator.sync import verification
 from w5xde_async.plan.membership import Standing
 from w5xde_async.telemetry.events import Audited, Warned, WorkerQuarantined
 from w5xde_async.wire.frame import BufferSpec, encode
@@ -26,13 +26,13 @@ from w5xde_async.wire.messages import Failed, Lease, Result, Verdict, VerdictCod
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are weighed and compared on the loop, big ones in the aggregator's thread."""
     if request.param == "in the thread":
-        monkeypatch.setattr(judging, "INLINE_WEIGH_BYTES", 0)
+        monkeypatch.setattr(verification, "INLINE_WEIGH_BYTES", 0)
 
 
 @asynccontextmanager
 async def judged(**config: Any) -> AsyncIterator[Run]:
     async with scripted(norm_gate=6.0, **config) as run:
-        run.training.judging.has_delivered = lambda worker: True  # the clock stands: nobody waits for a first result
+        run.training.verification.has_delivered = lambda worker: True  # the clock stands
         yield run
 
 
@@ -92,7 +92,7 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
         a, b = await run.worker("a"), await run.worker("b")
         mine, theirs = await a.lease(), await b.lease()
         await a.compute(mine)
-        assert run.training.judging.holding
+        assert run.training.verification.holding
         _, again = await audit_of(mine, b)
         await a.lease(1)  # who waits for a judgement is not kept idle
         await b.compute(theirs)
@@ -159,11 +159,11 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
 
     async with judged(min_workers=2) as run:
         a, b = await run.worker("a"), await run.worker("b")
-        referee = run.training.judging.referee = Nobody()  # type: ignore[assignment]
+        referee = run.training.verification.recomputation = Nobody()  # type: ignore[assignment]
         mine = await a.lease()
         run.training.membership.members[b.worker_id].standing = Standing.LATE
         await odd(a, mine)
-        await until(lambda: bool(run.training.judging._held))
+        await until(lambda: bool(run.training.verification._held))
         for _ in range(12):
             assert verdicts(a).get(mine.lease) in (None, VerdictCode.REJECTED)
             await run.pass_time(1.0)
@@ -183,7 +183,7 @@ async def test_nobody_is_left_to_compare_and_the_block_counts():
         a, b = await run.worker("a"), await run.worker("b")
         mine = await a.lease()
         await a.compute(mine)
-        assert run.training.judging.holding
+        assert run.training.verification.holding
         await b.link.aclose()
         await settle()
         await work(a, until=lambda: run.training.version >= 1)
