@@ -77,8 +77,8 @@ async def test_the_choice_goes_there_and_back_and_everybody_gets_in() -> None:
             assert steps[-1].num_workers == wanted
 
         def codec() -> str:
-            assert coordinator._phases is not None
-            return coordinator._phases.config.update.codec
+            assert coordinator._run is not None
+            return coordinator._run.config.update.codec
 
         tasks.append(asyncio.create_task(Worker(address, job=job(), config=QUICK_WORKER).run()))
         await join()

@@ -109,8 +109,8 @@ async def test_a_job_that_local_steps_cannot_do_stays_synchronous(
     assert not any("as before" in text for text in said)  # nothing else was tried
     assert result.outcome == "finished"
     assert [step.step for step in steps] == list(range(1, result.step + 1))
-    assert coordinator._phases is not None
-    update = coordinator._phases.config.update
+    assert coordinator._run is not None
+    update = coordinator._run.config.update
     assert (update.rule, update.codec) == ("sync", "int8")  # the best of what it can do
     (told,) = [text for text in said if "not computed again to be compared" in text]
     assert "int8" in told
@@ -133,8 +133,8 @@ async def test_a_choice_that_the_job_turns_out_not_to_fit_leaves_the_run_as_it_i
     assert [step.step for step in steps] == list(range(1, result.step + 1))
     (told, *_) = [text for text in said if text.startswith("auto: the run goes on as before")]
     assert "it sets more than learning rates" in told
-    assert coordinator._phases is not None
-    assert coordinator._phases.config.update.plain
+    assert coordinator._run is not None
+    assert coordinator._run.config.update.plain
     assert len(asked) == len(set(asked))  # what failed is not chosen again
     assert (tmp_path / "run" / "checkpoints").exists()
 

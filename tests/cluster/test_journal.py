@@ -102,8 +102,8 @@ async def crash(
         worker = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
         told: int = await reached
         await asyncio.gather(worker, return_exceptions=True)
-        assert coordinator._phases is not None
-        saving = coordinator._phases.following._saving
+        assert coordinator._run is not None
+        saving = coordinator._run.following._saving
         if saving is not None:
             await asyncio.wait([saving])
         if coordinator._journaling is not None:

@@ -16,7 +16,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 from w5xde_async import __main__ as program
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
 from w5xde_async.coordinator.run import shutdown
-from w5xde_async.coordinator.run.shutdown import Patience, patience_s
+from w5xde_async.coordinator.run.shutdown import ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
@@ -89,7 +89,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hanging]:
     monkeypatch.setattr(shutdown, "LEAST_S", 0.05)
-    monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.6)
+    monkeypatch.setattr("w5xde_async.coordinator.service.deadline_s", lambda *_: 0.6)
     disk = Hanging(monkeypatch, request.param)
     yield disk
     disk.end()
@@ -129,21 +129,21 @@ async def test_a_disk_that_hangs_does_not_hold_a_stop_for_ever(
 async def test_patience_is_shared_and_what_does_not_hang_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "LEAST_S", 0.01)
     said: list[DiskHangs] = []
-    patience = Patience(0.05, said.append)
-    assert await patience.wait(asyncio.sleep(0, "done"), "nothing") == "done"
+    deadline = ShutdownDeadline(0.05, said.append)
+    assert await deadline.wait(asyncio.sleep(0, "done"), "nothing") == "done"
     for what in ("one", "another"):
         never = asyncio.get_running_loop().create_future()
-        assert await patience.wait(never, what, "/runs/digits") is None
+        assert await deadline.wait(never, what, "/runs/digits") is None
         assert never.cancelled()
-    assert await patience.wait(asyncio.sleep(0, "done"), "nothing") == "done"
-    assert said == [patience.error]
+    assert await deadline.wait(asyncio.sleep(0, "done"), "nothing") == "done"
+    assert said == [deadline.error]
     assert str(said[0]).startswith("/runs/digits: one did not end in time")
 
 
 def test_a_large_model_has_longer() -> None:
-    assert patience_s(10.0, 0) == 60.0
-    assert patience_s(0.0, 0) == 30.0
-    assert patience_s(10.0, 4 << 30) > 2000.0
+    assert deadline_s(10.0, 0) == 60.0
+    assert deadline_s(0.0, 0) == 30.0
+    assert deadline_s(10.0, 4 << 30) > 2000.0
 
 
 def test_the_program_does_not_wait_for_threads_that_hang(

@@ -256,7 +256,7 @@ async def test_a_given_token_goes_before_the_directorys_secret(tmp_path: Path):
 
 async def test_who_is_locked_out_under_a_name_that_is_no_line_stays_out(tmp_path: Path):
     async with running(tmp_path) as coordinator:
-        security = coordinator._security
+        security = coordinator._access
         assert security is not None
         coordinator.revoke("al#ice")
         security.lock_out("bo\nb", "it lied")

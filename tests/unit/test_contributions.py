@@ -5,42 +5,44 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from w5xde_async.hub.members.contributions import Accounts
+from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.plan.membership import Member
 
 
-def leave(accounts: Accounts, worker_id: str, name: str, joined_at: float, left_at: float, identity: str = "") -> None:
+def leave(
+    contributions: Contributions, worker_id: str, name: str, joined_at: float, left_at: float, identity: str = ""
+) -> None:
     link, outbox = SimpleNamespace(bytes_sent=2, bytes_received=3), SimpleNamespace(sending_s=0.0)
     session: Any = SimpleNamespace(identity=identity, link=link, outbox=outbox, receiving_s=0.0)
     member = Member(
         worker_id=worker_id, name=name, peer="", device="cpu", threads=1, incarnation=1, joined_at=joined_at,
         last_seen=left_at, leaves=1,
     )  # fmt: skip
-    accounts.remember(session, member, left_at)
+    contributions.remember(session, member, left_at)
 
 
-def rows(accounts: Accounts) -> list[tuple[str, int]]:
-    return [(share.name, share.leaves) for share in accounts.shares()]
+def rows(contributions: Contributions) -> list[tuple[str, int]]:
+    return [(share.name, share.leaves) for share in contributions.shares()]
 
 
 def test_a_worker_that_is_started_again_under_its_name_is_one_row() -> None:
-    accounts = Accounts()
+    contributions = Contributions()
     for number in range(1000):
-        leave(accounts, f"id {number}", "anna", number, number + 0.5)
-        leave(accounts, f"key {number}", f"name {number}", number, number + 0.5, identity="invited")
-    assert rows(accounts) == [("anna", 1000), ("name 999", 1000)]
+        leave(contributions, f"id {number}", "anna", number, number + 0.5)
+        leave(contributions, f"key {number}", f"name {number}", number, number + 0.5, identity="invited")
+    assert rows(contributions) == [("anna", 1000), ("name 999", 1000)]
 
 
 def test_two_of_one_name_at_once_are_two_rows() -> None:
-    accounts = Accounts()
-    leave(accounts, "id 1", "anna", 0.0, 2.0)
-    leave(accounts, "id 2", "anna", 1.0, 3.0)
-    assert rows(accounts) == [("anna", 1), ("anna", 1)]
+    contributions = Contributions()
+    leave(contributions, "id 1", "anna", 0.0, 2.0)
+    leave(contributions, "id 2", "anna", 1.0, 3.0)
+    assert rows(contributions) == [("anna", 1), ("anna", 1)]
 
 
 def test_rows_are_bounded_whatever_workers_call_themselves() -> None:
-    accounts = Accounts()
+    contributions = Contributions()
     for number in range(2000):
-        leave(accounts, f"id {number % 600}", f"anna {number}", number, number + 0.5)
-    assert len(rows(accounts)) == 513
-    assert sum(leaves for _, leaves in rows(accounts)) == 2000
+        leave(contributions, f"id {number % 600}", f"anna {number}", number, number + 0.5)
+    assert len(rows(contributions)) == 513
+    assert sum(leaves for _, leaves in rows(contributions)) == 2000

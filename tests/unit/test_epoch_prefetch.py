@@ -13,7 +13,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.scripted import scripted
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.data.epoch_prefetch import Ordering
+from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.job import Job
 from w5xde_async.plan import sampler as sampling
 from w5xde_async.plan.batching import BatchPlan
@@ -86,7 +86,7 @@ def test_what_is_not_shuffled_is_always_ready(computed: list[tuple[int, bool]]) 
 @pytest.mark.parametrize("kind", [lambda sampler: sampler, BatchPlan])
 async def test_half_an_epoch_ahead_and_not_sooner(computed: list[tuple[int, bool]], kind: Any) -> None:
     steps = kind(make())
-    ordering = Ordering(steps)
+    ordering = EpochPrefetch(steps)
     asked = asyncio.Event()
     ordering.on_ready = asked.set
     assert not ordering.ready(0, 25)
@@ -111,7 +111,7 @@ async def test_what_computing_raises_is_raised_where_it_is_waited_for(monkeypatc
 
     monkeypatch.setattr(sampling, "epoch_order", raising)
     monkeypatch.setattr(sampling, "QUICK_SAMPLES", 0)
-    ordering, errors = Ordering(make()), []
+    ordering, errors = EpochPrefetch(make()), []
     ordering.on_error = errors.append
     with pytest.raises(MemoryError):
         await ordering.wait(0, 10)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD, REMIND_S, RETRY_S, Journaling, apply_entry
+from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD, REMIND_S, RETRY_S, JournalWriter, apply_entry
 from w5xde_async.coordinator.parameters.aggregator import StepState
 from w5xde_async.errors import CheckpointCorrupt
 from w5xde_async.params.flat import ResultVector
@@ -81,7 +81,7 @@ class Bench:
         self.events: list[Event] = []
         bus = Bus()
         bus.subscribe(self.events.append)
-        self.journaling = Journaling(
+        self.journaling = JournalWriter(
             journal, LAYOUT, bus, step=0, clock=lambda: self.now, wall=lambda: 7.0, executor=self.hands
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.hub.members.program_server import Programs
+from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus
 from w5xde_async.wire.messages import ProgramRequest
@@ -26,7 +26,7 @@ class Asking:
 
 
 async def test_a_session_waits_once_and_only_while_it_lasts() -> None:
-    programs = Programs(Layout.of(nn.Linear(2, 2)), CoordinatorConfig(), Bus())
+    programs = ProgramServer(Layout.of(nn.Linear(2, 2)), CoordinatorConfig(), Bus())
     stays: Any = Asking()
     for _ in range(1000):
         programs.ask(stays, ProgramRequest(1, b""))

@@ -18,9 +18,9 @@ from tests.support.scripted import scripted, settle
 
 from w5xde_async import status
 from w5xde_async.compute.flops import counting_flops
-from w5xde_async.coordinator.monitoring.outputs import Showing
-from w5xde_async.coordinator.monitoring.status_sampler import Observer, reason_to_wait
-from w5xde_async.coordinator.run.run import Phases
+from w5xde_async.coordinator.monitoring.outputs import Outputs
+from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler, reason_to_wait
+from w5xde_async.coordinator.run.run import Run
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import ExitCode
@@ -86,7 +86,7 @@ async def test_a_worker_and_the_run_are_reported():
         (session,) = training.sessions.values()
         while session.report is None:
             await commits.reach(commits.step + 1)
-        observer = Observer(training)
+        observer = StatusSampler(training)
         found.clear()
         observer.tick(training.clock() + 0.2)  # too early
         assert not [event for event in found if isinstance(event, WorkerReported)]
@@ -119,7 +119,7 @@ async def test_the_speed_of_a_worker_is_that_of_its_leases_however_long(lease_s:
         run.training.bus.subscribe(found.append, samples=True)
         await run.worker("able")
         member = run.training.membership.members["able"]
-        observer, began = Observer(run.training), run.now
+        observer, began = StatusSampler(run.training), run.now
         for second in range(1, 600):
             member.leaves = 4 * int(min(second, 300) / lease_s)  # idle from then on
             observer.tick(began + second)
@@ -136,7 +136,7 @@ async def test_who_fails_while_it_joins_is_shown_no_longer():
     async with scripted() as run:
         for subscriber in (view, metrics):
             run.training.bus.subscribe(subscriber, samples=True)
-        observer = Observer(run.training)
+        observer = StatusSampler(run.training)
         await run.worker("member")
         for number in range(5):
             doomed = await run.worker(f"doomed-{number}", ready=False)
@@ -159,8 +159,8 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     config = settings()
     loop = asyncio.get_running_loop()
     prepared = await loop.run_in_executor(None, prepare, mlp_sgd(), config, None, lambda: "0" * 16)
-    showing = Showing(config, bus, None)
-    phases = Phases(prepared, config, bus, name="test", reference="", runtime=Runtime())
+    showing = Outputs(config, bus, None)
+    phases = Run(prepared, config, bus, name="test", reference="", runtime=Runtime())
     phases.on_change = showing.began
     first = phases.training
     showing.began(first)
@@ -247,7 +247,7 @@ async def test_every_rule_is_reported():
         working = asyncio.create_task(worker.run())
         training = coordinator._training
         assert training is not None
-        observer = Observer(training)
+        observer = StatusSampler(training)
         for number in range(1, 10):
             await commits.reach(commits.step + 1)
             observer.tick(training.clock() + number)
@@ -269,7 +269,7 @@ async def test_every_rule_is_reported():
 
 async def test_nobody_asked_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
     looked: list[float] = []
-    monkeypatch.setattr(Observer, "_run", lambda self, now: looked.append(now))
+    monkeypatch.setattr(StatusSampler, "_run", lambda self, now: looked.append(now))
     result = await train(mlp_sgd, max_steps=3)
     assert result.outcome == "finished"
     assert looked == []

@@ -20,17 +20,17 @@ from typing import Self
 
 import w5xde_async
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.durability.journal_writer import Journaling
+from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
-from w5xde_async.coordinator.monitoring.outputs import Showing
+from w5xde_async.coordinator.monitoring.outputs import Outputs
 from w5xde_async.coordinator.outer.training import Rounds
-from w5xde_async.coordinator.run.run import Phases
-from w5xde_async.coordinator.run.shutdown import Ending, Patience, patience_s
+from w5xde_async.coordinator.run.run import Run
+from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.run.startup import Prepared, prepare
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import DiskHangs, JobError, LocalError, StoreError, UpdateFailed, UsageError, W5xdeError
-from w5xde_async.hub.members.access import Security
+from w5xde_async.hub.members.access import Access
 from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job, shown_end
@@ -82,25 +82,25 @@ class Coordinator:
         self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
         self._run_path = None if run_dir is None else Path(run_dir)
         self._reference, self._settings = job_reference, settings
-        self._showing = Showing(self.config, self.bus, self._run_path)
+        self._outputs = Outputs(self.config, self.bus, self._run_path)
         for callback in callbacks:
             self.bus.subscribe(callback)
         self._prepared: Prepared | None = None
-        self._phases: Phases | None = None
+        self._run: Run | None = None
         self._samples_before = 0
         self._listener: Listening | None = None
         self._recorder: Recorder | None = None
         self._bulk: Executor | None = None
-        self._journaling: Journaling | None = None
+        self._journaling: JournalWriter | None = None
         self._main: asyncio.Task[RunResult] | None = None
-        self._security: Security | None = None
+        self._access: Access | None = None
         self._join_file: Path | None = None
         self._incarnations = 0
         self._began = 0.0
         self._stop_reason = ""
         self._stopped = asyncio.Event()
         self._stop_at = math.inf  # a step that is under way then is given up
-        self._patience = Patience(patience_s(self.config.grace_s, 0), self._overdue)
+        self._deadline = ShutdownDeadline(deadline_s(self.config.grace_s, 0), self._overdue)
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Coordinator:
         except BaseException:
             await self._close()
             raise
-        self._main = asyncio.create_task(self._run(), name=f"coordinator {self.name}")
+        self._main = asyncio.create_task(self._conduct(), name=f"coordinator {self.name}")
 
     async def wait(self) -> RunResult:
         """The run's end. Cancelling leaves it running.
@@ -151,18 +151,18 @@ class Coordinator:
         self._stop_reason = self._stop_reason or reason
         self._stopped.set()
         self._stop_at = min(self._stop_at, self._runtime.clock() + self.config.grace_s)
-        if self._phases is not None:
-            self._phases.stop()
+        if self._run is not None:
+            self._run.stop()
 
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
-        if self._phases is not None:
-            self._phases.following.request()
+        if self._run is not None:
+            self._run.following.request()
 
     @property
     def invitation(self) -> Invitation | None:
         """The join string of the run; None without TLS. ``str`` hides the secret, ``reveal()`` shows it."""
-        return None if self._security is None else self._security.invitation(self.port)
+        return None if self._access is None else self._access.invitation(self.port)
 
     @property
     def local_join(self) -> str:
@@ -172,7 +172,7 @@ class Coordinator:
 
     def invite(self, worker: str) -> Invitation | None:
         """A join string that opens the run to one worker of that name, whose access ``revoke`` can end."""
-        return None if self._security is None else self._security.invitation(self.port, worker)
+        return None if self._access is None else self._access.invitation(self.port, worker)
 
     async def rotate_secret(self, secret: str) -> None:
         """From now on workers join with another secret; the join file is written anew. Who is in stays in.
@@ -180,33 +180,33 @@ class Coordinator:
         It is kept in the run directory, unless a token was given: then the next start is with that token. Raises
         UsageError, StoreError: then nothing has changed.
         """
-        if self._security is None:
+        if self._access is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._security.rotate, secret)
-        await loop.run_in_executor(None, self._security.write_join_file, self.port)
-        if not self._security.lasting:
+        await loop.run_in_executor(None, self._access.rotate, secret)
+        await loop.run_in_executor(None, self._access.write_join_file, self.port)
+        if not self._access.lasting:
             self.bus.publish(
                 Warned(text="the secret was changed until the coordinator ends: give it to the next one too")
             )
 
     def revoke(self, worker: str, reason: str = "its access was revoked") -> None:
         """Drop a worker, by its own name or its id, and let it in no more: its name is added to ``revoked``."""
-        if self._security is None or self._training is None:
+        if self._access is None or self._training is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
-        self._security.lock_out(worker)
+        self._access.lock_out(worker)
         self._keep_revoked()
         self._training.drop(worker, reason)
 
     def _keep_out(self, name: str, reason: str) -> None:
         """A worker was put out of the run: it stays out until ``revoked`` does not name it any more."""
-        assert self._security is not None
-        self._security.lock_out(name, reason)
+        assert self._access is not None
+        self._access.lock_out(name, reason)
         self._keep_revoked()
 
     def _keep_revoked(self) -> None:
-        assert self._security is not None
-        keeping = asyncio.get_running_loop().run_in_executor(None, self._security.keep)
+        assert self._access is not None
+        keeping = asyncio.get_running_loop().run_in_executor(None, self._access.keep)
         keeping.add_done_callback(self._kept)
 
     def _kept(self, keeping: asyncio.Future[None]) -> None:
@@ -215,14 +215,14 @@ class Coordinator:
 
     async def reload_access(self) -> None:
         """Take up what the run directory's ``secret`` and ``revoked`` say now. Raises UsageError, StoreError."""
-        if self._security is None or self._training is None:
+        if self._access is None or self._training is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(None, self._security.reload):
-            await loop.run_in_executor(None, self._security.write_join_file, self.port)
+        if await loop.run_in_executor(None, self._access.reload):
+            await loop.run_in_executor(None, self._access.write_join_file, self.port)
             self.bus.publish(Warned(text="the secret was changed: workers join with the new join file from now on"))
         for session in (*self._training.sessions.values(), *self._training.joining):
-            if self._security.credentials.revoked(session.identity, session.worker_id):
+            if self._access.credentials.revoked(session.identity, session.worker_id):
                 session.abort("its access was revoked")
 
     async def aclose(self) -> None:
@@ -259,7 +259,7 @@ class Coordinator:
     @property
     def dashboard_link(self) -> str:
         """Where to watch the run, token and all; empty without a dashboard."""
-        return self._showing.link
+        return self._outputs.link
 
     @property
     def num_workers(self) -> int:
@@ -290,31 +290,31 @@ class Coordinator:
 
     @property
     def _training(self) -> Training | Rounds | None:
-        return None if self._phases is None else self._phases.training
+        return None if self._run is None else self._run.training
 
     # -- the run -------------------------------------------------------------------------------------------
 
     async def _open(self, prepared: Prepared) -> None:
         config = self.config
-        self._patience.left_s = patience_s(config.grace_s, prepared.layout.vector_bytes)
+        self._deadline.left_s = deadline_s(config.grace_s, prepared.layout.vector_bytes)
         if config.bulk_threads:
             self._bulk = self._runtime.executor(config.bulk_threads, "w5xde-bulk")
         loop = asyncio.get_running_loop()
-        self._security = security = await loop.run_in_executor(None, Security, config, self._run_path)
+        self._access = access = await loop.run_in_executor(None, Access, config, self._run_path)
         self._listener = await self._runtime.listen(
-            config.host, config.port, self._on_link, ssl=security.context, bulk=self._bulk,
+            config.host, config.port, self._on_link, ssl=access.context, bulk=self._bulk,
             max_links=config.max_workers + EXTRA_LINKS,
         )  # fmt: skip
-        self._join_file = await loop.run_in_executor(None, security.write_join_file, self.port)
-        self._phases = phases = Phases(
+        self._join_file = await loop.run_in_executor(None, access.write_join_file, self.port)
+        self._run = run = Run(
             prepared, config, self.bus, name=self.name, reference=self._reference, runtime=self._runtime
         )  # fmt: skip
-        phases.on_quarantine = self._keep_out
+        run.on_quarantine = self._keep_out
         self._samples_before = prepared.samples
-        phases.on_change = self._showing.began
-        training = phases.training
+        run.on_change = self._outputs.began
+        training = run.training
         if prepared.journal is not None and isinstance(training, Training):
-            self._journaling = Journaling(
+            self._journaling = JournalWriter(
                 prepared.journal, prepared.layout, self.bus, step=prepared.first_step, clock=self._runtime.clock,
                 wall=self._runtime.wall, executor=self._runtime.executor(1, "w5xde-journal"),
             )  # fmt: skip
@@ -328,12 +328,12 @@ class Coordinator:
                 wall=self._runtime.wall, fence=prepared.run_dir.filesystem.fence,
                 sync_directory=prepared.run_dir.filesystem.sync_directory,
             )  # fmt: skip
-            phases.following.before_save = self._recorder.sync
+            run.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
-        await self._showing.open(security, self._settings, prepared.first_step)
+        await self._outputs.open(access, self._settings, prepared.first_step)
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
-        self._showing.began(training)
+        self._outputs.began(training)
         for note in prepared.notes:
             self.bus.publish(Warned(text=note))
 
@@ -342,7 +342,7 @@ class Coordinator:
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
-        assert self._security is not None
+        assert self._access is not None
         steps, growing = prepared.steps, prepared.growing
         num_leaves = steps.plan(prepared.first_step).num_leaves
         return RunStarted(
@@ -363,11 +363,11 @@ class Coordinator:
             precision=job.precision,
             address=format_address(self.host, self.port),
             worker_command=f"python -m w5xde_async.worker {where}{given}",
-            security=self._security.words,
+            security=self._access.words,
             resumed_step=prepared.first_step,
             durability=config.durability,
-            dashboard=self._showing.address,
-            dashboard_link=self._showing.link,
+            dashboard=self._outputs.address,
+            dashboard_link=self._outputs.link,
             total_steps=shown_end(prepared.total_steps),
             steps_per_epoch=steps.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(
@@ -378,35 +378,35 @@ class Coordinator:
             ),
         )
 
-    async def _run(self) -> RunResult:
-        phases, prepared = self._phases, self._prepared
-        assert phases is not None
+    async def _conduct(self) -> RunResult:
+        run, prepared = self._run, self._prepared
+        assert run is not None
         assert prepared is not None
         failure: BaseException | None = None
         result: RunResult | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(self._tick(phases), name="tick")
+                ticking = tasks.create_task(self._tick(run), name="tick")
 
                 told = ByeCode.STOPPING
 
                 async def say_goodbye(code: ByeCode, reason: str) -> None:
                     nonlocal told
                     told = code
-                    phases.training.say_goodbye(code, reason)
+                    run.training.say_goodbye(code, reason)
                     ticking.cancel()  # not before: a last checkpoint may take longer than a worker bears silence
                     if self._listener is not None and code is ByeCode.STOPPING:
                         await self._listener.stop_accepting()  # else who comes now is told that it is over
 
                 try:
-                    await phases.run(tasks)
-                    training = phases.training
-                    if training.total_steps <= training.progress <= training.accounts.steps_skipped:
+                    await run.run(tasks)
+                    training = run.training
+                    if training.total_steps <= training.progress <= training.contributions.steps_skipped:
                         failure = NonFinite(training.progress, training.progress)  # nothing was learned
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
-                ending = Ending(
-                    prepared, phases, self.bus, self._patience, self._recorder, began=self._began,
+                ending = Shutdown(
+                    prepared, run, self.bus, self._deadline, self._recorder, began=self._began,
                     samples_before=self._samples_before, clock=self._runtime.clock, stopped=self._stopped,
                 )  # fmt: skip
                 try:
@@ -415,35 +415,35 @@ class Coordinator:
                     failure = failure or error
                 ticking.cancel()
                 if told is not ByeCode.STOPPING:
-                    await phases.training.wait_for_lost()
+                    await run.training.wait_for_lost()
         finally:
             await self._close()
-        failure = failure or self._patience.error or phases.following.save_error
+        failure = failure or self._deadline.error or run.following.save_error
         if failure is not None:
             raise failure
         assert result is not None
         return result
 
-    async def _tick(self, phases: Phases) -> None:
+    async def _tick(self, run: Run) -> None:
         config = self.config
         ends = None if config.max_time_s is None else self._began + config.max_time_s
         while True:
             await asyncio.sleep(min(config.heartbeat_s, 1.0))
             now = self._runtime.clock()
-            phases.training.tick(now)
-            self._showing.tick(now)
+            run.training.tick(now)
+            self._outputs.tick(now)
             if ends is not None and now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
-            if now >= self._stop_at + self._patience.left_s and phases.abandon():
-                self._patience.give_up("what the step under way has to write")
+            if now >= self._stop_at + self._deadline.left_s and run.abandon():
+                self._deadline.give_up("what the step under way has to write")
 
     async def _on_link(self, link: Link) -> None:
-        training, security = self._training, self._security
-        if training is None or security is None:
+        training, access = self._training, self._access
+        if training is None or access is None:
             return
         self._incarnations += 1
         session = Session(
-            link, training, token=security.credentials, handshake_s=self.config.handshake_s,
+            link, training, token=access.credentials, handshake_s=self.config.handshake_s,
             incarnation=self._incarnations, clock=self._runtime.clock,
         )  # fmt: skip
         try:
@@ -467,15 +467,15 @@ class Coordinator:
 
     async def _close(self) -> None:
         """Free everything that ``start`` made, in the order of who uses whom."""
-        wait, block = self._patience.wait, partial(asyncio.get_running_loop().run_in_executor, None)
+        wait, block = self._deadline.wait, partial(asyncio.get_running_loop().run_in_executor, None)
         if self._listener is not None:
             await self._listener.aclose()
-        if self._security is not None:
+        if self._access is not None:
             with suppress(StoreError):  # it was said when it was tried first
-                await wait(block(self._security.keep), "the list of revoked workers")
-        await self._showing.aclose()
-        if self._phases is not None:
-            await wait(self._phases.aclose(), "a read of the dataset", "the job")
+                await wait(block(self._access.keep), "the list of revoked workers")
+        await self._outputs.aclose()
+        if self._run is not None:
+            await wait(self._run.aclose(), "a read of the dataset", "the job")
         if self._journaling is not None:
             await wait(self._journaling.aclose(), "the journal")
         elif self._prepared is not None and self._prepared.journal is not None:

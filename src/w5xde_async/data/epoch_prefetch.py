@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from w5xde_async.plan.sampler import Steps
 
-__all__ = ["Ordering"]
+__all__ = ["EpochPrefetch"]
 
 
-class Ordering:
+class EpochPrefetch:
     """Has orders computed half an epoch ahead of need, one at a time."""
 
     def __init__(self, steps: Steps) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from tests.simulator.bugs.registry import BUGS, POWER, RESTART, Bug, Put, bug
 from tests.simulator.disk import HostFilesystem
 
-from w5xde_async.coordinator.durability.checkpointing import Following
+from w5xde_async.coordinator.durability.checkpointing import Checkpointing
 from w5xde_async.coordinator.run import startup
-from w5xde_async.coordinator.run.shutdown import Ending
+from w5xde_async.coordinator.run.shutdown import Shutdown
 from w5xde_async.data.loader import Loader
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import Block
@@ -115,16 +115,16 @@ def _samples_twice(put: Put) -> None:
 
 @bug("copy-late", "a checkpoint is copied some time after the commit that it is named for", *RESTART)
 def _copy_late(put: Put) -> None:
-    real = Following._copy
+    real = Checkpointing._copy
 
-    async def later(following: Following, step: int) -> Any:
+    async def later(following: Checkpointing, step: int) -> Any:
         await asyncio.sleep(0.3)
         return await real(following, step)
 
-    def copy(self: Following, step: int) -> asyncio.Future[Any]:
+    def copy(self: Checkpointing, step: int) -> asyncio.Future[Any]:
         return asyncio.ensure_future(later(self, step))
 
-    put(Following, "_copy", copy)
+    put(Checkpointing, "_copy", copy)
 
 
 # -- the disk --------------------------------------------------------------------------------------------
@@ -137,20 +137,20 @@ def _copy_late(put: Put) -> None:
     "disk full",
 )
 def _told_early(put: Put) -> None:
-    real_save, real_evaluate = Ending._save, Ending._evaluate
+    real_save, real_evaluate = Shutdown._save, Shutdown._evaluate
 
-    async def save(self: Ending) -> None:
-        training = self._phases.training
+    async def save(self: Shutdown) -> None:
+        training = self._run.training
         if training.progress < training.total_steps:
             await real_save(self)
 
-    async def evaluate(self: Ending, *, finished: bool) -> None:
+    async def evaluate(self: Shutdown, *, finished: bool) -> None:
         if finished:
             await real_save(self)
         await real_evaluate(self, finished=finished)
 
-    put(Ending, "_save", save)
-    put(Ending, "_evaluate", evaluate)
+    put(Shutdown, "_save", save)
+    put(Shutdown, "_evaluate", evaluate)
 
 
 @bug(

@@ -34,12 +34,12 @@ from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved,
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.users_code import users_code
 
-__all__ = ["Following"]
+__all__ = ["Checkpointing"]
 
 _Copied = tuple[Record, float, int]  # a checkpoint, the seconds that copying took, and the rule's version
 
 
-class Following:
+class Checkpointing:
     """Checkpoints and evaluations of one run. ``save_error`` is what the last attempt to save met, if anything."""
 
     def __init__(

@@ -35,7 +35,7 @@ from w5xde_async.telemetry.events import Bus, JournalFailed, JournalRestored, St
 from w5xde_async.telemetry.records import number, to_record
 from w5xde_async.updates.sync import Applied, SyncRule
 
-__all__ = ["MOST_AHEAD", "RETRY_S", "Journaling", "Replayed", "apply_entry"]
+__all__ = ["MOST_AHEAD", "RETRY_S", "JournalWriter", "Replayed", "apply_entry"]
 
 #: Steps that may be applied and not durable yet. Each holds one result vector.
 MOST_AHEAD = 4
@@ -83,7 +83,7 @@ class _Probe:
 _Work = _Record | _Rotation | _Prune | _Probe
 
 
-class Journaling:
+class JournalWriter:
     """Writes one run's journal. Everything but the writing itself happens on the loop's thread."""
 
     def __init__(

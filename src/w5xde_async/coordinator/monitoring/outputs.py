@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.monitoring.status_sampler import Observer
-from w5xde_async.hub.members.access import Security, reachable
+from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
+from w5xde_async.hub.members.access import Access, reachable
 from w5xde_async.hub.members.roster import Hosting
 from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
 from w5xde_async.net.join import write_private_line
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from w5xde_async.telemetry.dashboard.server import Dashboard
     from w5xde_async.telemetry.dashboard.view import LogHandler
 
-__all__ = ["Showing"]
+__all__ = ["Outputs"]
 
 _LOGGER = "w5xde_async"
 
 
-class Showing:
+class Outputs:
     """Subscribers of one run's bus that have a life of their own. ``open`` before the first event is published."""
 
     def __init__(self, config: CoordinatorConfig, bus: Bus, run_path: Path | None) -> None:
         self._config, self._bus, self._run_path = config, bus, run_path
-        self._observer: Observer | None = None
+        self._sampler: StatusSampler | None = None
         self._dashboard: Dashboard | None = None
         self._tracking: Tracking | None = None
         self._handler: LogHandler | None = None
@@ -57,7 +57,7 @@ class Showing:
         """The same, with the token that it may need."""
         return "" if self._dashboard is None else self._dashboard.link
 
-    async def open(self, security: Security, settings: Mapping[str, object] | None, resumed_step: int) -> None:
+    async def open(self, access: Access, settings: Mapping[str, object] | None, resumed_step: int) -> None:
         """Start what the configuration asks for. Raises UsageError for a tracker or an address that is none.
 
         ``settings`` are shown, the configuration where there are none.
@@ -67,22 +67,22 @@ class Showing:
             self._tracking = Tracking(self._config.trackers, folder)
             self._leave.append(self._bus.subscribe(self._tracking, samples=True))
         if self._config.dashboard:
-            await self._open_dashboard(security, settings or _shown(self._config), resumed_step)
+            await self._open_dashboard(access, settings or _shown(self._config), resumed_step)
 
     def began(self, hosting: Hosting) -> None:
         """The run was announced, or goes on by another rule: say what was met on the way, look at it from now on."""
-        if self._observer is None:
-            self._observer = Observer(hosting)
+        if self._sampler is None:
+            self._sampler = StatusSampler(hosting)
         else:
-            self._observer.follow(hosting)
+            self._sampler.follow(hosting)
         notes, self._notes = self._notes, []
         for note in notes:
             self._bus.publish(Warned(text=note))
 
     def tick(self, now: float) -> None:
         """Once a second or so."""
-        if self._observer is not None:
-            self._observer.tick(now)
+        if self._sampler is not None:
+            self._sampler.tick(now)
 
     async def aclose(self) -> None:
         """Let viewers and trackers have the end of the run, then go. Calling it twice is fine."""
@@ -98,7 +98,7 @@ class Showing:
         if self._tracking is not None:
             await loop.run_in_executor(None, self._tracking.close)
 
-    async def _open_dashboard(self, security: Security, settings: Mapping[str, object], resumed_step: int) -> None:
+    async def _open_dashboard(self, access: Access, settings: Mapping[str, object], resumed_step: int) -> None:
         host, port = parse_address(self._config.dashboard, DASHBOARD_PORT)
         loop = asyncio.get_running_loop()
         try:
@@ -114,7 +114,7 @@ class Showing:
         local = is_loopback(host)
         context, certificate = None, b""
         if not local and not self._config.insecure:
-            context, certificate = await loop.run_in_executor(None, security.page_context)
+            context, certificate = await loop.run_in_executor(None, access.page_context)
         view, metrics = View(settings), Metrics()
         if resumed_step and self._run_path is not None:
             path = self._run_path / "metrics.jsonl"

@@ -1,7 +1,7 @@
 """The run, looked at once a second: what every worker does and why it waits, and what the run as a whole has come to.
 
-Reads what sessions, membership, ledger and accounts have counted already, only while somebody has asked for samples;
-changes nothing. Time is an argument.
+It reads what sessions, membership, ledger and contributions have counted already, and only while somebody has asked
+for samples. It changes nothing. Time is an argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.telemetry.events import RunReported, WorkerReported
 from w5xde_async.telemetry.memory import host_bytes
 
-__all__ = ["Observer", "reason_to_wait"]
+__all__ = ["StatusSampler", "reason_to_wait"]
 
 _MOST_NAMES = 3
 _SPEED_S = 10.0  # a worker's speed is that of the last seconds,
@@ -54,7 +54,7 @@ class _Speed:
         return (most - known) / seconds if seconds > 0 else 0.0
 
 
-class Observer:
+class StatusSampler:
     """Publishes a ``WorkerReported`` for every worker and one ``RunReported``, at most once per ``interval_s``."""
 
     def __init__(self, hosting: Hosting, *, interval_s: float = 1.0) -> None:
@@ -127,7 +127,7 @@ class Observer:
     def _run(self, now: float) -> RunReported:
         hosting = self._hosting
         counts = hosting.totals()
-        sent, received = hosting.accounts.traffic(hosting.sessions.values())
+        sent, received = hosting.contributions.traffic(hosting.sessions.values())
         raw, encoded = hosting.downlink_bytes()
         return RunReported(
             step=hosting.progress, total_steps=shown_end(hosting.total_steps), samples=hosting.samples_applied,
@@ -135,7 +135,7 @@ class Observer:
             leaves_in_vain=counts.leaves_wasted, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
-            residuals_lost=hosting.accounts.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
+            residuals_lost=hosting.contributions.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.outer.local_step_schedule import Turns
-from w5xde_async.data.epoch_prefetch import Ordering
+from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.data.loader import Loader
 from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Hosting
@@ -51,7 +51,7 @@ class Assigning(Hosting):
         update = config.update
         self.sampler, self.schedule, self.version = sampler, schedule, version
         self.verdicts.version = version
-        self._ordering = Ordering(sampler)
+        self._ordering = EpochPrefetch(sampler)
         self._ordering.on_ready, self._ordering.on_error = self._schedule, self.fail
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")

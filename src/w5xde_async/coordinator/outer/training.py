@@ -259,7 +259,7 @@ class Rounds(Assigning):
             self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
         if not math.isfinite(outcome.norm):
             self._count_nonfinite(skipped=True)
-            self.accounts.steps_skipped += len(steps)
+            self.contributions.steps_skipped += len(steps)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
         self._follow()
@@ -306,7 +306,7 @@ class Rounds(Assigning):
                 self._count_nonfinite(skipped=skipped)
             steps, self._accepted = self._accepted, []
             if skipped:
-                self.accounts.steps_skipped += len(steps)
+                self.contributions.steps_skipped += len(steps)
             self._note(applied, waited, steps)
             self._follow()
         if self._on_demand:
@@ -462,7 +462,7 @@ class Rounds(Assigning):
             if not finite:
                 self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
             self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
-            self.accounts.steps_skipped += bool(done.absent) or not finite
+            self.contributions.steps_skipped += bool(done.absent) or not finite
             self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
             self.loader.close_step(grant.step)
             self.turns.carried(worker, self._plan(grant.step).num_samples)

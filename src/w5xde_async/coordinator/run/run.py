@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.durability.checkpointing import Following
+from w5xde_async.coordinator.durability.checkpointing import Checkpointing
 from w5xde_async.coordinator.outer.training import Rounds
 from w5xde_async.coordinator.run.making import make_training
 from w5xde_async.coordinator.run.startup import Prepared, change_rule
@@ -26,7 +26,7 @@ from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import ByeCode
 
-__all__ = ["Phases", "gone"]
+__all__ = ["Run", "gone"]
 
 
 async def gone(training: Hosting) -> None:
@@ -37,7 +37,7 @@ async def gone(training: Hosting) -> None:
                 await next(iter(training.sessions.values())).ended.wait()
 
 
-class Phases:
+class Run:
     """``training`` and ``following`` are those of the phase that goes on."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Phases:
         self._stopping = False
         self._tuning: Autotuning | None = None
         self.training = self._begin()
-        self.following = Following(prepared, self.training, self.config, bus, runtime.executor)
+        self.following = Checkpointing(prepared, self.training, self.config, bus, runtime.executor)
         if config.auto:
             leaves = prepared.sampler.plan(0).num_leaves
             self._tuning = Autotuning(leaves, lambda text: bus.publish(Warned(text=text)), prepared.possible)
@@ -65,7 +65,7 @@ class Phases:
             tracing = tasks.create_task(training.programs.run(self._reference, self._prepared), name="trace")
 
             def committed(
-                commit: Commit, training: Training | Rounds = training, following: Following = following
+                commit: Commit, training: Training | Rounds = training, following: Checkpointing = following
             ) -> None:
                 following.on_commit(commit, tasks)
                 if self._tuning is not None and self._tuning.after_commit(training):
@@ -138,9 +138,9 @@ class Phases:
         await before.aclose()
         self._prepared.loss = before.last_loss
         self.training = self._begin()
-        before.accounts.downlink_bytes = before.downlink_bytes()
-        self.training.accounts, self.training.former = before.accounts, before.totals()
-        self.following = Following(
+        before.contributions.downlink_bytes = before.downlink_bytes()
+        self.training.contributions, self.training.former = before.contributions, before.totals()
+        self.following = Checkpointing(
             self._prepared, self.training, self.config, self._bus, self._runtime.executor
         )  # fmt: skip
         self.following.before_save, self.following.metrics = following.before_save, following.metrics

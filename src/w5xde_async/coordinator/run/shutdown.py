@@ -1,9 +1,10 @@
 """The end of a run: who is told what, what is still saved, and how long that may take.
 
-Workers are told first, unless the run is finished: who is told so exits, and until the last step is on the disk there
-may be steps to be done again. Everything at the end that may hang (the disk, a dataset's reads) shares one
-``Patience``. When it is used up the end goes on without what hangs, and the run fails with ``DiskHangs``. A thread
-that hangs stays: the programs end their process all the same, embedded in another one it is the caller's.
+Workers are told first, unless the run is finished: a worker that is told so exits, and until the last step is on the
+disk there may be steps to be done again. Everything at the end that may hang (the disk, a dataset's reads) shares one
+``ShutdownDeadline``. When it has passed, the end goes on without what hangs, and the run fails with ``DiskHangs``. A
+thread that hangs stays. The programs end their process all the same; in an application that embeds the coordinator
+the thread is the caller's to bear.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from w5xde_async.coordinator.run.run import Phases, gone
+from w5xde_async.coordinator.run.run import Run, gone
 from w5xde_async.coordinator.run.startup import Prepared
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.errors import DiskHangs, StoreError
@@ -24,7 +25,7 @@ from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
-__all__ = ["Ending", "Patience", "patience_s"]
+__all__ = ["Shutdown", "ShutdownDeadline", "deadline_s"]
 
 _T = TypeVar("_T")
 
@@ -36,12 +37,12 @@ LEAST_S = 1.0
 _COPIES = 5
 
 
-def patience_s(grace_s: float, vector_bytes: int) -> float:
+def deadline_s(grace_s: float, vector_bytes: int) -> float:
     """How long everything at the end may wait, in all: six times the grace, and as long as a slow disk would take."""
     return max(30.0, 6 * grace_s) + _COPIES * vector_bytes / _SLOWEST_BYTES_S
 
 
-class Patience:
+class ShutdownDeadline:
     """What is left of the one deadline. ``error`` is there once it has passed."""
 
     def __init__(self, left_s: float, on_overdue: Callable[[DiskHangs], None]) -> None:
@@ -72,14 +73,14 @@ class Patience:
             self._on_overdue(self.error)
 
 
-class Ending:
+class Shutdown:
     """The last things that are done for one run, while its links are still there."""
 
     def __init__(
-        self, prepared: Prepared, phases: Phases, bus: Bus, patience: Patience, recorder: Recorder | None,
+        self, prepared: Prepared, run: Run, bus: Bus, deadline: ShutdownDeadline, recorder: Recorder | None,
         *, began: float, samples_before: int, clock: Callable[[], float], stopped: asyncio.Event,
     ) -> None:  # fmt: skip
-        self._prepared, self._phases, self._bus, self._patience = prepared, phases, bus, patience
+        self._prepared, self._run, self._bus, self._deadline = prepared, run, bus, deadline
         self._recorder, self._began, self._samples_before = recorder, began, samples_before
         self._clock, self._stopped = clock, stopped  # set once a stop is asked for
 
@@ -87,12 +88,12 @@ class Ending:
         self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
     ) -> RunResult:
         """``failure``: what ended the run, if it failed; ``stopped``: why it was stopped, if it was."""
-        prepared, training, following = self._prepared, self._phases.training, self._phases.following
+        prepared, training, following = self._prepared, self._run.training, self._run.following
         finished = failure is None and training.progress >= training.total_steps
         outcome = "failed" if failure is not None else "finished" if finished else "stopped"
         if finished:
             await self._save()
-        problem = failure or (following.save_error if finished else None) or self._patience.error
+        problem = failure or (following.save_error if finished else None) or self._deadline.error
         reason = str(failure) if failure is not None else "" if finished else stopped
         if finished and prepared.first_step >= prepared.total_steps:
             reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
@@ -109,9 +110,9 @@ class Ending:
         digest = await training.aggregator.submit(prepared.state.digest)
         model_path, metrics_path, plot_path = await self._write_results(failure or following.save_error)
         seconds = self._clock() - self._began
-        sent, received = training.accounts.traffic(training.sessions.values())
+        sent, received = training.contributions.traffic(training.sessions.values())
         counts = training.totals()
-        downlink, shares = training.downlink_bytes(), training.accounts.shares()
+        downlink, shares = training.downlink_bytes(), training.contributions.shares()
         self._bus.publish(
             RunFinished(
                 outcome=outcome,
@@ -137,30 +138,30 @@ class Ending:
                 shares=shares,
                 downlink_raw_bytes=downlink[0],
                 downlink_encoded_bytes=downlink[1],
-                residuals_lost=training.accounts.residuals_lost,
-                steps_skipped=training.accounts.steps_skipped,
+                residuals_lost=training.contributions.residuals_lost,
+                steps_skipped=training.contributions.steps_skipped,
             )
         )
         return RunResult(
             outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
             shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
-            residuals_lost=training.accounts.residuals_lost, steps_skipped=training.accounts.steps_skipped,
+            residuals_lost=training.contributions.residuals_lost, steps_skipped=training.contributions.steps_skipped,
         )  # fmt: skip
 
     async def _save(self) -> None:
-        await self._patience.wait(self._phases.following.save_last(), "the last checkpoint")
-        if self._patience.error is not None:
-            self._phases.abandon()
+        await self._deadline.wait(self._run.following.save_last(), "the last checkpoint")
+        if self._deadline.error is not None:
+            self._run.abandon()
 
     async def _evaluate(self, *, finished: bool) -> None:
         """The last evaluation of a finished run takes what it takes; a stop waits only so long for one."""
-        following = self._phases.following
+        following = self._run.following
         if finished:
             await self._until_stopped(following.evaluate_last(), "the last evaluation")
             following.abandon()
         else:
-            await self._patience.wait(following.settle(), "an evaluation", "the job")
+            await self._deadline.wait(following.settle(), "an evaluation", "the job")
             following.abandon()
 
     async def _until_stopped(self, waiting: Awaitable[None], what: str) -> None:
@@ -169,8 +170,8 @@ class Ending:
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                self._bus.publish(Warned(text=f"stopping: waits for {what}, {self._patience.left_s:.0f} s at most"))
-                await self._patience.wait(task, what, "the job")
+                self._bus.publish(Warned(text=f"stopping: waits for {what}, {self._deadline.left_s:.0f} s at most"))
+                await self._deadline.wait(task, what, "the job")
             else:
                 task.result()
         finally:
@@ -180,9 +181,9 @@ class Ending:
     async def _write_results(self, problem: BaseException | None) -> tuple[Path | None, Path | None, Path | None]:
         """Model, metrics and plot, where they are of this run; parameters that no step ended with are not exported."""
         run_dir = self._prepared.run_dir
-        if run_dir is None or self._patience.error is not None or isinstance(problem, Superseded):
+        if run_dir is None or self._deadline.error is not None or isinstance(problem, Superseded):
             return None, None, None
-        torn, model, filesystem = self._phases.training.aggregator.torn, self._prepared.model, run_dir.filesystem
+        torn, model, filesystem = self._run.training.aggregator.torn, self._prepared.model, run_dir.filesystem
 
         def write() -> tuple[bool, bool, str]:
             """Whether the model was exported and the loss drawn, and why not."""
@@ -203,7 +204,7 @@ class Ending:
 
         writing = asyncio.get_running_loop().run_in_executor(None, write)
         try:
-            written = await self._patience.wait(writing, "the model's export", run_dir.path)
+            written = await self._deadline.wait(writing, "the model's export", run_dir.path)
         except Superseded:
             return None, None, None
         if written is None:

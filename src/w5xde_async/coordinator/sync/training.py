@@ -29,7 +29,7 @@ from w5xde_async.coordinator.parameters.receive_buffers import Intake
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import Machine, Verification
-from w5xde_async.data.epoch_prefetch import Ordering
+from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.members.liveness import Held
@@ -89,7 +89,7 @@ class Training(Hosting):
         self.ledger.places.present = self._present
         self.growing, self.rule = growing, rule
         self.sampler: Steps = sampler if growing is None else growing.plan
-        self._ordering = Ordering(self.sampler)
+        self._ordering = EpochPrefetch(self.sampler)
         self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
         self.version = self.verdicts.version = first_step
         self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
@@ -294,7 +294,7 @@ class Training(Hosting):
         self.samples_applied += plan.num_samples
         seconds, self._last_commit = now - self._last_commit, now
         self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
-        self.accounts.steps_skipped += applied.skipped
+        self.contributions.steps_skipped += applied.skipped
         if applied.skipped and self.rule.scale is None:
             self._warn(f"step {self.version} was skipped: its gradient is not finite")
         if self._nonfinite >= self.config.max_nonfinite_steps:

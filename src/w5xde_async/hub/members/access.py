@@ -23,7 +23,7 @@ from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
-__all__ = ["Security", "reachable", "uses_tls"]
+__all__ = ["Access", "reachable", "uses_tls"]
 
 _QUARANTINED = "quarantined: "
 _CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
@@ -35,7 +35,7 @@ def uses_tls(config: CoordinatorConfig) -> bool:
     return not config.insecure and (asked or not is_loopback(config.host))
 
 
-class Security:
+class Access:
     """Built in an executor: it reads and writes files. Raises UsageError, StoreError."""
 
     def __init__(self, config: CoordinatorConfig, run_path: Path | None) -> None:
@@ -53,7 +53,7 @@ class Security:
         self._read_revoked()
 
     def __repr__(self) -> str:
-        return f"<Security: {self.words}>"
+        return f"<Access: {self.words}>"
 
     @property
     def words(self) -> str:

@@ -8,12 +8,12 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.membership import Member
 from w5xde_async.telemetry.events import WorkerShare
 
-__all__ = ["Accounts"]
+__all__ = ["Contributions"]
 
 _MAX_SHARES = 512
 
 
-class Accounts:
+class Contributions:
     """Bytes and shares of workers that have left. At most 512 workers are kept by name; the rest is summed.
 
     A worker that is started again under its old name, after it had left, is the same worker.

@@ -25,7 +25,7 @@ from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
 
-__all__ = ["Programs"]
+__all__ = ["ProgramServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _AFTER_S = 2.0  # before a child is started that nobody has asked for
 _HINT = "start the worker with the coordinator's --job"
 
 
-class Programs:
+class ProgramServer:
     """One run's program. ``set`` once it is known what it is; until then those who ask wait."""
 
     def __init__(self, layout: Layout, config: CoordinatorConfig, bus: Bus) -> None:

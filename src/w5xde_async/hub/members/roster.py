@@ -18,13 +18,13 @@ from ipaddress import ip_address
 from typing import NamedTuple
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.durability.journal_writer import Journaling
+from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import RefusalCode, RemoteError, W5xdeError
-from w5xde_async.hub.members.contributions import Accounts
+from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.liveness import Held, Leases, Liveness
-from w5xde_async.hub.members.program_server import Programs
+from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
 from w5xde_async.hub.work.place import Place
 from w5xde_async.hub.work.verdicts import Verdicts
@@ -137,11 +137,11 @@ class Hosting(ABC):
         #: A worker is put out: the name it has proved or else its id, and why.
         self.on_quarantine: Callable[[str, str], None] = lambda name, reason: None
         self._put_out_ids: set[str] = set()
-        self.journaling: Journaling | None = None
-        self.programs = Programs(layout, config, bus)
-        self.accounts = Accounts()
+        self.journaling: JournalWriter | None = None
+        self.programs = ProgramServer(layout, config, bus)
+        self.contributions = Contributions()
         self.downlink: Downlink | None = None  # where versions travel by a codec, or count when they come
-        self.former = Counts(0, 0, 0, 0, 0, 0)  #: of the phases before, as ``accounts`` are
+        self.former = Counts(0, 0, 0, 0, 0, 0)  #: of the phases before, as ``contributions`` are
         self._welcome, self._welcome_buffers = welcome, list(welcome_buffers)
         self._layout_text = layout.describe()
         self._wake = asyncio.Event()
@@ -312,7 +312,7 @@ class Hosting(ABC):
 
     def _traffic(self) -> tuple[int, int]:
         """Bytes sent and received since the last call."""
-        sent, received = self.accounts.traffic(self.sessions.values())
+        sent, received = self.contributions.traffic(self.sessions.values())
         before, self._bytes_before = self._bytes_before, (sent, received)
         return sent - before[0], received - before[1]
 
@@ -372,7 +372,7 @@ class Hosting(ABC):
 
     def downlink_bytes(self) -> tuple[int, int]:
         """Bytes of the versions that a codec wrote, before and after it, each once however many took it."""
-        raw, encoded = self.accounts.downlink_bytes
+        raw, encoded = self.contributions.downlink_bytes
         made = self.downlink
         return (raw, encoded) if made is None else (raw + made.raw_bytes, encoded + made.encoded_bytes)
 
@@ -479,7 +479,7 @@ class Hosting(ABC):
 
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         """A session has ended, whoever ended it."""
-        self.accounts.close(session)
+        self.contributions.close(session)
         self._forget(session)
         if (admitted := self._admitted.pop(session, None)) is not None:
             home = (session.place[0], session.identity)
@@ -502,15 +502,15 @@ class Hosting(ABC):
             if len(self._lost) > _MOST_LOST:
                 del self._lost[next(iter(self._lost))]
         if not clean and self._keeps_residuals and member is not None and member.leaves:
-            self.accounts.residuals_lost += 1
+            self.contributions.residuals_lost += 1
             self._warn(
                 f"{session.name} took with it what its codec had left out, unless it comes back "
-                f"({self.accounts.residuals_lost} so far)"
+                f"({self.contributions.residuals_lost} so far)"
             )
         returned = self._take_back(session)
         self.verdicts.left(session.worker_id)
         if member is not None:
-            self.accounts.remember(session, member, self.clock())
+            self.contributions.remember(session, member, self.clock())
         self.bus.publish(
             WorkerLeft(
                 worker_id=session.worker_id, name=session.name, reason=reason, clean=clean,
