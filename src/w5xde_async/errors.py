@@ -120,6 +120,12 @@ class UsageError(W5xdeError):
     exit_code = ExitCode.USAGE
 
 
+def need(holds: bool, text: str) -> None:
+    """Raises UsageError with ``text`` where a setting does not hold."""
+    if not holds:
+        raise UsageError(text)
+
+
 class JobError(UsageError):
     """A job that cannot be loaded or cannot work.
 

@@ -22,7 +22,7 @@ from w5xde_async.telemetry.events import Warned
 
 async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "LEAST_S", 0.01)
-    monkeypatch.setattr("w5xde_async.coordinator.service.patience_s", lambda *_: 0.05)
+    monkeypatch.setattr("w5xde_async.coordinator.service.deadline_s", lambda *_: 0.05)
     hangs, let_go, said = asyncio.Event(), threading.Event(), []
     loop = asyncio.get_running_loop()
 

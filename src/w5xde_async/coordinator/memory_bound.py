@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
-from w5xde_async.coordinator.sync.recomputation import Recomputation
 
 __all__ = ["EXTRA_LINKS", "memory_bound_bytes", "most_held", "most_vectors"]
 
+#: Result vectors of a recomputation under way: the most that an engine holds for a few leaves.
+_RECOMPUTATION_VECTORS = 3
 EXTRA_LINKS = 64  #: connections beside the workers': of strangers, and of who comes back before its old link is found
 
 
@@ -23,7 +24,7 @@ def most_vectors(num_leaves: int, config: CoordinatorConfig) -> int:
     are leaves. Audits have their own.
     """
     blocks = config.max_workers * config.pacing.leases_ahead
-    judged = bool(config.norm_gate or config.audit_fraction)
+    judged = config.compares
     blocks = min(blocks + (most_held(config) if judged else 0), num_leaves)
     merged = min(num_leaves, (blocks + 1) * max(1, num_leaves.bit_length()))
     return merged + 4 + (config.audit.most_open if judged else 0)
@@ -39,7 +40,7 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of
     the steps that are not durable yet.
     """
-    vectors = most_vectors(num_leaves, config) + Recomputation.NUM_VECTORS
+    vectors = most_vectors(num_leaves, config) + _RECOMPUTATION_VECTORS
     replica_bytes = 2 * state_bytes
     if config.durability == "journal":
         vectors += MOST_AHEAD

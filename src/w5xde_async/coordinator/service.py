@@ -82,7 +82,9 @@ class Coordinator:
         self.name = name or (Path(run_dir).name if run_dir is not None else type(job.dataset).__name__.lower())
         self._run_path = None if run_dir is None else Path(run_dir)
         self._reference, self._settings = job_reference, settings
-        self._outputs = Outputs(self.config, self.bus, self._run_path)
+        self._outputs = Outputs(
+            self.config, self.bus, self._run_path, insecure=self.config.insecure, advertise=self.config.advertise
+        )
         for callback in callbacks:
             self.bus.subscribe(callback)
         self._prepared: Prepared | None = None
@@ -330,7 +332,7 @@ class Coordinator:
             )  # fmt: skip
             run.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
-        await self._outputs.open(access, self._settings, prepared.first_step)
+        await self._outputs.open(access, self._settings or config.shown(), prepared.first_step)
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._outputs.began(training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import need
 
 if TYPE_CHECKING:
     from w5xde_async.codecs.codec import Codec
@@ -66,10 +66,6 @@ class UpdateConfig:
     quorum: float = 0.5
 
     def __post_init__(self) -> None:
-        def need(holds: bool, text: str) -> None:
-            if not holds:
-                raise UsageError(text)
-
         need(self.rule in RULES, f"update is {self.rule!r}; give one of {', '.join(RULES)}")
         need(self.average in AVERAGES, f"average is {self.average!r}; give one of {', '.join(AVERAGES)}")
         need(self.inner_steps >= 1, f"inner_steps is {self.inner_steps}; give a number >= 1")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.compute.block import described
-from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability.config import DurabilityConfig
 from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S
 from w5xde_async.coordinator.outer.training import Rounds
 from w5xde_async.coordinator.run.startup import Prepared, record_of
@@ -43,7 +43,7 @@ class Checkpointing:
     """Checkpoints and evaluations of one run. ``save_error`` is what the last attempt to save met, if anything."""
 
     def __init__(
-        self, prepared: Prepared, training: Training | Rounds, config: CoordinatorConfig, bus: Bus,
+        self, prepared: Prepared, training: Training | Rounds, config: DurabilityConfig, bus: Bus,
         make_pool: Callable[[int, str], Executor],
     ) -> None:  # fmt: skip
         self._prepared, self._training, self._config, self._bus = prepared, training, config, bus

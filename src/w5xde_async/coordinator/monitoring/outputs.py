@@ -9,12 +9,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
 from w5xde_async.hub.members.access import Access, reachable
 from w5xde_async.hub.members.roster import Hosting
@@ -37,8 +36,12 @@ _LOGGER = "w5xde_async"
 class Outputs:
     """Subscribers of one run's bus that have a life of their own. ``open`` before the first event is published."""
 
-    def __init__(self, config: CoordinatorConfig, bus: Bus, run_path: Path | None) -> None:
+    def __init__(
+        self, config: MonitoringConfig, bus: Bus, run_path: Path | None, *, insecure: bool = False, advertise: str = ""
+    ) -> None:
+        """``insecure``: no TLS for the dashboard either. ``advertise``: the host in its link, where that is given."""
         self._config, self._bus, self._run_path = config, bus, run_path
+        self._insecure, self._advertise = insecure, advertise
         self._sampler: StatusSampler | None = None
         self._dashboard: Dashboard | None = None
         self._tracking: Tracking | None = None
@@ -57,17 +60,17 @@ class Outputs:
         """The same, with the token that it may need."""
         return "" if self._dashboard is None else self._dashboard.link
 
-    async def open(self, access: Access, settings: Mapping[str, object] | None, resumed_step: int) -> None:
-        """Start what the configuration asks for. Raises UsageError for a tracker or an address that is none.
+    async def open(self, access: Access, settings: Mapping[str, object], resumed_step: int) -> None:
+        """Start what the configuration asks for; ``settings`` are shown.
 
-        ``settings`` are shown, the configuration where there are none.
+        Raises UsageError for a tracker or an address that is none.
         """
         if self._config.trackers:
             folder = self._run_path or Path("runs")
             self._tracking = Tracking(self._config.trackers, folder)
             self._leave.append(self._bus.subscribe(self._tracking, samples=True))
         if self._config.dashboard:
-            await self._open_dashboard(access, settings or _shown(self._config), resumed_step)
+            await self._open_dashboard(access, settings, resumed_step)
 
     def began(self, hosting: Hosting) -> None:
         """The run was announced, or goes on by another rule: say what was met on the way, look at it from now on."""
@@ -113,13 +116,13 @@ class Outputs:
 
         local = is_loopback(host)
         context, certificate = None, b""
-        if not local and not self._config.insecure:
+        if not local and not self._insecure:
             context, certificate = await loop.run_in_executor(None, access.page_context)
         view, metrics = View(settings), Metrics()
         if resumed_step and self._run_path is not None:
             path = self._run_path / "metrics.jsonl"
             view.recall(await loop.run_in_executor(None, lambda: list(recorded_rows(path, resumed_step))))
-        shown = self._config.advertise or await loop.run_in_executor(None, reachable, host)
+        shown = self._advertise or await loop.run_in_executor(None, reachable, host)
         dashboard = Dashboard(
             view, metrics, host=host, port=port, token="" if local else secrets.token_urlsafe(24), ssl=context,
             shown="" if local else shown,
@@ -140,11 +143,6 @@ class Outputs:
         self._leave += [self._bus.subscribe(view, samples=True), self._bus.subscribe(metrics, samples=True)]
         self._handler = LogHandler(view, loop.call_soon_threadsafe)
         logging.getLogger(_LOGGER).addHandler(self._handler)
-
-
-def _shown(config: CoordinatorConfig) -> dict[str, object]:
-    """A configuration without its secrets, which have no place in its ``repr`` either."""
-    return {field.name: getattr(config, field.name) for field in fields(config) if field.repr}
 
 
 def _import() -> None:

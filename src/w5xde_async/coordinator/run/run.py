@@ -62,7 +62,8 @@ class Run:
         """Train to the end, a stop or a failure (which is raised)."""
         while True:
             training, following, tuning = self.training, self.following, self._tuning
-            tracing = tasks.create_task(training.programs.run(self._reference, self._prepared), name="trace")
+            finding = training.programs.run(self._reference, self._prepared.program, self._prepared.untraceable)
+            tracing = tasks.create_task(finding, name="trace")
 
             def committed(
                 commit: Commit, training: Training | Rounds = training, following: Checkpointing = following

@@ -42,7 +42,6 @@ from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.asynchronous import delay_warning
 from w5xde_async.updates.config import UpdateConfig
-from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule, check_trainable, make_rule
 from w5xde_async.updates.sync import SyncRule
 
@@ -193,8 +192,7 @@ def _rule(
     if update.rule == "sync":
         return rule, None, b""
     _check_leaves(job)
-    gate = NormGateConfig(deviations=config.norm_gate) if config.norm_gate else None
-    outer = make_rule(update, rule, state, min_workers=config.min_workers, gate=gate)
+    outer = make_rule(update, rule, state, min_workers=config.min_workers, gate=config.gate)
     if not update.local:
         return outer, None, b""
     schedule = Schedule(rule.optimizer, rule.scheduler)

@@ -48,8 +48,6 @@ class ReferenceResult:
 class Recomputation:
     """Computes single blocks of ``job`` at ``state``'s parameters and ``rule``'s loss scale."""
 
-    NUM_VECTORS = 3  #: of results, while it computes: most that an engine holds for a few leaves
-
     def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._given_up = asyncio.Event()

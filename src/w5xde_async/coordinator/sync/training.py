@@ -95,7 +95,7 @@ class Training(Hosting):
         self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
             grant.worker, grant.block.num_leaves, grant.deadline_s
         )
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader, config)
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader)
         self.scheduler.at_most_half = growing is not None
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)

@@ -17,35 +17,29 @@ import tempfile
 import threading
 from pathlib import Path
 
-from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import StoreError, UsageError
+from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
-__all__ = ["Access", "reachable", "uses_tls"]
+__all__ = ["Access", "reachable"]
 
 _QUARANTINED = "quarantined: "
 _CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
 
 
-def uses_tls(config: CoordinatorConfig) -> bool:
-    """Off loopback always, on it when asked for; never with ``insecure``."""
-    asked = config.tls.cert is not None or config.tls.ca is not None or config.join_file is not None
-    return not config.insecure and (asked or not is_loopback(config.host))
-
-
 class Access:
     """Built in an executor: it reads and writes files. Raises UsageError, StoreError."""
 
-    def __init__(self, config: CoordinatorConfig, run_path: Path | None) -> None:
+    def __init__(self, config: NetworkConfig, run_path: Path | None) -> None:
         self._config, self._run_path = config, run_path
         self._lock = threading.Lock()  # over the files: what is written while they are read must not be lost
         self._last_read = ""  # what ``secret`` held when it was read or written last
         self._unwritten: dict[str, str | None] = {}  # locked out, not in ``revoked`` (yet) -> why, of a quarantine
         self.context: ssl.SSLContext | None = None
         certificate, self._secret = b"", config.token
-        if uses_tls(config):
+        if config.uses_tls:
             self.context, certificate = self._certificate()
             self._secret = self._secret or self._own_secret()
         self._from_file = self.context is not None and not config.token and run_path is not None

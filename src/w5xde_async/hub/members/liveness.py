@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.membership import Membership, Standing
 from w5xde_async.wire.messages import Heartbeat
@@ -49,7 +49,7 @@ class Liveness:
     def __init__(
         self,
         *,
-        config: CoordinatorConfig,
+        config: NetworkConfig,
         sessions: Mapping[str, Session],
         joining: dict[Session, float],
         membership: Membership,

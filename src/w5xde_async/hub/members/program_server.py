@@ -2,7 +2,7 @@
 
 A job that other processes can load is traced by a child: tracing changes the state of torch in its whole process,
 takes seconds, and must not hold up the run. It begins when a worker asks, or when the run has had a moment to get
-going. A job that only this process knows was traced before the run began (``preparation``).
+going. A job that only this process knows was traced before the run began (``coordinator.run.startup``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from contextlib import suppress
 
 from w5xde_async.compute.program.carriage import Unloading, buffers_of, digest_of
 from w5xde_async.compute.program.form import FORM, Document, parse
-from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.startup import Prepared
 from w5xde_async.errors import RefusalCode, W5xdeError
+from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus, Warned
@@ -36,7 +35,7 @@ _HINT = "start the worker with the coordinator's --job"
 class ProgramServer:
     """One run's program. ``set`` once it is known what it is; until then those who ask wait."""
 
-    def __init__(self, layout: Layout, config: CoordinatorConfig, bus: Bus) -> None:
+    def __init__(self, layout: Layout, config: NetworkConfig, bus: Bus) -> None:
         self._layout, self._config, self._bus = layout, config, bus
         self._waiting: dict[Session, ProgramRequest] = {}  # bounded: one each, of sessions that have not ended
         self._asked = asyncio.Event()
@@ -79,12 +78,16 @@ class ProgramServer:
         else:
             session.post(Program(self._digest), () if request.digest == self._digest else self._buffers)
 
-    async def run(self, reference: str, prepared: Prepared) -> None:
-        """Find out what the program is. ``reference``: where other processes find the job; empty: nowhere."""
+    async def run(self, reference: str, program: Document | None, untraceable: str = "") -> None:
+        """Find out what the program is.
+
+        ``reference``: where other processes find the job; empty: nowhere, then ``program`` is what this process has
+        traced, or ``untraceable`` says why it could not.
+        """
         if self._config.code_free and reference:
             await self._trace(reference)
         else:
-            self.set(prepared.program, prepared.untraceable)
+            self.set(program, untraceable)
 
     async def _trace(self, reference: str) -> None:
         with suppress(TimeoutError):

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.data.loader import Loader
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.pacing import Pacing
@@ -38,8 +37,8 @@ class Sendable(NamedTuple):
 class LeaseScheduler:
     """Grants leases and pairs them with their data. Knows no sessions."""
 
-    def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader, config: CoordinatorConfig) -> None:
-        self._ledger, self._pacing, self._loader, self._config = ledger, pacing, loader, config
+    def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader) -> None:
+        self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[Grant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, Grant] = {}  #: leases whose data had not been read, some that have ended among them
         self._awaiting: dict[tuple[int, Block], list[Grant]] = {}  # the same by what is being read
