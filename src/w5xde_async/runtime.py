@@ -7,7 +7,9 @@ event loop's matter, and so are short blocking calls, which go to the loop's def
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -15,11 +17,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from w5xde_async.errors import UsageError
 from w5xde_async.net import endpoint
 from w5xde_async.net.link import Link
 from w5xde_async.store.filesystem import Filesystem
 
-__all__ = ["Listening", "Runtime", "thread_pool"]
+__all__ = ["Listening", "Runtime", "loop_factory", "thread_pool"]
 
 
 class Listening(Protocol):
@@ -41,6 +44,24 @@ class Listening(Protocol):
 def thread_pool(count: int, name: str) -> Executor:
     """So many threads of its own."""
     return ThreadPoolExecutor(count, thread_name_prefix=name)
+
+
+def loop_factory(kind: str = "auto") -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes event loops of a kind: ``asyncio`` (None: the standard library's), ``uvloop``, or ``auto``.
+
+    ``auto`` is uvloop where it is installed and works, which it does not on Windows. Raises UsageError where uvloop is
+    asked for by name and is not installed.
+    """
+    if kind == "asyncio" or (kind == "auto" and sys.platform == "win32"):
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        if kind == "auto":
+            return None
+        raise UsageError("--loop uvloop: uvloop is not installed; install it, or give --loop asyncio") from None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 @dataclass(frozen=True, kw_only=True)

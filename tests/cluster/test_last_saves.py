@@ -13,7 +13,7 @@ import torch
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 
-from w5xde_async import __main__ as program
+from w5xde_async import process as program
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
 from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.run.shutdown import ShutdownDeadline, deadline_s

@@ -30,11 +30,6 @@ def test_only_the_present_incarnation_leaves() -> None:
     assert (left.incarnation, membership.members) == (2, {})
 
 
-def test_incarnations_are_never_given_twice() -> None:
-    membership = Membership(silence_s=10)
-    assert [membership.next_incarnation() for _ in range(3)] == [1, 2, 3]
-
-
 def test_who_drains_takes_no_work() -> None:
     membership = Membership(silence_s=10)
     for name in "abc":

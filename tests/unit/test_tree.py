@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.reference import tree_sum
 
-from w5xde_async.plan.tree import Block, Frontier, aligned_block, carries, right_half, tree_order
+from w5xde_async.plan.tree import Block, Frontier, Merge, aligned_block, carries, right_half
 
 sizes = st.integers(1, 70)
 
@@ -42,15 +42,20 @@ def test_any_blocks_in_any_order_give_the_reference_expression(cut: tuple[int, l
         sums[block.start] = inner(block)
         for left, right in frontier.fill(block):
             sums[left] = f"({sums[left]}+{sums.pop(right)})"
-        assert len(sums) == frontier.num_parts
     assert frontier.complete
     assert sums == {0: expression(num_leaves)}
 
 
+def leaf_by_leaf(num_leaves: int) -> list[Merge]:
+    """All additions of a step whose leaves come in order."""
+    frontier = Frontier(num_leaves)
+    return [merge for leaf in range(num_leaves) for merge in frontier.fill(Block(leaf, leaf + 1))]
+
+
 @given(sizes)
-def test_tree_order_names_every_addition_once(num_leaves: int) -> None:
+def test_every_addition_is_named_once(num_leaves: int) -> None:
     sums = {leaf: str(leaf) for leaf in range(num_leaves)}
-    for left, right in tree_order(num_leaves):
+    for left, right in leaf_by_leaf(num_leaves):
         sums[left] = f"({sums[left]}+{sums.pop(right)})"
     assert sums == {0: expression(num_leaves)}
 
@@ -89,7 +94,7 @@ def test_aligned_block(start: int, free_stop: int, num_leaves: int, most: int, e
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 4, 5, 8, 9, 33])
 def test_the_right_half_is_what_is_added_last(num_leaves: int) -> None:
-    last = tree_order(num_leaves)[-1:]
+    last = leaf_by_leaf(num_leaves)[-1:]
     assert [(0, right_half(num_leaves))] == [tuple(merge) for merge in last] or (num_leaves == 1 and not last)
 
 

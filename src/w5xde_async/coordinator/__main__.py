@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.__main__ import attach, launch, listening, memory_reports, signals
 from w5xde_async.errors import ExitCode, W5xdeError
+from w5xde_async.process import attach, launch, listening, memory_reports, signals
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.service import Coordinator

@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -24,6 +23,7 @@ from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import is_loopback
+from w5xde_async.runtime import loop_factory
 from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
 from w5xde_async.worker.service import Departure, Worker
@@ -47,7 +47,7 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T
     else:
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
-    with _ended_at_exit() as running, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with _ended_at_exit() as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(_noted(main, running))
         except KeyboardInterrupt:
@@ -125,15 +125,6 @@ def _end_all() -> None:
     deadline = time.monotonic() + _EXIT_S
     for running in calls:
         running.ended.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 async def working(worker: Worker) -> Departure:

@@ -69,11 +69,6 @@ class Membership:
         self.members: dict[str, Member] = {}
         self._on_ready = on_ready
         self._ready: dict[str, Member] = {}
-        self._incarnations = 0
-
-    def next_incarnation(self) -> int:
-        self._incarnations += 1
-        return self._incarnations
 
     def join(self, member: Member) -> Member | None:
         """Add a member. Returns the older incarnation that it replaces, if any."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Block", "Frontier", "Merge", "aligned_block", "carries", "right_half", "tree_order"]
+__all__ = ["Block", "Frontier", "Merge", "aligned_block", "carries", "right_half"]
 
 
 class Block(NamedTuple):
@@ -59,12 +59,6 @@ def carries(index: int) -> int:
     return ((index + 1) & -(index + 1)).bit_length() - 1
 
 
-def tree_order(num_leaves: int) -> list[Merge]:
-    """All additions of a step, in an order in which each one's halves are complete (for reference and tests)."""
-    frontier = Frontier(num_leaves)
-    return [merge for leaf in range(num_leaves) for merge in frontier.fill(Block(leaf, leaf + 1))]
-
-
 class Frontier:
     """What of one bucket's tree is filled: a set of maximal complete blocks, each known by its first leaf.
 
@@ -85,11 +79,6 @@ class Frontier:
     def complete(self) -> bool:
         """True when the root is summed; it lies at leaf 0."""
         return self._complete
-
-    @property
-    def num_parts(self) -> int:
-        """Complete blocks that wait for their other half."""
-        return len(self._level)
 
     def fill(self, block: Block) -> list[Merge]:
         """Note that ``block`` is summed. Returns the additions that now can be made, in order."""

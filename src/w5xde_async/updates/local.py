@@ -28,22 +28,13 @@ from w5xde_async.updates.admission import Admission, Outcome, check_vector, rest
 from w5xde_async.updates.averages import Average, WeightedMean
 from w5xde_async.updates.norm_gate import NormGate
 
-__all__ = ["LocalStepsConfig", "LocalStepsRule", "effective_learning_rate", "nesterov_"]
+__all__ = ["LocalStepsConfig", "LocalStepsRule", "nesterov_"]
 
 
 def nesterov_(parameters: Tensor, momentum: Tensor, direction: Tensor, learning_rate: float, beta: float) -> None:
     """m <- beta m + D; theta <- theta - eta (D + beta m), in place. As torch.optim.SGD(nesterov=True) does."""
     momentum.mul_(beta).add_(direction)
     parameters.add_(direction, alpha=-learning_rate).add_(momentum, alpha=-learning_rate * beta)
-
-
-def effective_learning_rate(learning_rate: float, beta: float, correlation: float) -> float:
-    """eta (1 + beta / (1 - beta rho)): the outer step that momentum makes of eta.
-
-    ``correlation`` rho in [-1, 1] is that between successive Ds. Short H makes them alike (rho near 1), and of eta 0.7
-    with beta 0.9 a step of 7: take a smaller beta there.
-    """
-    return learning_rate * (1.0 + beta / (1.0 - beta * correlation))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.__main__ import attach, launch, memory_reports, signals
 from w5xde_async.errors import ExitCode
+from w5xde_async.process import attach, launch, memory_reports, signals
 
 if TYPE_CHECKING:
     from w5xde_async.settings import WorkerSettings

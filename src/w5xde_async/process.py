@@ -1,0 +1,229 @@
+"""What the programs of this package do alike: arguments in, signals, an event loop, exit code out.
+
+Signals, the choice of the event loop and the process's exit live here and in the ``__main__`` modules alone: everything
+below them is a guest in somebody's loop.
+
+Everything slow (settings, torch, the job) is imported after ``launch`` has taken the signals over: one that comes while
+a program starts is kept for whoever listens to it later, and kills nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
+
+__all__ = ["attach", "launch", "listening", "memory_reports", "signals"]
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import torch
+
+    from w5xde_async.settings import CoordinatorSettings, WorkerSettings
+
+_S = TypeVar("_S", "CoordinatorSettings", "WorkerSettings")
+_Body = Callable[[], Coroutine[Any, Any, int]]
+
+_NO_JOIN_SECRET = (
+    "--join: whoever is on this machine could read the secret from the list of processes; put the join string into a "
+    "file of mode 0600 and give --join-file, or set W5XDE_JOIN"
+)
+
+
+class _Early:
+    """The handler of a signal that comes before anybody listens to it. ``came``: it did.
+
+    One that stops the program also interrupts what is going on. Code that is being imported may swallow that: whoever
+    listens later finds ``came`` set.
+    """
+
+    def __init__(self, *, stops: bool = False) -> None:
+        self.came = False
+        self._stops = stops
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if self._stops:
+            raise KeyboardInterrupt
+
+
+def _came_early(number: signal.Signals) -> bool:
+    handler = signal.getsignal(number)
+    return isinstance(handler, _Early) and handler.came
+
+
+def launch(
+    kind: Callable[[], type[_S]], arguments: Sequence[str], *, prog: str, prepare: Callable[[_S, str], _Body],
+    heeds: Sequence[str] = (),
+) -> int:  # fmt: skip
+    """Read the settings and the token, ``prepare`` with them, run what that gives in an event loop.
+
+    ``kind`` imports the class of the settings. Until somebody listens (``signals``, ``listening``), SIGINT and SIGTERM
+    end the program where it stands: nothing has begun. The signals named in ``heeds`` wait.
+    """
+    as_json = False
+    code: int | None = None
+    stops = _Early(stops=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stops)
+    for name in heeds:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _Early())
+    try:
+        from w5xde_async.net.join import Invitation
+        from w5xde_async.runtime import loop_factory
+        from w5xde_async.settings import Answer, find_token, read
+
+        try:
+            settings, given = read(kind(), arguments, prog=prog)
+        except Answer as answer:
+            _answer(answer.text)
+            return ExitCode.OK
+        as_json = settings.log_format == "json"
+        if settings.profile_memory is not None and hasattr(signal, "SIGUSR2"):
+            signal.signal(signal.SIGUSR2, _Early())
+        token = find_token(settings.token_file, given_as_argument="token_file" in given, environment=os.environ)
+        if "join" in given and Invitation.parse(getattr(settings, "join", ""), place="--join").secret:
+            raise UsageError(_NO_JOIN_SECRET)
+        body = prepare(settings, token)
+        if stops.came:  # the job's own code has swallowed the interrupt
+            raise KeyboardInterrupt
+
+        async def run() -> int:
+            nonlocal code
+            try:
+                code = await body()
+                return code
+            except DiskHangs as error:  # the loop's end, and Python's, would wait for threads that hang
+                _complain(prog, str(error), error.exit_code, as_json)
+                sys.stdout.flush()
+                os._exit(error.exit_code)
+
+        with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
+            return runner.run(run())
+    except KeyboardInterrupt:
+        if code is not None:  # the program had ended, and waited for its threads
+            return code
+        _complain(prog, "stopped before it began", ExitCode.OK, as_json)
+        return ExitCode.OK
+    except W5xdeError as error:
+        # A traceback of the job's code was part of the run's summary; here the first line is enough.
+        text = str(error).splitlines()[0] if isinstance(error, LeafFailed | UpdateFailed) else str(error)
+        _complain(prog, text, error.exit_code, as_json)
+        return error.exit_code
+
+
+@contextmanager
+def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None = None) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once."""
+    loop = asyncio.get_running_loop()
+    stopping = False
+
+    def received(number: signal.Signals) -> None:
+        nonlocal stopping
+        if stopping:
+            if abandon is not None:
+                abandon()
+            os._exit(ExitCode.INTERRUPTED_TWICE)
+        stopping = True
+        stop("Ctrl-C" if number == signal.SIGINT else number.name)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    early = [number for number in numbers if _came_early(number)]
+    for number in numbers:
+        if sys.platform == "win32":
+            signal.signal(number, lambda got, _: loop.call_soon_threadsafe(received, signal.Signals(got)))
+        else:
+            loop.add_signal_handler(number, received, number)
+    try:
+        if early:
+            received(early[0])
+        yield
+    finally:
+        for number in numbers:
+            if sys.platform == "win32":
+                signal.signal(number, signal.SIG_DFL)
+            else:
+                loop.remove_signal_handler(number)
+
+
+@contextmanager
+def listening(name: str, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` in the event loop when the signal of that name comes, and now where it came before."""
+    if not hasattr(signal, name):  # Windows has none of them
+        yield
+        return
+    loop, number = asyncio.get_running_loop(), getattr(signal, name)
+    came = _came_early(number)
+    loop.add_signal_handler(number, act)
+    try:
+        if came:
+            loop.call_soon(act)
+        yield
+    finally:
+        loop.remove_signal_handler(number)
+        signal.signal(number, _Early())  # while the program ends it changes nothing
+
+
+@contextmanager
+def memory_reports(folder: Path | None, name: str, device: torch.device | None = None) -> Iterator[None]:
+    """With a folder: what allocates memory is noted, SIGUSR2 writes a report into it and so does the end."""
+    if folder is None:
+        yield
+        return
+    from w5xde_async.telemetry.memory import MemoryReport
+
+    loop, report = asyncio.get_running_loop(), MemoryReport(device)
+
+    def write() -> None:
+        try:
+            logger.warning("memory report path=%s", report.write(folder, name))
+        except OSError as error:
+            logger.error("no memory report: %s: %s", error.filename or folder, error.strerror or error)
+
+    report.begin()
+    try:
+        with listening("SIGUSR2", lambda: loop.run_in_executor(None, write)):
+            yield
+    finally:
+        write()
+        report.end()
+
+
+def attach(handler: logging.Handler, level: int) -> None:
+    """Send all logging, and Python's warnings, to ``handler``."""
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level)
+
+
+def _answer(text: str) -> None:
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # "| head" has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(prog: str, text: str, code: int, as_json: bool) -> None:
+    from w5xde_async.telemetry.records import to_line
+    from w5xde_async.telemetry.wording import clean
+
+    if as_json:
+        sys.stderr.write(to_line({"event": "exit", "code": int(code), "message": text}))
+    else:
+        sys.stderr.write(f"{prog}: {clean(text, limit=100_000)}\n")
+    sys.stderr.flush()
