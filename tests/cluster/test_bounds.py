@@ -24,7 +24,7 @@ async def test_a_slow_first_audit_keeps_no_more_vectors_than_stated(monkeypatch:
     monkeypatch.setattr(support, "job", lambda: many)
     async with scripted(norm_gate=6.0, min_workers=2, max_workers=2, prefetch_leaves=LEAVES) as run:
         run.training.verification.has_delivered = lambda worker: True  # the clock stands
-        pool = run.training.aggregator._reducer.pool
+        store = run.training.store
         quick, slow = await run.worker("quick"), await run.worker("slow")
         await slow.lease()
         most, done = 0, 0
@@ -34,7 +34,7 @@ async def test_a_slow_first_audit_keeps_no_more_vectors_than_stated(monkeypatch:
             open_ = [lease for lease in worker.all(Lease) if lease.step == 0 and run.training.ledger.get(lease.lease)]
             for lease in open_:
                 await worker.compute(lease)
-                most = max(most, pool.num_out)
+                most = max(most, store.num_vectors)
             return len(open_)
 
         idle = 0

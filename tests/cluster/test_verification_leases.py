@@ -99,8 +99,8 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
         await b.compute(again)
         await until(lambda: bool(audits(run)))
         assert [event.agreed for event in audits(run)] == [True]
-        assert mine.start not in run.training.results._suppliers  # an audit's buckets are no part of the step
-        assert not run.training.aggregator._second or await freed(run)
+        assert not run.training.store.supplied_by(b.worker_id)  # an audit's buckets are no part of the step
+        assert await freed(run)
         await work(a, b, until=lambda: run.training.version >= 2)
         assert verdicts(a)[mine.lease] is VerdictCode.APPLIED
         assert again.lease not in verdicts(b)
@@ -112,7 +112,7 @@ async def freed(run: Run) -> bool:
     """The memory of audits is given back at the next look at the leases."""
     run.training._schedule()
     await settle()
-    return not run.training.aggregator._second
+    return run.training.store.num_audits == 0
 
 
 async def test_whoever_was_to_compare_leaves_and_a_third_does():

@@ -101,7 +101,7 @@ class Checks(Cluster):
             self.violate("ledger", f"after {what}: a lease is open whose worker is not here")
         leaves = self.shape.sampler.plan(0).num_leaves
         bound = most_vectors(leaves, self.config)
-        vectors = training.aggregator._reducer.pool.num_out
+        vectors = training.store.num_vectors
         if vectors > bound:
             self.violate("memory", f"{vectors} result vectors are out, the bound is {bound}")
         if what == "tick":

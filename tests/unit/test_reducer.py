@@ -115,7 +115,8 @@ def test_the_halves_of_the_root_are_measured(num_leaves: int, span: int, absent:
     """The same numbers whatever the blocks: those of the gradient's sums, not of buffers."""
     parts = [leaf_part(40 + leaf, absent) for leaf in range(num_leaves)]
     reducer, frontiers = Reducer(LAYOUT, VectorPool(LAYOUT, make=_dirty)), [Frontier(num_leaves) for _ in BUCKETS]
-    reducer.half = half = right_half(num_leaves)
+    half = right_half(num_leaves)
+    reducer.begin(half=half)
     for start in reversed(range(0, num_leaves, span)):
         block = Block(start, min(start + span, num_leaves))
         for bucket, piece in enumerate(tree_sum(parts[block.start : block.stop], add)):

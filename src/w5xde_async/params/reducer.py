@@ -4,13 +4,13 @@ It holds one ``ResultVector`` for each block that is not yet merged, taken from 
 outside (``plan.tree.Frontier``); here they are added. A bucket that no worker changed arrives as *nothing* and
 contributes nothing. Memory: at most (open blocks + 1) x log2(leaves) vectors, plus the pool's spare ones.
 
-Asked to (``half``), it measures both halves of the root before it adds the one to the other, for the gradient noise
+Asked to (``begin``), it measures both halves of the root before it adds the one to the other, for the gradient noise
 scale: each piece costs three more passes over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -63,22 +63,28 @@ class VectorPool:
 class Reducer:
     """Accumulators of one step. ``vector(start)`` lends the memory that a block's buckets are received into."""
 
-    def __init__(self, layout: Layout, pool: VectorPool) -> None:
+    def __init__(self, layout: Layout, pool: VectorPool, buckets: Collection[int] | None = None) -> None:
+        """``buckets``: those that are added here (default: all result buckets)."""
         self.layout, self.pool = layout, pool
+        self._num_buckets = len(layout.result_buckets) if buckets is None else len(buckets)
         self._vectors: dict[int, ResultVector] = {}
         self._pieces: dict[int, int] = {}  # block -> buckets that still lie in its vector
         self._present: set[tuple[int, int]] = set()  # (bucket, block) that hold something
-        self.half = 0  #: first leaf of the root's right half, where its halves are to be measured
+        self._half = 0  # first leaf of the root's right half, where its halves are to be measured
         self._squares: dict[int, Halves] = {}  # by bucket
         gradients = {group.index for group in layout.groups if group.role == "grad"}
         self._measured = {bucket.index for bucket in layout.result_buckets if bucket.group in gradients}
+
+    def begin(self, *, half: int = 0) -> None:
+        """The next step. ``half``: first leaf of the root's right half, where its halves are to be measured."""
+        self._half = half
 
     def vector(self, start: int) -> ResultVector:
         """The vector of the block that begins at ``start``, taken from the pool at first need."""
         vector = self._vectors.get(start)
         if vector is None:
             vector = self._vectors[start] = self.pool.take()
-            self._pieces[start] = len(self.layout.result_buckets)
+            self._pieces[start] = self._num_buckets
         return vector
 
     def put(self, bucket: int, start: int, *, present: bool) -> None:
@@ -89,7 +95,7 @@ class Reducer:
 
     def merge(self, bucket: int, left: int, right: int) -> None:
         """Add block ``right`` to block ``left`` for one bucket; the right one's piece is then free."""
-        measured = self.half > 0 and right == self.half and bucket in self._measured
+        measured = self._half > 0 and right == self._half and bucket in self._measured
         halves = (self._square(bucket, left), self._square(bucket, right)) if measured else None
         if (bucket, right) in self._present:
             self._present.discard((bucket, right))

@@ -8,11 +8,11 @@ from typing import Any
 
 from tests.simulator.bugs.registry import LOST, RESTART, Put, bug
 
-from w5xde_async.coordinator.parameters.aggregator import Aggregator
 from w5xde_async.coordinator.parameters.publisher import Publisher
-from w5xde_async.coordinator.sync.results import Place, Results
+from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.hub.members.liveness import Liveness
+from w5xde_async.hub.work.block_store import BlockStore, Destination, SlotKey
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.reducer import Reducer
 from w5xde_async.plan.ledger import Ledger, OpenStep
@@ -62,7 +62,13 @@ def _duplicate_fill(put: Put) -> None:
         return True
 
     put(Ledger, "fill", fill)
-    put(Ledger, "filled", lambda self, lease, bucket: False)
+    real = BlockStore.reserve
+
+    def reserve(self: BlockStore, key: SlotKey, writer: Any) -> memoryview | None:
+        self._filled.get(key.of, {}).pop(key.bucket, None)
+        return real(self, key, writer)
+
+    put(BlockStore, "reserve", reserve)
 
 
 @bug("lease-numbers-restart", "leases are numbered from 1 again in each term", "frames replayed", *RESTART)
@@ -93,13 +99,12 @@ def _any_worker(put: Put) -> None:
             latest[id(self)] = grant
         return grant
 
-    def place(self: Results, session: Any, result: Result, spec: Any, *, member: bool) -> Place:
+    def place(self: Results, session: Any, result: Result, spec: Any, *, member: bool) -> Destination:
         placed = real_place(self, session, result, spec, member=member)
         grant = latest.get(id(self._ledger))
         if placed.view is None and grant is not None and self._aggregator.step is not None:
             if self._ledger._grants.get(grant.lease) is grant and grant.step == self._aggregator.step.plan.step:
-                bucket = self._layout.result_buckets[result.bucket]
-                self._aggregator.memory(grant.block, bucket.index)[:] = bytes(spec.nbytes)
+                self._store.vector(grant.block).bucket_bytes[result.bucket][:] = bytes(spec.nbytes)
         return placed
 
     put(Ledger, "get", get)
@@ -177,13 +182,13 @@ def _arrival_order(put: Put) -> None:
 
 @bug("drop-last-bucket", "the last bucket of a result is left out of the sum")
 def _drop_bucket(put: Put) -> None:
-    real = Aggregator.fill
+    real = BlockStore.count
 
-    def fill(self: Aggregator, block: Block, bucket: int, *, present: bool) -> bool:
+    def count(self: BlockStore, block: Block, bucket: int, *, present: bool) -> bool:
         last = bucket == len(self.layout.result_buckets) - 1
         return real(self, block, bucket, present=present and not last)
 
-    put(Aggregator, "fill", fill)
+    put(BlockStore, "count", count)
 
 
 @bug("absent-is-present", "a bucket that no leaf of the block touched is added all the same")

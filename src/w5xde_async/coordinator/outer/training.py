@@ -29,8 +29,8 @@ from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFa
 from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Commit, Counts, NonFinite
 from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
-from w5xde_async.hub.work.place import Place
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.ledger import FailedWork
@@ -403,11 +403,11 @@ class Rounds(Assigning):
         self.intake.drop(grant.lease)  # what came of it already
         super()._revoke(grant, reason)
 
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
         grant = self.ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
-            return Place(None, self.ledger.past(session.worker_id, result.lease) is not None)
+            return Destination(None, self.ledger.past(session.worker_id, result.lease) is not None)
         if result.bucket not in self._wanted(grant):
             raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease}, which was not asked for")
         return self.intake.place(session, result, spec)

@@ -14,7 +14,7 @@ from torch import Tensor
 from w5xde_async.codecs.codec import BytePool, Codec, as_view
 from w5xde_async.errors import RemoteError
 from w5xde_async.hub.members.session import Session
-from w5xde_async.hub.work.place import Place
+from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.forms import forms_of
@@ -70,14 +70,18 @@ class Intake:
                 )
         return codec
 
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         """Where an authorized result goes. Raises as ``check`` does."""
         codec = self.check(result, spec)
         if result.bucket in self._parts.get(result.lease, ()):
-            return Place(None, True)
+            return Destination(None, True)
         part = Part(codec, self.pool.take(spec.nbytes))
         self._receiving[session] = (result.lease, result.bucket, part)
-        return Place(as_view(part.data), True)
+        return Destination(as_view(part.data), True)
+
+    def receives(self, session: Session) -> bool:
+        """Whether something is being received for this session."""
+        return session in self._receiving
 
     def arrived(self, session: Session) -> None:
         """What was placed for this session is complete."""

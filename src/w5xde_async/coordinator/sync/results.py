@@ -1,12 +1,12 @@
 """Results on their way in: where each lands, what it completes, what becomes of its lease.
 
-A result is received straight into the memory of its (block, bucket) slot, by one session at a time. What no open lease
-authorizes, what is there already and what another session is just receiving into the same slot is turned away into the
-session's scratch. A lease whose result is being received is never given to another: only the end of that link frees the
-memory.
+A result is received straight into the memory of its slot (``hub.work.block_store``), by one session at a time. What no
+open lease authorizes, what is there already and what another session is just receiving into the same slot is turned
+away into the session's scratch. A lease whose result is being received is never given to another: only the end of that
+link frees the memory.
 
-Nothing of a block is added before the whole of it has been judged (``judging``), unless every check is switched off:
-then buckets are added as they come.
+Nothing of a block is added before the whole of it has been verified, unless every check is switched off: then buckets
+are added as they come.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.receive_buffers import Intake
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
@@ -24,9 +22,9 @@ from w5xde_async.coordinator.sync.verification import FinishedBlock, Verificatio
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.block_store import AuditKey, BlockStore, Destination, SlotKey, Supplier
 from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
-from w5xde_async.hub.work.place import Place
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.ledger import FailedWork, Grant, Ledger
@@ -52,8 +50,9 @@ class Results:
     """The way of the current step's results from sessions to slots."""
 
     def __init__(
-        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, scheduler: LeaseScheduler, loader: Loader,
-        sampler: Steps, judging: Verification, clock: Callable[[], float], wake: Callable[[], None],
+        self, *, layout: Layout, ledger: Ledger, store: BlockStore, aggregator: Aggregator,
+        scheduler: LeaseScheduler, loader: Loader, sampler: Steps, judging: Verification,
+        clock: Callable[[], float], wake: Callable[[], None],
         warn: Callable[[str], None], fail: Callable[[BaseException], None], verdicts: Verdicts,
     ) -> None:  # fmt: skip
         #: A block counts: its session, lease and DONE.
@@ -62,22 +61,16 @@ class Results:
         self.leaves = 0  #: leaves that were computed and used
         self.leaves_wasted = 0  #: leaves that were computed and not used
         self.leaves_audited = 0  #: leaves that were computed a second time, to compare
-        self._layout, self._ledger, self._aggregator = layout, ledger, aggregator
+        self._layout, self._ledger, self._store, self._aggregator = layout, ledger, store, aggregator
         self._scheduler, self._loader, self._sampler, self._judging = scheduler, loader, sampler, judging
         self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
         self._verdicts = verdicts
-        # (first leaf, or minus an audit's lease; bucket) of the current step -> who sends it
-        self._writing: dict[tuple[int, int], Session] = {}
-        self._slots: dict[Session, tuple[int, int]] = {}  # the same the other way round
         self.intake: Intake | None = None  #: of results that a codec wrote
-        self._targets: dict[Session, memoryview] = {}  # where what the intake receives belongs
-        # first leaf of a block that does not count yet -> bucket -> who has sent it, by which lease
-        self._suppliers: dict[int, dict[int, tuple[str, int]]] = {}
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(layout)
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
-    def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Place:
+    def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
         """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
         buckets = self._layout.result_buckets
         if result.bucket >= len(buckets):
@@ -92,62 +85,49 @@ class Results:
             self.intake.check(result, spec)  # whatever becomes of it: what is dropped takes scratch of its size
         grant = self._ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or not member:
-            return Place(None, self._ledger.past(session.worker_id, result.lease) is not None)
+            return Destination(None, self._ledger.past(session.worker_id, result.lease) is not None)
         self._current(grant)
-        audit = self._ledger.is_audit(result.lease)
-        slot = (-grant.lease if audit else grant.block.start, result.bucket)
-        if self._ledger.filled(result.lease, result.bucket) or slot in self._writing:
-            if not audit:
-                self._verdicts.turned_away(result.lease, session.worker_id)
-            return Place(None, True)
-        if audit:
-            memory = self._aggregator.second(grant.lease).bucket_bytes[result.bucket]
-        else:
-            memory = self._aggregator.memory(grant.block, result.bucket)
+        memory = self._store.reserve(SlotKey(self._slots_of(grant), result.bucket), session)
+        if memory is None:
+            if not self._ledger.is_audit(grant.lease):
+                self._verdicts.turned_away(grant.lease, session.worker_id)
+            return Destination(None, True)
         if coded:
             assert self.intake is not None
-            placed = self.intake.place(session, result, spec)
-            self._targets[session] = memory
-        else:
-            placed = Place(memory, True)
-        self._writing[slot], self._slots[session] = session, slot
-        return placed
+            return self.intake.place(session, result, spec)
+        return Destination(memory, True)
+
+    def _slots_of(self, grant: Grant) -> Block | AuditKey:
+        """Where the results of an open lease belong."""
+        return AuditKey(grant.lease) if self._ledger.is_audit(grant.lease) else grant.block
 
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
-        target = self._targets.pop(session, None)
-        if target is not None:
+        if self.intake is not None and self.intake.receives(session):
+            slot = self._store.writes(session)
+            assert slot is not None
             # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
-            assert self.intake is not None
-            self.intake.read(session, result, torch.frombuffer(target, dtype=torch.float32))
-        del self._writing[self._slots.pop(session)]
+            self.intake.read(session, result, self._store.vector(slot.of).buckets[slot.bucket])
         grant = self._ledger.get(result.lease)
-        if grant is not None and grant.worker == session.worker_id:
-            if not self._ledger.is_audit(result.lease):
-                by = self._suppliers.setdefault(grant.block.start, {})
-                if result.bucket not in by:
-                    by[result.bucket] = session.worker_id, result.lease
-                    self._verdicts.received(result.lease, session.worker_id, result.bucket)
-            self._fill(result.lease, grant.block, result.bucket, present=True)
+        if grant is None or grant.worker != session.worker_id:
+            self._store.abandon(session)
+            return
+        of, bucket = self._store.fill(session, Supplier(session.worker_id, grant.lease))
+        self._ledger.fill(grant.lease, bucket)
+        if isinstance(of, Block):
+            self._verdicts.received(grant.lease, session.worker_id, bucket)
+            self._counts_at_once(of, bucket, present=True)
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""
-        self._targets.pop(session, None)
         if self.intake is not None:
             self.intake.left(session)
-        slot = self._slots.pop(session, None)
-        if slot is not None:
-            del self._writing[slot]
+        self._store.abandon(session)
 
-    def _fill(self, lease: int, block: Block, bucket: int, *, present: bool) -> None:
-        if not self._ledger.fill(lease, bucket) or self._judging.active:
-            return
-        if self._aggregator.fill(block, bucket, present=present):
+    def _counts_at_once(self, block: Block, bucket: int, *, present: bool) -> None:
+        """A slot of a block is filled: it counts, unless the whole block is looked at first."""
+        if not self._judging.active and self._store.count(block, bucket, present=present):
             self._wake()
-
-    def being_received(self, lease: int) -> bool:
-        """True while something is received into the memory of an audit."""
-        return any(place == -lease for place, _ in self._writing)
 
     def done(self, session: Session, done: Done, *, owed: bool, member_s: float) -> Grant | None:
         """A lease is done. Returns the other lease on its block, void from now on, where there was one.
@@ -171,19 +151,20 @@ class Results:
         block = grant.block
         elapsed_s = self._clock() - self._ledger.began_at(grant)
         done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
-        absent = set(done.absent)
-        missing = set(self._ledger.missing(done.lease))
-        place = -grant.lease if self._ledger.is_audit(done.lease) else block.start
-        writing = any((place, bucket) in self._writing for bucket in missing)  # not this session: it says DONE
-        if missing - absent or writing:
+        of = self._slots_of(grant)
+        lacking = set(self._store.missing(of)) - set(done.absent)
+        writing = self._store.is_receiving(of)  # not for this session: it says DONE
+        if lacking or writing:
             if not (writing or self._ledger.contested(done.lease)):
-                raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing - absent)}")
+                raise RemoteError(f"it reported lease {done.lease} done without bucket {min(lacking)}")
             # Another was sending that bucket when this one's came. Should it not get through, the block is done again.
             self._ledger.give_back(done.lease)
             self._refuse(session, done, VerdictCode.DUPLICATE, "another worker is sending the same")
             return None
-        for bucket in missing:
-            self._fill(done.lease, block, bucket, present=False)
+        for bucket in self._store.fill_with_nothing(of):
+            self._ledger.fill(done.lease, bucket)
+            if isinstance(of, Block):
+                self._counts_at_once(of, bucket, present=False)
         self._scheduler.observe(grant, done.compute_s, self._clock())
         if self._ledger.is_audit(done.lease):
             self._ledger.finish(done.lease)
@@ -193,10 +174,8 @@ class Results:
             return None
         other = self._ledger.finish(done.lease)
         self._verdicts.finished(done.lease, session.worker_id)
-        by = self._suppliers.pop(block.start, {})
-        suppliers, leases = {b: who for b, (who, _) in by.items()}, {b: lease for b, (_, lease) in by.items()}
-        candidate = FinishedBlock(session, grant, done, suppliers, leases=leases)
-        if self._judging.passes(candidate, missing):
+        candidate = FinishedBlock(session, grant, done, self._store.close(block))
+        if self._judging.passes(candidate):
             self.count(candidate)
         if done.splits and session.worker_id not in self._halved:
             self._halved[session.worker_id] = None
@@ -216,7 +195,7 @@ class Results:
         assert step is not None
         if self._judging.active:
             for bucket in range(len(self._layout.result_buckets)):
-                self._aggregator.fill(block, bucket, present=bucket in candidate.suppliers)
+                self._store.count(block, bucket, present=bucket in candidate.suppliers)
         self._loader.finished(grant.step, block)
         step.note(block, done)
         self.leaves += block.num_leaves
@@ -226,20 +205,21 @@ class Results:
         """A finished block did not hold: it is leased again."""
         self._ledger.reopen(candidate.grant.step, candidate.grant.block, candidate.grant.worker)
         self._count_refused(candidate.done, VerdictCode.REJECTED)
-        for bucket, lease in candidate.leases.items():
+        for bucket, (_, lease) in candidate.suppliers.items():
             self._verdicts.dropped(lease, bucket)
         self._verdicts.decided(candidate.done.lease, VerdictCode.REJECTED, reason)
 
     def invalidate(self, worker: str) -> None:
         """What this worker has sent of blocks that are not finished is computed by others."""
         step = self._aggregator.step
-        for start, suppliers in list(self._suppliers.items()):
-            theirs = [bucket for bucket, (who, _) in suppliers.items() if who == worker]
-            if theirs and step is not None:
-                self._ledger.unfill(step.plan.step, start, theirs)
-                for bucket in theirs:
-                    _, lease = suppliers.pop(bucket)
-                    self._verdicts.dropped(lease, bucket)
+        if step is None:
+            return
+        for block, theirs in self._store.supplied_by(worker).items():
+            suppliers = self._store.suppliers(block)
+            self._store.empty(block, theirs)
+            self._ledger.unfill(step.plan.step, block.start, theirs)
+            for bucket in theirs:
+                self._verdicts.dropped(suppliers[bucket].lease, bucket)
 
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
         if not done.losses:
@@ -306,22 +286,22 @@ class Results:
 
     async def _count_own(self, step: StepState, grant: Grant, judgement: ReferenceResult) -> None:
         """What the coordinator computed itself counts."""
-        block, aggregator = grant.block, self._aggregator
-        vector = aggregator.vector(block)
-        # Where blocks are judged nothing of this one has been added yet: what workers have sent of it is not needed.
-        missing = range(len(vector.buckets)) if self._judging.active else self._ledger.missing(grant.lease)
+        block, store = grant.block, self._store
+        vector, everything = store.vector(block), range(len(self._layout.result_buckets))
+        # Where blocks are verified nothing of this one has been added yet: what workers have sent of it is not needed.
+        missing = everything if self._judging.active else store.missing(block)
 
         def copy() -> None:
             for bucket in missing:
                 vector.buckets[bucket].copy_(judgement.vector.buckets[bucket])
 
-        await aggregator.submit(copy)
-        for bucket, (_, lease) in self._suppliers.pop(block.start, {}).items():
+        await self._aggregator.submit(copy)
+        for bucket, (_, lease) in store.close(block).items():
             if bucket in missing:  # what is here in its place counts
                 self._verdicts.dropped(lease, bucket)
         for bucket in missing:
             self._ledger.fill(grant.lease, bucket)
-            aggregator.fill(block, bucket, present=bucket in judgement.present)
+            store.count(block, bucket, present=bucket in judgement.present)
         self._ledger.finish(grant.lease)
         self._loader.finished(grant.step, block)
         names, metrics = judgement.metric_names, judgement.metrics

@@ -35,8 +35,8 @@ from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Commit, Counts, Hosting, NonFinite
 from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.block_store import BlockStore, Destination
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
-from w5xde_async.hub.work.place import Place
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Auditor
@@ -105,15 +105,17 @@ class Training(Hosting):
         if self.downlink is not None:
             self.downlink.wake = self._send_lacking
         self._copying = self._closing = False
-        self.aggregator = Aggregator(layout, state, rule, clock=clock, executor=executor)
+        self.store = BlockStore(layout)
+        self.aggregator = Aggregator(layout, state, rule, self.store, clock=clock, executor=executor)
         self.verification = Verification(
-            layout=layout, ledger=self.ledger, aggregator=self.aggregator, gate=config.gate,
+            layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator, gate=config.gate,
             auditor=Auditor(config.audit, random_bytes(32)), precision=welcome.precision, clock=clock, bus=bus,
             wake=self._wake.set, exact=update.uplink_codec.exact,
         )  # fmt: skip
         self.results = Results(
-            layout=layout, ledger=self.ledger, aggregator=self.aggregator, scheduler=self.scheduler, loader=loader,
-            sampler=self.sampler, judging=self.verification, clock=clock, wake=self._wake.set, warn=self._warn,
+            layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator,
+            scheduler=self.scheduler, loader=loader, sampler=self.sampler,
+            judging=self.verification, clock=clock, wake=self._wake.set, warn=self._warn,
             fail=self.fail, verdicts=self.verdicts,
         )  # fmt: skip
         if update.codec != "raw":
@@ -122,7 +124,7 @@ class Training(Hosting):
         self.verification.count, self.verification.discard = self.results.count, self.results.discard
         self.verification.revoke = self._revoke
         self.verification.has_delivered = lambda worker: self.pacing.leaf_s(worker) is not None
-        self.verification.being_received, self.verification.quarantine = self.results.being_received, self._quarantine
+        self.verification.quarantine = self._quarantine
         self._look_again: asyncio.TimerHandle | None = None
         self.begun = False  #: the first lease was given
         self._nonfinite = 0
@@ -380,7 +382,7 @@ class Training(Hosting):
 
     # -- session.Host --------------------------------------------------------------------------------------
 
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         return self.results.place(session, result, spec, member=self.sessions.get(session.worker_id) is session)
 
     def arrived(self, session: Session, result: Result) -> None:

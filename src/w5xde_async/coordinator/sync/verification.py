@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from w5xde_async.coordinator.parameters.aggregator import INLINE_WEIGH_BYTES, Aggregator
+from w5xde_async.coordinator.parameters.aggregator import Aggregator
 from w5xde_async.coordinator.sync.deviation import compare, with_words
 from w5xde_async.coordinator.sync.recomputation import Recomputation, ReferenceResult
 from w5xde_async.hub.members.session import Session
+from w5xde_async.hub.work.block_store import AuditKey, BlockStore, Supplier
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
@@ -37,6 +38,8 @@ from w5xde_async.wire.messages import Done
 __all__ = ["FinishedBlock", "Machine", "Verification"]
 
 
+#: Blocks of at most this much are weighed and compared on the loop: that takes about as long as the way to a thread.
+INLINE_WEIGH_BYTES = 4 << 20
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
 _LOSSY_FACTOR = 10.0  # an odd result in a lossy codec may be that much larger than the gradient and than usual ones
@@ -55,27 +58,32 @@ class Machine(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class FinishedBlock:
-    """A finished block that does not count yet. ``suppliers``: bucket -> who sent it; what is absent has none."""
+    """A finished block that does not count yet. ``suppliers`` by bucket; what is absent has none."""
 
     session: Session
     grant: Grant
     done: Done
-    suppliers: dict[int, str]
+    suppliers: Mapping[int, Supplier]
     held: HeldBlock | None = None
     norms: dict[int, float] = field(default_factory=dict)
     sizes: dict[str, float] = field(default_factory=dict)  # by role, of a mean over its samples
     samples: int = 0
-    leases: dict[int, int] = field(default_factory=dict)  # bucket -> the lease that it came by
     other: Done | None = None  # the second computation is in
     held_at: float = 0.0
+
+    @property
+    def workers(self) -> dict[int, str]:
+        """Who sent each bucket."""
+        return {bucket: supplier.worker for bucket, supplier in self.suppliers.items()}
 
 
 class Verification:
     """The judgement of one run's blocks. ``active`` is False where every check is switched off."""
 
     def __init__(
-        self, *, layout: Layout, ledger: Ledger, aggregator: Aggregator, auditor: Auditor, gate: NormGateConfig | None,
-        precision: str, clock: Callable[[], float], bus: Bus, wake: Callable[[], None], exact: bool = True,
+        self, *, layout: Layout, ledger: Ledger, store: BlockStore, aggregator: Aggregator, auditor: Auditor,
+        gate: NormGateConfig | None, precision: str, clock: Callable[[], float], bus: Bus, wake: Callable[[], None],
+        exact: bool = True,
     ) -> None:  # fmt: skip
         """``exact``: two honest results of a block are alike, as they are not in a lossy codec."""
         self.active = gate is not None or auditor.config.fraction > 0
@@ -88,10 +96,11 @@ class Verification:
         #: A worker is proven wrong: its id, its session where that is known, the reason.
         self.quarantine: Callable[[str, Session | None, str], None] = lambda worker, session, reason: None
         self.revoke: Callable[[Grant, str], None] = lambda grant, reason: None
-        self.being_received: Callable[[int], bool] = lambda lease: False
         #: Whether a worker has finished a lease: who never has may hang, and would hold up the step.
         self.has_delivered: Callable[[str], bool] = lambda worker: True
-        self._layout, self._ledger, self._aggregator, self._auditor = layout, ledger, aggregator, auditor
+        self._layout, self._ledger, self._store, self._aggregator, self._auditor = (
+            layout, ledger, store, aggregator, auditor
+        )  # fmt: skip
         self._exact = exact
         self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
         self._precision, self._clock, self._bus, self._wake = precision, clock, bus, wake
@@ -102,7 +111,6 @@ class Verification:
         self._held: list[FinishedBlock] = []
         self._unweighed: list[FinishedBlock] = []
         self._waiting: list[FinishedBlock] = []  # for the very first norm to be confirmed
-        self._orphans: set[int] = set()  # audits of blocks that were dropped meanwhile
         self._given_up: list[FinishedBlock] = []  # nobody is there who could compute it again
         self._unsettled: set[tuple[int, int]] = set()  # (step, first leaf) of what the referee could not settle
         self._warned = False
@@ -123,14 +131,14 @@ class Verification:
 
     # -- a block is finished -------------------------------------------------------------------------------
 
-    def passes(self, candidate: FinishedBlock, absent: Iterable[int]) -> bool:
+    def passes(self, candidate: FinishedBlock) -> bool:
         """Whether it counts at once. Otherwise ``count`` or ``discard`` will be called."""
         if not self.active:
             return True
         if self._layout.vector_bytes > INLINE_WEIGH_BYTES:
             self._unweighed.append(candidate)
             return False
-        return self._look(candidate, self._aggregator.weigh(candidate.grant.block, candidate.suppliers))
+        return self._look(candidate, self._store.norms(candidate.grant.block, candidate.suppliers))
 
     def _look(self, candidate: FinishedBlock, norms: dict[int, float]) -> bool:
         """With its norms known: counts at once, or is held."""
@@ -152,7 +160,7 @@ class Verification:
         if why is Why.FIRST and self._first_is_held:
             self._waiting.append(candidate)
             return False
-        candidate.held = HeldBlock(grant.step, grant.block, grant.worker, why, candidate.suppliers)
+        candidate.held = HeldBlock(grant.step, grant.block, grant.worker, why, candidate.workers)
         candidate.held_at = self._clock()
         if self._exact:
             self._held.append(candidate)
@@ -195,10 +203,6 @@ class Verification:
 
     def leases(self, ready: Collection[str], deadline_s: Callable[[str, int], float]) -> list[Grant]:
         """Audits to lease now. ``ready``: workers that take work."""
-        for lease in tuple(self._orphans):
-            if self._ledger.get(lease) is None and not self.being_received(lease):
-                self._aggregator.end_second(lease)
-                self._orphans.discard(lease)
         granted = []
         for candidate in tuple(self._held):
             held = candidate.held
@@ -207,7 +211,8 @@ class Verification:
                 continue
             if held.lease is not None and not self._renewed(held):
                 continue
-            at_once = sum(c.held is not None and c.held.lease is not None for c in self._held) + len(self._orphans)
+            at_once = sum(c.held is not None and c.held.lease is not None for c in self._held)
+            at_once += self._store.num_released
             if at_once >= self._auditor.config.most_open:
                 continue
             able = [worker for worker in ready if worker == held.worker or self.has_delivered(worker)]
@@ -251,9 +256,9 @@ class Verification:
     def _renewed(self, held: HeldBlock) -> bool:
         """Whether its audit's lease ended without a result, and its memory is free again."""
         assert held.lease is not None
-        if self._ledger.get(held.lease) is not None or self.being_received(held.lease):
+        if self._ledger.get(held.lease) is not None or self._store.is_receiving(AuditKey(held.lease)):
             return False
-        self._aggregator.end_second(held.lease)
+        self._store.release(AuditKey(held.lease))
         held.asked.add(held.second)
         held.lease = None
         return True
@@ -315,7 +320,7 @@ class Verification:
         return judged
 
     def _weighed(self, candidate: FinishedBlock) -> dict[int, float]:
-        return self._aggregator.weigh(candidate.grant.block, candidate.suppliers)
+        return self._store.norms(candidate.grant.block, candidate.suppliers)
 
     async def _give_up(self, candidate: FinishedBlock) -> None:
         """Nobody else can compute it: it counts where nobody is there, or where it was only drawn."""
@@ -333,7 +338,7 @@ class Verification:
         assert held is not None
         assert held.lease is not None
         assert other is not None
-        mine, theirs = self._aggregator.vector(held.block), self._aggregator.second(held.lease)
+        mine, theirs = self._store.vector(held.block), self._store.vector(AuditKey(held.lease))
         absent = frozenset(other.absent)
         deviation = await self._run(lambda: self._deviation(candidate, mine, theirs, other, absent))
         if candidate not in self._held or candidate.other is not other:
@@ -378,11 +383,11 @@ class Verification:
             )  # fmt: skip
             self._drop(candidate, "it is odd" if between is None else "another worker computed something else")
             return
-        mine = self._aggregator.vector(held.block)
+        mine = self._store.vector(held.block)
         own = await self._run(lambda: self._against(candidate, mine, judgement))
         second = None
         if candidate.other is not None and held.lease is not None:
-            theirs, words = self._aggregator.second(held.lease), candidate.other
+            theirs, words = self._store.vector(AuditKey(held.lease)), candidate.other
             present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
             second = await self._run(lambda: self._distance(theirs, present, words, judgement))
         tolerance, seconder = self._tolerance(equal_cpus=False), held.second
@@ -406,7 +411,7 @@ class Verification:
         if not all(map(math.isfinite, norms.values())):  # training diverges: nobody is to blame
             self._take(candidate)
         elif odd:
-            worker = candidate.suppliers.get(odd[0], worker)
+            worker = candidate.workers.get(odd[0], worker)
             self._drop(candidate, "it is not finite, and the block is")
             reason = f"its result for step {step} is not finite, and the block is"
             self.quarantine(worker, session if worker == session.worker_id else None, reason)
@@ -429,7 +434,7 @@ class Verification:
     def invalidate(self, worker: str) -> None:
         """Held blocks that this worker had a hand in are done again; what it computed of others' counts for nothing."""
         for candidate in (*self._held, *self._unweighed, *self._waiting, *self._given_up):
-            if worker == candidate.grant.worker or worker in candidate.suppliers.values():
+            if worker == candidate.grant.worker or worker in candidate.workers.values():
                 self._drop(candidate, "it was put out of the run")
             elif candidate.held is not None and candidate.held.second == worker:
                 self._end_audit(candidate.held)
@@ -458,7 +463,7 @@ class Verification:
         if (grant := self._ledger.get(held.lease)) is not None:
             self._ledger.give_back(held.lease)
             self.revoke(grant, "the block is done anew")
-        self._orphans.add(held.lease)
+        self._store.release(AuditKey(held.lease))
         held.lease, held.second = None, ""
 
     # -- numbers -------------------------------------------------------------------------------------------

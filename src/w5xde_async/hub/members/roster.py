@@ -26,7 +26,7 @@ from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.liveness import Held, Leases, Liveness
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
-from w5xde_async.hub.work.place import Place
+from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.membership import Member, Membership, Standing
@@ -209,7 +209,7 @@ class Hosting(ABC):
         """A member is gone: its leases are for others. How many there were."""
 
     @abstractmethod
-    def place(self, session: Session, result: Result, spec: BufferSpec) -> Place:
+    def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         """See ``session.Host``."""
 
     @abstractmethod
