@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -15,15 +16,15 @@ import pytest
 import trustme
 
 from w5xde_async.errors import FrameTooLarge, LinkLost, LocalError, MalformedFrame, RemoteError
-from w5xde_async.net import endpoint
-from w5xde_async.net import stream as stream_module
-from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, Link
+from w5xde_async.net import endpoint, sockets
+from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, FramedLink, Link
 from w5xde_async.net.memory import MemoryLink, memory_pair
-from w5xde_async.net.stream import BULK_BYTES, READ_AHEAD_BYTES
+from w5xde_async.net.sockets import BULK_BYTES
+from w5xde_async.net.stream import READ_AHEAD_BYTES
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Heartbeat, Message, Result, Verdict
 
-KINDS = ("memory", "tcp", "tcp+bulk", "transport", "tls")
+KINDS = ("memory", "tcp", "tcp+bulk", "transport", "tls", "stock tcp", "stock tls", "stock unix")
 NETWORK = KINDS[1:]
 pytestmark = pytest.mark.both_loops
 
@@ -51,6 +52,10 @@ async def connected(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext],
         near.abort()
         far.abort()
         return
+    if kind.startswith("stock"):
+        async with stock_pair(kind, authority) as made:
+            yield made
+        return
     if kind == "transport":  # what plain TCP is where a loop watches no descriptors
         patch.setattr(endpoint, "_watches_descriptors", lambda loop: False)
     server, client = authority if kind == "tls" else (None, None)
@@ -77,6 +82,37 @@ async def connected(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext],
         await asyncio.sleep(0)
         if pool is not None:
             pool.shutdown(wait=True)
+
+
+@asynccontextmanager
+async def stock_pair(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext]):
+    """Both ends are what asyncio itself gives to an application."""
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(FramedLink(reader, writer))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/socket"
+        if kind == "stock unix":
+            server = await asyncio.start_unix_server(on_connection, path)
+            streams = await asyncio.open_unix_connection(path)
+        else:
+            theirs, ours = authority if kind == "stock tls" else (None, None)
+            server = await asyncio.start_server(on_connection, "127.0.0.1", 0, ssl=theirs)
+            port = server.sockets[0].getsockname()[1]
+            streams = await asyncio.open_connection("localhost" if ours else "127.0.0.1", port, ssl=ours)
+        near, far = FramedLink(*streams), await accepted
+        near.caps = far.caps = SESSION_CAPS
+        try:
+            yield Pair(near, far)
+        finally:
+            near.abort()
+            far.abort()
+            server.close()
+            await server.wait_closed()
+            for _ in range(3):
+                await asyncio.sleep(0)
 
 
 @pytest.fixture(params=KINDS)
@@ -427,23 +463,23 @@ async def test_two_at_once_is_our_bug(pair: Pair):
 
 async def test_abort_and_cancel_while_threads_pump(authority, monkeypatch):
     """The descriptor outlives the threads that use it, and they end at once."""
-    monkeypatch.setattr(stream_module, "BITE_BYTES", 1024)  # any payload at hand is worth a thread
+    monkeypatch.setattr(sockets, "BITE_BYTES", 1024)  # any payload at hand is worth a thread
     payload = pattern(64_000_000)
     for stop in ("abort", "cancel"):
         async with connected("tcp+bulk", authority, monkeypatch) as (near, far):
-            stream = far._stream
+            channel = far._writer.transport
             sending = asyncio.create_task(near.send(frame(payload)))
             receiving = asyncio.create_task(far.recv(allocate))
-            await until(lambda stream=stream: bool(stream._jobs))
+            await until(lambda channel=channel: bool(channel._jobs))
             if stop == "abort":
                 far.abort()
-                assert stream._sock.fileno() != -1  # a thread uses it: another socket must not get its number
+                assert channel._sock.fileno() != -1  # a thread uses it: another socket must not get its number
             else:
                 receiving.cancel()
             with pytest.raises((LinkLost, asyncio.CancelledError)):
                 await receiving
-            assert not stream._jobs
-            assert stream._sock.fileno() == -1
+            assert not channel._jobs
+            assert channel._sock.fileno() == -1
             with pytest.raises(LinkLost):
                 await sending
 
@@ -453,14 +489,14 @@ async def test_an_idle_socket_gets_its_thread_back(authority, monkeypatch):
         whole = frame(pattern(4_000_000))
         receiving = asyncio.create_task(far.recv(allocate))
         await near.send([whole[0], memoryview(whole[1])[:2_000_000]])
-        await until(lambda: not far._stream._jobs and far._stream._reading is not None)
+        await until(lambda: not far._writer.transport._jobs and far._writer.transport._reading is not None)
         await near.send([memoryview(whole[1])[2_000_000:]])
         assert bytes((await receiving).buffers[0]) == whole[1]
 
 
 async def test_an_executor_that_is_shut_down_is_done_without(authority, monkeypatch):
     async with connected("tcp+bulk", authority, monkeypatch) as (near, far):
-        far._stream._bulk.shutdown()
+        far._writer.transport._bulk.shutdown()
         payload = pattern(5_000_000)
         _, received = await asyncio.gather(near.send(frame(payload)), far.recv(allocate))
         assert bytes(received.buffers[0]) == payload
@@ -498,7 +534,7 @@ async def test_a_peer_that_vanishes_without_tls_goodbye(authority, monkeypatch):
     async with connected("tls", authority, monkeypatch) as (near, far):
         receiving = asyncio.create_task(far.recv())
         await asyncio.sleep(0)
-        sock = near._stream._transport.get_extra_info("socket")
+        sock = near._writer.transport.get_extra_info("socket")
         with socket.socket(fileno=socket.dup(sock.fileno())) as raw:
             raw.shutdown(socket.SHUT_RDWR)
         with pytest.raises(LinkLost):

@@ -11,14 +11,14 @@ import asyncio
 import contextvars
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from tests.simulator.loop import HOST, Host, VirtualLoop
 
-from w5xde_async.errors import LinkLost, Unreachable, W5xdeError
+from w5xde_async.errors import Unreachable, W5xdeError
 from w5xde_async.net.link import FramedLink, Link
-from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, Stream
+from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, Channel, StreamLost
 from w5xde_async.wire.frame import Buffer
 
 __all__ = ["ADDRESS", "Connection", "Network", "SimListener"]
@@ -124,20 +124,21 @@ class Pipe:
             self.writer.set_result(None)
 
 
-class SimStream(Stream):
+class SimChannel(Channel):
     """One end of a connection, in the hands of one process."""
 
     def __init__(self, peer: str, host: Host, inbound: Pipe, outbound: Pipe) -> None:
         super().__init__(peer)
         self.host, self.inbound, self.outbound = host, inbound, outbound
         self.num_sends = 0
+        self._chunks: list[Buffer] = []  # written, not drained
 
     async def receive(self, view: memoryview, least: int) -> int:
         pipe, got, loop = self.inbound, 0, self.host.loop
         while True:
             self._check()
             if pipe.ended == RESET and not pipe.buffer:
-                raise LinkLost(self.peer, RESET)
+                raise StreamLost(self.peer, RESET)
             if pipe.buffer and self.host.deaf_until <= loop.now:
                 part = min(len(pipe.buffer), len(view) - got)
                 if pipe.slice_left > 0:
@@ -154,7 +155,7 @@ class SimStream(Stream):
             if got >= least:
                 return got
             if pipe.ended is not None and not pipe.buffer:
-                raise LinkLost(self.peer, pipe.ended)
+                raise StreamLost(self.peer, pipe.ended)
             if not pipe.buffer or self.host.deaf_until > loop.now:
                 pipe.reader = loop.create_future()
                 if pipe.buffer:
@@ -164,14 +165,15 @@ class SimStream(Stream):
                 finally:
                     pipe.reader = None
 
-    def write_now(self, chunks: Sequence[Buffer]) -> Sequence[Buffer] | None:
-        self._check()
+    def writelines(self, chunks: Iterable[Buffer]) -> None:
         pipe = self.outbound
-        if pipe.broken is not None:
-            raise LinkLost(self.peer, pipe.broken)
+        if self.lost is not None or pipe.broken is not None:
+            return  # ``drain`` says so
+        chunks = list(chunks)
         total = sum(map(len, chunks))
-        if total > pipe.room:
-            return chunks
+        if self._chunks or total > pipe.room:
+            self._chunks.extend(chunks)
+            return
         data = b"".join(chunks)
         self.num_sends += 1
         if self.num_sends == 4 and self.host.pauses_at_joining_s:  # HELLO, PROOF, INTRODUCTION, READY
@@ -181,16 +183,19 @@ class SimStream(Stream):
         pipe.network.sent(self, data)
         pipe.send(data)
         self.bytes_sent += total
-        return None
 
-    async def write(self, chunks: Sequence[Buffer]) -> None:
+    async def drain(self) -> None:
+        self._check()
         pipe = self.outbound
+        if pipe.broken is not None:
+            raise StreamLost(self.peer, pipe.broken)
+        chunks, self._chunks = self._chunks, []
         for chunk in chunks:
             view, done = memoryview(chunk), 0
             while done < len(view):
                 self._check()
                 if pipe.broken is not None:
-                    raise LinkLost(self.peer, pipe.broken)
+                    raise StreamLost(self.peer, pipe.broken)
                 part = min(pipe.room, len(view) - done)
                 if part <= 0:
                     pipe.network.hit("full pipe")
@@ -209,7 +214,6 @@ class SimStream(Stream):
             self._close(CLOSED_HERE, harsh=False)
 
     def abort(self, reason: str = CLOSED_HERE) -> None:
-        self.start = self.end = 0
         if self.lost is None:
             # The kernel resets a connection that is closed over unread bytes; the peer may lose what it has not read.
             self._close(reason, harsh=bool(self.inbound.buffer))
@@ -235,8 +239,8 @@ class Connection:
         self.number, self.worker, self.coordinator = number, worker, coordinator
         self.forth = Pipe(network, worker, coordinator, 2 * number)
         self.back = Pipe(network, coordinator, worker, 2 * number + 1)
-        self.near = SimStream(f"{ADDRESS[0]}:{ADDRESS[1]}", worker, self.back, self.forth)
-        self.far = SimStream(f"{worker.machine}:{40000 + number}", coordinator, self.forth, self.back)
+        self.near = SimChannel(f"{ADDRESS[0]}:{ADDRESS[1]}", worker, self.back, self.forth)
+        self.far = SimChannel(f"{worker.machine}:{40000 + number}", coordinator, self.forth, self.back)
 
     @property
     def open(self) -> bool:
@@ -270,9 +274,9 @@ class SimListener:
     def num_links(self) -> int:
         return sum(not task.done() for task in self._links)
 
-    def accept(self, stream: SimStream) -> None:
+    def accept(self, channel: SimChannel) -> None:
         self._links = [task for task in self._links if not task.done()]
-        self._links.append(self.owner.spawn(self._serve(stream), f"link {stream.peer}"))
+        self._links.append(self.owner.spawn(self._serve(channel), f"link {channel.peer}"))
 
     async def stop_accepting(self) -> None:
         self.accepting = False
@@ -284,8 +288,8 @@ class SimListener:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, stream: SimStream) -> None:
-        link = FramedLink(stream)
+    async def _serve(self, channel: SimChannel) -> None:
+        link = FramedLink(*channel.pair())
         try:
             await self._on_link(link)
         except W5xdeError:
@@ -329,7 +333,7 @@ class Network:
         self.connections = [c for c in self.connections if c.near.lost is None or c.far.lost is None]
         return [connection for connection in self.connections if connection.open]
 
-    def sent(self, stream: SimStream, data: bytes) -> None:
+    def sent(self, stream: SimChannel, data: bytes) -> None:
         """Keep what workers said after joining: it is played again on later connections."""
         if stream.num_sends > 3 and len(data) < 8192 and stream.host.machine != "c":
             kept = self.recorded.setdefault(stream.host.machine, deque(maxlen=60))
@@ -399,4 +403,4 @@ class Network:
         self.connections.append(connection)
         self.note("connect", f"{self._number} {caller.name} {listener.owner.name}")
         listener.accept(connection.far)
-        return FramedLink(connection.near)
+        return FramedLink(*connection.near.pair())

@@ -21,8 +21,9 @@ from typing import Any
 
 from w5xde_async.errors import LinkLost, PortInUse, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
 from w5xde_async.net.link import FramedLink, Link
-from w5xde_async.net.stream import SocketStream, Stream, ended_by
-from w5xde_async.net.transport import TransportStream
+from w5xde_async.net.sockets import SocketChannel
+from w5xde_async.net.stream import Channel, ended_by
+from w5xde_async.net.transport import TransportChannel
 from w5xde_async.net.tuning import tune, tune_listener
 from w5xde_async.wire.frame import HANDSHAKE_CAPS
 
@@ -98,7 +99,8 @@ async def connect(
         share_s = max(0.0, deadline - loop.time()) / (len(addresses) - tried)
         try:
             async with asyncio.timeout(share_s):
-                return FramedLink(await _connect_one(address, peer, host, tls=ssl, bulk=bulk))
+                channel = await _connect_one(address, peer, host, tls=ssl, bulk=bulk)
+                return FramedLink(*channel.pair())
         except TimeoutError:
             reasons["no answer"] = None
         except (OSError, LinkLost) as error:
@@ -254,11 +256,11 @@ class Listener:
     async def _serve(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                stream = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
+                channel = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
         except (OSError, LinkLost) as error:
             _log.info("accept failed peer=%s reason=%s", peer, _why(error))
             return
-        link = accepted.link = FramedLink(stream)
+        link = accepted.link = FramedLink(*channel.pair())
         try:
             await self._on_link(link)
         except W5xdeError as error:
@@ -303,7 +305,7 @@ async def _resolve(host: str | None, port: int, *, flags: int = 0) -> list[_Addr
 
 async def _connect_one(
     address: _Address, peer: str, host: str, *, tls: ssl.SSLContext | None, bulk: Executor | None
-) -> Stream:
+) -> Channel:
     loop = asyncio.get_running_loop()
     sock = socket.socket(address[0], socket.SOCK_STREAM)
     try:
@@ -325,25 +327,25 @@ async def _attach(
     tls: ssl.SSLContext | None,
     bulk: Executor | None,
     server_hostname: str | None,
-) -> Stream:
-    """The stream over a connected socket, which it owns; closed where this raises."""
+) -> Channel:
+    """The channel over a connected socket, which it owns; closed where this raises."""
     loop = asyncio.get_running_loop()
     try:
         sock.setblocking(False)
         tuned = tune(sock)
         _log.debug("socket tuned peer=%s options=%s", peer, tuned)
         if tls is None and _watches_descriptors(loop):
-            return SocketStream(sock, peer, bulk=bulk)
-        stream = TransportStream(peer)
+            return SocketChannel(sock, peer, bulk=bulk)
+        channel = TransportChannel(peer)
         if server_hostname is None:
-            await loop.connect_accepted_socket(lambda: stream, sock, ssl=tls)
+            await loop.connect_accepted_socket(lambda: channel, sock, ssl=tls)
         else:
             name = server_hostname if tls is not None else None
-            await loop.create_connection(lambda: stream, sock=sock, ssl=tls, server_hostname=name)
+            await loop.create_connection(lambda: channel, sock=sock, ssl=tls, server_hostname=name)
     except BaseException:
         sock.close()
         raise
-    return stream
+    return channel
 
 
 def _watches_descriptors(loop: asyncio.AbstractEventLoop) -> bool:

@@ -1,8 +1,8 @@
-"""Links: whole frames over a byte stream.
+"""Links: whole frames over a pair of a reader and a writer.
 
 A link is what the sessions see of the network: send these chunks, receive the next message with its buffers.
-Every kind of link (TCP, TLS, memory) is a :class:`FramedLink` over its own :class:`~w5xde_async.net.stream.Stream`,
-so all of them read the same bytes with the same checks.
+Every kind of link (TCP, TLS, memory) is a :class:`FramedLink` over such a pair, so all of them read the same bytes with
+the same checks. A pair of asyncio's own will do as well, with a copy more (``net.stock``).
 
 Invariants: sizes are checked, and the caller has agreed to them (``accept``), before a payload byte is stored; one
 sender and one receiver at a time; an interrupted send or receive aborts the link, nobody resumes mid-frame; a link
@@ -12,12 +12,14 @@ a peer may say (``wire.handshake``) or notice that it says nothing (the services
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from w5xde_async.errors import LinkLost, LocalError, RemoteError
-from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES, Stream
-from w5xde_async.net.tuning import Figures
+from w5xde_async.net.stock import our_pair
+from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES
+from w5xde_async.net.tuning import Figures, figures
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, Caps, decode_header, header_length
 from w5xde_async.wire.messages import Message
 
@@ -88,53 +90,50 @@ class Link(Protocol):
 
 
 class FramedLink:
-    """The link over any stream."""
+    """The link over any pair of a reader and a writer, which it owns from now on."""
 
-    __slots__ = ("_receiving", "_refused", "_sending", "_stream", "caps")
+    __slots__ = ("_reader", "_receiving", "_refused", "_sending", "_writer", "caps", "certificate")
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.caps = HANDSHAKE_CAPS
-        self._stream = stream
+        self._reader, self._writer = our_pair(reader, writer)
+        tls = writer.get_extra_info("ssl_object")
+        self.certificate: bytes = b"" if tls is None else tls.getpeercert(binary_form=True) or b""
         self._sending = self._receiving = False
-        self._refused = ""  # why nothing more is read, though the stream still stands
+        self._refused = ""  # why nothing more is read, though the connection still stands
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._stream.peer}>"
+        return f"<{type(self).__name__} {self.peer}>"
 
     @property
     def peer(self) -> str:
-        return self._stream.peer
+        return self._writer.peer
 
     @property
     def bytes_sent(self) -> int:
-        return self._stream.bytes_sent
+        return self._writer.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        return self._stream.bytes_received
-
-    @property
-    def certificate(self) -> bytes:
-        return self._stream.certificate
+        return self._reader.bytes_received
 
     @property
     def figures(self) -> Figures | None:
-        return self._stream.figures()
+        sock = None if self._writer.is_closing() else self._writer.get_extra_info("socket")
+        return None if sock is None else figures(sock)
 
     async def send(self, chunks: Sequence[Buffer]) -> None:
         if self._sending:
             raise LocalError(f"two sends at once on the link to {self.peer}")
-        left = self._stream.write_now(chunks)
-        if left is None:
-            return
         self._sending = True
         try:
-            await self._stream.write(left)
-        except LinkLost:
+            self._writer.writelines(chunks)
+            await self._writer.drain()
+        except LinkLost as lost:
             # The receiving side stays: what the peer said before it went (a refusal, say) is still to be read.
-            raise
+            raise LinkLost(self.peer, lost.reason) from None
         except BaseException:
-            self._stream.abort()
+            self._writer.abort()
             raise
         finally:
             self._sending = False
@@ -144,25 +143,27 @@ class FramedLink:
             raise LocalError(f"two receives at once on the link to {self.peer}")
         if self._refused:
             raise LinkLost(self.peer, self._refused)
-        stream = self._stream
+        reader = self._reader
         begun = False
         self._receiving = True
         try:
-            if stream.end - stream.start < LENGTH_BYTES:
-                await stream.fill(LENGTH_BYTES)
+            if reader.end - reader.start < LENGTH_BYTES:
+                await reader.fill(LENGTH_BYTES)
             begun = True
-            start = stream.start
+            start = reader.start
             body = start + LENGTH_BYTES
-            length = header_length(stream.ahead[start:body], self.caps)
+            length = header_length(reader.ahead[start:body], self.caps)
             if LENGTH_BYTES + length > FILL_BYTES:  # rare: a lease with thousands of buffers
-                stream.start = body
-                message, specs = decode_header(await stream.readexactly(length), self.caps)
+                reader.start = body
+                header = bytearray(length)
+                await reader.readinto(memoryview(header))
+                message, specs = decode_header(header, self.caps)
             else:
-                if stream.end - body < length:
-                    await stream.fill(LENGTH_BYTES + length)
-                    body = stream.start + LENGTH_BYTES
-                stream.start = body + length
-                message, specs = decode_header(stream.ahead[body : body + length], self.caps)
+                if reader.end - body < length:
+                    await reader.fill(LENGTH_BYTES + length)
+                    body = reader.start + LENGTH_BYTES
+                reader.start = body + length
+                message, specs = decode_header(reader.ahead[body : body + length], self.caps)
             if not specs:
                 return Received(message, specs, _NO_BUFFERS)
             if accept is None:
@@ -174,24 +175,23 @@ class FramedLink:
                 size = spec.nbytes
                 if not size == len(view) == view.nbytes:
                     raise LocalError(f"accept returned {view.nbytes} bytes for buffer {spec.name!r} of {size}")
-                start = stream.start
-                if stream.end - start >= size:
-                    view[:] = stream.ahead[start : start + size]
-                    stream.start = start + size
+                start = reader.start
+                if reader.end - start >= size:
+                    view[:] = reader.ahead[start : start + size]
+                    reader.start = start + size
                 else:
-                    await stream.readinto(view)
+                    await reader.readinto(view)
             return Received(message, specs, buffers)
         except RemoteError as error:
             self._refused = f"nothing is read after a protocol error ({error})"
             raise
         except LinkLost as lost:
-            cut = lost.reason == CLOSED_BY_PEER and (begun or stream.end > stream.start)
-            stream.abort(CLOSED_MID_FRAME if cut else lost.reason)
-            if cut:
-                raise LinkLost(self.peer, CLOSED_MID_FRAME) from None
-            raise
+            cut = lost.reason == CLOSED_BY_PEER and (begun or reader.end > reader.start)
+            reason = CLOSED_MID_FRAME if cut else lost.reason
+            self._writer.abort(reason)
+            raise LinkLost(self.peer, reason) from None
         except BaseException:
-            stream.abort()
+            self._writer.abort()
             raise
         finally:
             self._receiving = False
@@ -199,8 +199,8 @@ class FramedLink:
     async def aclose(self) -> None:
         self._refused = self._refused or CLOSED_HERE
         if self._sending:
-            self._stream.abort()  # a frame cut in half cannot end in good order
-        await self._stream.aclose()
+            self._writer.abort()  # a frame cut in half cannot end in good order
+        await self._writer.aclose()
 
     def abort(self) -> None:
-        self._stream.abort()
+        self._writer.abort()

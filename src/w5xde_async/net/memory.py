@@ -1,4 +1,4 @@
-"""Links without a network: a pair of streams in memory, byte for byte what TCP would carry.
+"""Links without a network: two channels in memory, byte for byte what TCP would carry.
 
 They run on any event loop and use no clock, so cluster tests run them on virtual time. Each direction holds at most
 ``limit_bytes``; a writer then waits for the reader, as it would for a full socket. ``cut`` and ``freeze`` are the
@@ -8,14 +8,13 @@ faults that tests inject.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from w5xde_async.errors import LinkLost
 from w5xde_async.net.link import FramedLink
-from w5xde_async.net.stream import CALL_BYTES, CLOSED_BY_PEER, CLOSED_HERE, TURN_BYTES, Stream
+from w5xde_async.net.stream import CALL_BYTES, CLOSED_BY_PEER, CLOSED_HERE, TURN_BYTES, Channel, StreamLost
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["MemoryLink", "MemoryStream", "memory_pair"]
+__all__ = ["MemoryChannel", "MemoryLink", "memory_pair"]
 
 
 class _Pipe:
@@ -48,12 +47,13 @@ class _Pipe:
         self.changed()
 
 
-class MemoryStream(Stream):
+class MemoryChannel(Channel):
     """One end: reads one pipe, writes the other."""
 
     def __init__(self, peer: str, inbound: _Pipe, outbound: _Pipe) -> None:
         super().__init__(peer)
         self.inbound, self.outbound = inbound, outbound
+        self._chunks: list[Buffer] = []  # written, not drained
 
     async def receive(self, view: memoryview, least: int) -> int:
         pipe, got = self.inbound, 0
@@ -70,17 +70,21 @@ class MemoryStream(Stream):
             if got >= least:
                 return got
             if pipe.ended is not None and not pipe.data:
-                raise LinkLost(self.peer, pipe.ended)
+                raise StreamLost(self.peer, pipe.ended)
             await pipe.wait()
 
-    async def write(self, chunks: Sequence[Buffer]) -> None:
+    def writelines(self, chunks: Iterable[Buffer]) -> None:
+        self._chunks.extend(chunks)
+
+    async def drain(self) -> None:
         pipe = self.outbound
+        chunks, self._chunks = self._chunks, []
         for chunk in chunks:
             view, done = memoryview(chunk), 0
             while done < len(view):
                 self._check()
                 if pipe.ended is not None:
-                    raise LinkLost(self.peer, pipe.ended)
+                    raise StreamLost(self.peer, pipe.ended)
                 room = pipe.limit_bytes - len(pipe.data)
                 if room <= 0:
                     await pipe.wait()
@@ -106,7 +110,6 @@ class MemoryStream(Stream):
     def abort(self, reason: str = CLOSED_HERE) -> None:
         if self.lost is None:
             self.lost = reason
-        self.start = self.end = 0
         self.inbound.end(CLOSED_BY_PEER)
         self.outbound.end(CLOSED_BY_PEER)
 
@@ -117,13 +120,13 @@ class MemoryStream(Stream):
 
 
 class MemoryLink(FramedLink):
-    """A link over a MemoryStream, with the faults that tests inject."""
+    """A link over a MemoryChannel, with the faults that tests inject."""
 
     __slots__ = ("_memory",)
 
-    def __init__(self, stream: MemoryStream) -> None:
-        super().__init__(stream)
-        self._memory = stream
+    def __init__(self, channel: MemoryChannel) -> None:
+        super().__init__(*channel.pair())
+        self._memory = channel
 
     def cut(self, *, after_bytes: int = 0) -> None:
         """Break the connection for both ends, once ``after_bytes`` more have been sent from this one."""
@@ -143,6 +146,6 @@ def memory_pair(
 ) -> tuple[MemoryLink, MemoryLink]:
     """Two connected links; ``names`` are theirs, so each has the other's as its ``peer``."""
     forth, back = _Pipe(limit_bytes), _Pipe(limit_bytes)
-    first = MemoryStream(names[1], inbound=back, outbound=forth)
-    second = MemoryStream(names[0], inbound=forth, outbound=back)
+    first = MemoryChannel(names[1], inbound=back, outbound=forth)
+    second = MemoryChannel(names[0], inbound=forth, outbound=back)
     return MemoryLink(first), MemoryLink(second)

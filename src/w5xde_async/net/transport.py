@@ -1,20 +1,20 @@
-"""The stream over an asyncio transport: TLS on every loop, and plain TCP where a loop watches no descriptors.
+"""The channel over an asyncio transport: TLS on every loop, and plain TCP where a loop watches no descriptors.
 
-The stream is itself the transport's ``BufferedProtocol`` and lends it the caller's own memory for payloads. It does
+The channel is itself the transport's ``BufferedProtocol`` and lends it the caller's own memory for payloads. It does
 not inherit asyncio's flow control mixin: uvloop would then ignore ``get_buffer``.
 
-``write`` hands over small pieces and waits until the transport's own buffer is empty before the next. On plain TCP
-that means the kernel has the bytes. Under TLS it means that they are encrypted, thus copied, and that no more than a
-piece of ciphertext waits outside the kernel; in both cases the caller may overwrite its buffers.
+Small pieces are handed over, each when the transport's own buffer is empty. On plain TCP that means that the kernel has
+the one before. Under TLS it means that it is encrypted, thus copied, and that no more than a piece of ciphertext waits
+outside the kernel; in both cases the caller may overwrite its buffers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
-from w5xde_async.errors import LinkLost
 from w5xde_async.net.stream import (
     CALL_BYTES,
     CLOSED_BY_PEER,
@@ -22,20 +22,20 @@ from w5xde_async.net.stream import (
     LINGER_S,
     READ_AHEAD_BYTES,
     TURN_BYTES,
-    Stream,
+    Channel,
+    StreamLost,
     ended_by,
 )
-from w5xde_async.net.tuning import Figures, figures
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["TransportStream"]
+__all__ = ["TransportChannel"]
 
 PIECE_BYTES = 256 * 1024
 #: A transport may push this much after it was told to pause (the proactor's read size).
 PUSH_BYTES = 64 * 1024
 
 
-class TransportStream(Stream, asyncio.BufferedProtocol):
+class TransportChannel(Channel, asyncio.BufferedProtocol):
     """Give it to ``create_connection`` or ``connect_accepted_socket`` as the protocol."""
 
     def __init__(self, peer: str) -> None:
@@ -45,126 +45,138 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
         self._gone = self._loop.create_future()
         self._tls = self._paused = False
         self._reading: asyncio.Future[None] | None = None
-        self._target: memoryview | None = None  # what is left of the caller's memory, lent to the transport
-        self._needed = 0
+        self._target: memoryview | None = None  # the caller's memory, lent to the transport
+        self._got = self._least = 0
+        self._pushed = memoryview(bytearray(READ_AHEAD_BYTES))  # what came while nobody was receiving
+        self._start = self._end = 0
+        self._pieces: deque[Buffer] = deque()
+        self._handed = 0  # bytes of the piece that the transport has
         self._writing: asyncio.Future[None] | None = None
 
     # -- what the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit it
-        tls = transport.get_extra_info("ssl_object")
-        self._tls = tls is not None
-        if tls is not None:
-            self.certificate = tls.getpeercert(binary_form=True) or b""
+        self._tls = transport.get_extra_info("ssl_object") is not None
         # asyncio's TLS compares with >=, its plain transports with >: both mean "anything unsent".
-        self._transport.set_write_buffer_limits(high=0 if tls is None else 1, low=0)
+        self._transport.set_write_buffer_limits(high=1 if self._tls else 0, low=0)
 
-    def figures(self) -> Figures | None:
-        sock = None if self.lost is not None else self._transport.get_extra_info("socket")
-        return None if sock is None else figures(sock)
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:
-            return self._target
+            return self._target[self._got :]
         if self.lost is not None:
-            return memoryview(bytearray(PUSH_BYTES))  # what still comes is dropped; what is read ahead stays
-        if self.start == self.end:
-            self.start = self.end = 0
-        return self.ahead[self.end :]
+            return memoryview(bytearray(PUSH_BYTES))  # what still comes is dropped; what is here already stays
+        if self._start == self._end:
+            self._start = self._end = 0
+        return self._pushed[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
         self.bytes_received += nbytes
         if self.lost is not None:
             return
-        if self._target is not None:
-            if nbytes < len(self._target):
-                self._target = self._target[nbytes:]
-                return
-            self._target = None
-        else:
-            self.end += nbytes
-            if READ_AHEAD_BYTES - self.end < PUSH_BYTES:
+        if self._target is None:
+            self._end += nbytes
+            if READ_AHEAD_BYTES - self._end < PUSH_BYTES:
                 self._transport.pause_reading()
                 self._paused = True
-            if self.end - self.start < self._needed:
-                return
+            return
+        self._got += nbytes
+        if self._got < self._least:
+            return
+        self._target = None
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 
     def eof_received(self) -> bool:
-        self._end(CLOSED_BY_PEER)
+        self._end_with(CLOSED_BY_PEER)
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(ended_by(exc) if isinstance(exc, OSError) else CLOSED_BY_PEER)
+        self._end_with(ended_by(exc) if isinstance(exc, OSError) else CLOSED_BY_PEER)
         if not self._gone.done():
             self._gone.set_result(None)
 
     def pause_writing(self) -> None:
-        pass  # ``write`` asks the transport itself
+        pass  # ``_push`` asks the transport itself
 
     def resume_writing(self) -> None:
-        if self._writing is not None and not self._writing.done():
-            self._writing.set_result(None)
+        self._push()
 
-    # -- what the link calls
+    # -- what the pair calls
 
     async def receive(self, view: memoryview, least: int) -> int:
-        assert least == len(view)
+        held = self._end - self._start
+        if held:
+            got = min(held, len(view))
+            view[:got] = self._pushed[self._start : self._start + got]
+            self._start += got
+            if got >= least:
+                return got
+        else:
+            got = 0
         self._check()
-        self.start = self.end = 0  # all taken, or we would not be here
-        self._target = view
-        try:
-            await self._wait_read()
-        finally:
-            self._target = None
-        return least
-
-    async def fill(self, num_bytes: int) -> None:
-        while self.end - self.start < num_bytes:
-            self._check()
-            self._compact(num_bytes)
-            self._needed = num_bytes
-            await self._wait_read()
-
-    async def _wait_read(self) -> None:
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
+        self._target, self._got, self._least = view, got, least
         self._reading = self._loop.create_future()
         try:
+            self._resume()
             await self._reading
         finally:
-            self._reading = None
+            self._reading = self._target = None
+        return self._got
 
-    async def write(self, chunks: Sequence[Buffer]) -> None:
-        self._check()
-        for piece in _pieces(chunks):
-            self._transport.write(piece)
-            while self.lost is None and self._transport.get_write_buffer_size():
-                self._writing = self._loop.create_future()
-                try:
-                    await self._writing
-                finally:
-                    self._writing = None
+    def writelines(self, chunks: Iterable[Buffer]) -> None:
+        if self.lost is not None:
+            return  # ``drain`` says so
+        self._pieces.extend(_in_pieces(chunks))
+        self._push()
+
+    async def drain(self) -> None:
+        while self._pieces or self._handed:
             self._check()
-            self.bytes_sent += len(piece)
-            self._turn += len(piece) + CALL_BYTES
+            self._writing = self._loop.create_future()
+            try:
+                await self._writing
+            finally:
+                self._writing = None
+        self._check()
+        if self._turn >= TURN_BYTES:
+            await self._yield_turn()
+
+    def _push(self) -> None:
+        """Hand over piece after piece, as long as the transport takes each at once."""
+        while self.lost is None and not self._transport.get_write_buffer_size():
+            self.bytes_sent += self._handed
+            self._handed = 0
+            if not self._pieces:
+                if self._writing is not None and not self._writing.done():
+                    self._writing.set_result(None)
+                return
             if self._turn >= TURN_BYTES:
-                await self._yield_turn()
+                self._loop.call_soon(self._push_on)
+                return
+            piece = self._pieces.popleft()
+            self._handed = len(piece)
+            self._turn += len(piece) + CALL_BYTES
+            self._transport.write(piece)
+
+    def _push_on(self) -> None:
+        self._turn = 0
+        self._push()
 
     async def aclose(self) -> None:
         if self._gone.done():
             return
         if self.lost is not None:
             self._transport.abort()
-        self._end(CLOSED_HERE)
         try:
             async with asyncio.timeout(LINGER_S):
-                if self._paused:
-                    self._paused = False
-                    self._transport.resume_reading()
+                if self._writing is None and self.lost is None:
+                    await self.drain()  # what was written and not drained
+                self._end_with(CLOSED_HERE)
+                self._resume()
                 if not self._tls:
                     self._transport.write_eof()  # the peer's end, in answer, closes the transport
                 else:
@@ -173,24 +185,30 @@ class TransportStream(Stream, asyncio.BufferedProtocol):
         except OSError:
             pass  # too slow, or the peer was faster
         finally:
-            self._transport.abort()
+            self.abort()
 
     def abort(self, reason: str = CLOSED_HERE) -> None:
-        self._end(reason)
-        self.start = self.end = 0
+        self._end_with(reason)
+        self._start = self._end = 0
         self._transport.abort()
 
-    def _end(self, reason: str) -> None:
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _end_with(self, reason: str) -> None:
         if self.lost is not None:
             return
         self.lost = reason
         self._target = None
+        self._pieces.clear()
         for waiting in (self._reading, self._writing):
             if waiting is not None and not waiting.done():
-                waiting.set_exception(LinkLost(self.peer, reason))
+                waiting.set_exception(StreamLost(self.peer, reason))
 
 
-def _pieces(chunks: Sequence[Buffer]) -> Iterator[Buffer]:
+def _in_pieces(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
     """The same bytes in pieces of PIECE_BYTES at most; neighbours that are small become one."""
     small: list[Buffer] = []
     held = 0

@@ -1,0 +1,160 @@
+"""The channel over a pair of asyncio's own: a Unix socket, a tunnel, a proxy, whatever an application is connected by.
+
+It copies: incoming bytes lie in asyncio's reader first, and asyncio's writer is given copies of outgoing ones, since
+its ``drain`` does not say that they have left. Both are bounded, by the reader's limit (twice 64 KiB, unless the
+application chose another) and by a piece more than the transport's high-water mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from w5xde_async.net.stream import (
+    CALL_BYTES,
+    CLOSED_BY_PEER,
+    CLOSED_HERE,
+    LINGER_S,
+    TURN_BYTES,
+    Channel,
+    Reader,
+    StreamLost,
+    Writer,
+    ended_by,
+)
+from w5xde_async.wire.frame import Buffer
+
+__all__ = ["StockChannel", "our_pair", "peer_of"]
+
+PIECE_BYTES = 64 * 1024
+
+
+def our_pair(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Reader, Writer]:
+    """The pair itself where it is ours, else one of ours over it."""
+    if isinstance(reader, Reader) and isinstance(writer, Writer):
+        return reader, writer
+    return StockChannel(reader, writer).pair()
+
+
+def peer_of(writer: asyncio.StreamWriter) -> str:
+    """The other end's address, for people: ``host:port``, or the path of a Unix socket."""
+    for name in ("peername", "sockname"):  # whoever connects to a Unix socket has no name, but the socket has
+        address = writer.get_extra_info(name)
+        if isinstance(address, tuple) and len(address) >= 2:
+            host, port = address[:2]
+            return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+        if isinstance(address, str) and address:
+            return f"unix:{address}"
+    return "a connection without an address"
+
+
+class StockChannel(Channel):
+    """Over a connected pair, which it owns from now on."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(peer_of(writer))
+        self._reader, self._writer = reader, writer
+        self._chunks: list[Buffer] = []
+        self._busy = 0  # receives and drains under way
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._writer.get_extra_info(name, default)
+
+    async def receive(self, view: memoryview, least: int) -> int:
+        got = 0
+        self._busy += 1
+        try:
+            while got < least:
+                self._check()
+                data = await self._reader.read(len(view) - got)
+                self._check()
+                if not data:
+                    raise StreamLost(self.peer, CLOSED_BY_PEER)
+                view[got : got + len(data)] = data
+                got += len(data)
+                self.bytes_received += len(data)
+                self._turn += len(data) + CALL_BYTES
+                if self._turn >= TURN_BYTES:
+                    await self._yield_turn()
+        except StreamLost:
+            raise
+        except OSError as error:
+            self._check()
+            raise StreamLost(self.peer, ended_by(error)) from None
+        finally:
+            self._busy -= 1
+        return got
+
+    def writelines(self, chunks: Iterable[Buffer]) -> None:
+        self._chunks.extend(chunks)
+
+    async def drain(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        self._busy += 1
+        try:
+            self._check()
+            for piece in _copied(chunks):
+                self._writer.write(piece)
+                await self._writer.drain()
+                self._check()
+                self.bytes_sent += len(piece)
+                self._turn += len(piece) + CALL_BYTES
+                if self._turn >= TURN_BYTES:
+                    await self._yield_turn()
+        except StreamLost:
+            raise
+        except OSError as error:
+            self._check()
+            raise StreamLost(self.peer, ended_by(error)) from None
+        finally:
+            self._busy -= 1
+
+    async def aclose(self) -> None:
+        if self.lost is not None:
+            return
+        try:
+            async with asyncio.timeout(LINGER_S):
+                busy = self._busy > 0
+                if not busy:
+                    await self.drain()
+                self.lost = CLOSED_HERE
+                if not busy:
+                    await self._say_goodbye()
+        except OSError:
+            pass  # too slow, or the peer was faster
+        finally:
+            self.abort()
+
+    async def _say_goodbye(self) -> None:
+        """Until the peer's end: closing over unread bytes would reset what it has not read yet."""
+        if self._writer.can_write_eof():
+            self._writer.write_eof()
+            while await self._reader.read(PIECE_BYTES):
+                pass
+        self._writer.close()
+        await self._writer.wait_closed()
+
+    def abort(self, reason: str = CLOSED_HERE) -> None:
+        self.lost = self.lost or reason
+        self._chunks.clear()
+        self._writer.transport.abort()
+
+
+def _copied(chunks: Iterable[Buffer]) -> Iterable[bytes]:
+    """The same bytes in pieces of PIECE_BYTES at most, in memory of their own; neighbours that are small become one."""
+    small: list[Buffer] = []
+    held = 0
+    for chunk in chunks:
+        if small and held + len(chunk) > PIECE_BYTES:
+            yield b"".join(small)
+            small, held = [], 0
+        if len(chunk) <= PIECE_BYTES:
+            small.append(chunk)
+            held += len(chunk)
+            continue
+        with memoryview(chunk) as view:
+            for start in range(0, len(view), PIECE_BYTES):
+                yield bytes(view[start : start + PIECE_BYTES])
+    if held:
+        yield b"".join(small)
