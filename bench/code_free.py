@@ -212,8 +212,8 @@ def work(reply: Reply, *, port: int, job: str, options: dict[str, Any], sandbox:
 
 
 def _leases_done(worker: Worker) -> int:
-    serving = worker._serving
-    return worker.leases_done + (0 if serving is None else serving.leases_done)
+    leases = None if worker._connection is None else worker._connection.leases
+    return worker.leases_done + (0 if leases is None else leases.num_done)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus, Event, StepCommitted
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Bye, Done, Lease, Message, Params, Ready, Result
-from w5xde_async.worker.handshake import join
+from w5xde_async.worker.connection.handshake import join
 
 JOBS = {"1k7": ("tiny", 32), "2m7": ("mlp", 1), "43m6": ("gpt", 1)}
 MEMBERS = {"1k7": (2, 16, 64, 256), "2m7": (2, 16, 64, 256), "43m6": (2, 8)}

@@ -68,7 +68,7 @@ from w5xde_async.wire.messages import (
     VerdictCode,
     Welcome,
 )
-from w5xde_async.worker.connection import Serving
+from w5xde_async.worker.connection.connection import Connection
 from w5xde_async.worker.service import Departure, RunFailed, Worker
 
 _M = TypeVar("_M", bound=Message)
@@ -588,8 +588,8 @@ async def test_a_worker_whose_link_breaks_comes_back() -> None:
         task = asyncio.create_task(worker.run())
         for times in (1, 2):
             await events.until(StepCommitted, 4 * times)
-            assert worker._serving is not None
-            worker._serving.link.abort()
+            assert worker._connection is not None
+            worker._connection.link.abort()
             await events.until(WorkerLeft, times)
         result = await coordinator.wait()
         assert await task is Departure.FINISHED
@@ -598,14 +598,14 @@ async def test_a_worker_whose_link_breaks_comes_back() -> None:
 
 
 async def test_a_worker_whose_links_are_in_vain_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve, lost, pauses = Serving.run, iter(range(3)), []
+    serve, lost, pauses = Connection.run, iter(range(3)), []
 
-    async def unlucky(self: Serving, prepare: Any) -> Departure | None:
+    async def unlucky(self: Connection, prepare: Any) -> Departure | None:
         if next(lost, None) is not None:
             raise LinkLost("", "planted")
         return await serve(self, prepare)
 
-    monkeypatch.setattr(Serving, "run", unlucky)
+    monkeypatch.setattr(Connection, "run", unlucky)
     monkeypatch.setattr("w5xde_async.worker.service._pause_s", lambda in_vain: pauses.append(in_vain) or 0.0)
     async with started() as coordinator:
         await finish(coordinator)
@@ -613,9 +613,9 @@ async def test_a_worker_whose_links_are_in_vain_waits_longer_each_time(monkeypat
 
 
 async def test_a_link_that_ended_with_its_coordinator_was_not_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve, lost, pauses = Serving.run, iter(range(1, 6)), []
+    serve, lost, pauses = Connection.run, iter(range(1, 6)), []
 
-    async def unlucky(self: Serving, prepare: Any) -> Departure | None:
+    async def unlucky(self: Connection, prepare: Any) -> Departure | None:
         number = next(lost, 0)
         if not number:
             return await serve(self, prepare)
@@ -623,7 +623,7 @@ async def test_a_link_that_ended_with_its_coordinator_was_not_in_vain(monkeypatc
             worker._terms = dict.fromkeys(worker._terms, 0)
         raise LinkLost("", "planted")
 
-    monkeypatch.setattr(Serving, "run", unlucky)
+    monkeypatch.setattr(Connection, "run", unlucky)
     monkeypatch.setattr("w5xde_async.worker.service._pause_s", lambda in_vain: pauses.append(in_vain) or 0.0)
     async with started() as coordinator:
         worker = Worker(coordinator.address, job=tiny(), config=QUICK_WORKER)

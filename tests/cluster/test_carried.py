@@ -1,7 +1,7 @@
 """Coordinator and replica agree about which steps are in a Delta, in whatever order things happen.
 
-A worker's replica is a set of steps here: those that it has made since it began. It begins anew as ``worker.replicas``
-says. No links and no tensors that matter; time passes when a test says so.
+A worker's replica is a set of steps here: those that it has made since it began. It begins anew as
+``worker.executors.replicas`` says. No links and no tensors that matter; time passes when a test says so.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from w5xde_async.wire.messages import (
     Proof,
     Refusal,
 )
-from w5xde_async.worker.handshake import join
+from w5xde_async.worker.connection.handshake import join
 from w5xde_async.worker.service import Departure, Worker
 
 

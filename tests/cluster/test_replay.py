@@ -18,7 +18,7 @@ from w5xde_async.net.endpoint import connect
 from w5xde_async.net.memory import memory_pair
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header, encode
 from w5xde_async.wire.messages import Bye, Done, Drain, Heartbeat, Hello, Lease, Params, Proof, Ready, Result
-from w5xde_async.worker.handshake import join
+from w5xde_async.worker.connection.handshake import join
 from w5xde_async.worker.service import Worker
 
 TOKEN = "the run's secret"

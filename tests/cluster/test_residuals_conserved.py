@@ -1,6 +1,6 @@
 """What lossy codecs leave out under the synchronous rule is neither lost nor counted twice, whatever becomes of leases.
 
-The coordinator is real. Workers encode with the real uplink, with gradients that the test knows, and do at random what
+The coordinator is real. Workers encode with the real encoder, with gradients that the test knows, and do at random what
 workers do: send a bucket, say DONE or FAILED, answer REVOKE, lose their link in the middle and come back, drain. Once
 every step is committed,
 
@@ -18,6 +18,7 @@ from tests.support.scripted import LEAVES, Run, Scripted, scripted, settle
 from torch import Tensor
 
 from w5xde_async.codecs.registry import codec
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
@@ -35,7 +36,7 @@ from w5xde_async.wire.messages import (
     Verdict,
     VerdictCode,
 )
-from w5xde_async.worker.result_encoder import Uplink
+from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 STEPS = 6
 CODEC = "int4"  # leaves much out, and its residuals do not decay
@@ -53,7 +54,8 @@ class Lossy:
     def __init__(self, run: Run, name: str, said: dict[str, int]) -> None:
         self.run, self.name, self.said = run, name, said
         layout = run.prepared.layout
-        self.uplink = Uplink(layout, codec(CODEC), feedback=True)
+        self._layout = layout
+        self.encoder = ResultEncoder(layout, codec(CODEC), feedback=True)
         self._sizes = [bucket.numel for bucket in layout.result_buckets]
         self.worker: Scripted | None = None
 
@@ -66,7 +68,7 @@ class Lossy:
         self._sent = 0
         self._void = False
         fingerprint = run.prepared.layout.fingerprint
-        await worker.link.send(encode(Ready(fingerprint, "cpu", "test", 1, "0", self.uplink.awaited)))
+        await worker.link.send(encode(Ready(fingerprint, "cpu", "test", 1, "0", self.encoder.awaited)))
         run.task(worker._read())
         await settle()
 
@@ -82,7 +84,7 @@ class Lossy:
                 self._version = message.version
                 self._leases = {n: lease for n, lease in self._leases.items() if lease.version >= message.version}
             elif isinstance(message, Verdict):
-                self.uplink.settle(message.leases, message.code, message.buckets)
+                self.encoder.settle(message.leases, message.code, message.buckets)
                 self.said["partly"] += bool(message.buckets)
                 self.said[VerdictCode(message.code).name] += 1
             elif isinstance(message, Revoke):
@@ -92,7 +94,7 @@ class Lossy:
                 elif self._at is not None and self._at.lease == message.lease:
                     self._void = True
             elif isinstance(message, Bye):
-                assert not self.uplink.awaited, "it was sent away before it knew what to keep"
+                assert not self.encoder.awaited, "it was sent away before it knew what to keep"
                 self.said["drained"] += 1
                 await self._gone()
                 return
@@ -118,7 +120,7 @@ class Lossy:
                 message = worker.seen[self._seen]
                 self._seen += 1
                 if isinstance(message, Verdict) and random.Random(self._seen).random() < 0.5:
-                    self.uplink.settle(message.leases, message.code, message.buckets)
+                    self.encoder.settle(message.leases, message.code, message.buckets)
             await self._gone()
         elif kind == "drain":
             member = self.run.training.membership.members[self.name]
@@ -129,7 +131,7 @@ class Lossy:
             ready = [lease for lease in self._leases.values() if lease.version == self._version]
             if ready:
                 self._at, self._sent, self._void = self._leases.pop(ready[0].lease), 0, False
-                self.uplink.begin()
+                self.encoder.begin()
         elif kind == "fail":
             self.said["failed"] += bool(self._sent)
             lease, self._at = self._at, None
@@ -149,8 +151,9 @@ class Lossy:
         bucket = self._sent
         leaves = range(lease.start, lease.start + len(lease.samples))
         values = sum((gradient(lease.step, leaf, bucket, self._sizes[bucket]) for leaf in leaves), torch.zeros(()))
-        coded = self.uplink.encode(lease.lease, bucket, values)
-        assert coded is not None
+        vector = ResultVector(self._layout)
+        vector.buckets[bucket].copy_(values)
+        coded = self.encoder.encode(lease.lease, bucket, vector)
         self._sent += 1
         if not self._void:
             await worker.link.send(encode(Result(lease.lease, bucket), [(coded.spec, coded.data)]))
@@ -176,7 +179,7 @@ async def run_to_the_end(run: Run, chance: random.Random, said: dict[str, int]) 
             await worker.go_on(worker._at, worker.worker)
         await settle()
         await worker.listen()
-        assert not worker.uplink.awaited
+        assert not worker.encoder.awaited
     return workers
 
 
@@ -199,7 +202,7 @@ async def test_nothing_is_lost_and_nothing_counts_twice(seed: int, judged: bool)
             applied = (start.bucket(bucket) - state.bucket(bucket)) * LEAVES
             left_out = torch.zeros_like(applied)
             for worker in workers:
-                feedback = worker.uplink.feedback
+                feedback = worker.encoder.feedback
                 assert feedback is not None
                 residual = feedback.residual(number)
                 left_out += 0 if residual is None else residual

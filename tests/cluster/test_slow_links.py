@@ -26,7 +26,8 @@ from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.telemetry.events import Event, StepCommitted
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.config import UpdateConfig
-from w5xde_async.worker.delta_inbox import PieceVersion, Published
+from w5xde_async.worker.executors.executor import Version
+from w5xde_async.worker.executors.published import Published
 from w5xde_async.worker.service import Worker
 
 COMMITS_A_MODEL = 5
@@ -111,7 +112,7 @@ class Watch:
             assert self.published.setdefault(version, digest(downlink._published)) == digest(downlink._published)
             send_lacking(downlink, sessions, version, pieces)
 
-        def applied(published: Published, version: PieceVersion) -> None:
+        def applied(published: Published, version: Version) -> None:
             apply(published, version)
             self.held.append((version.number, digest(published.state)))
 

@@ -22,7 +22,7 @@ from w5xde_async.job import Job
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovRule
 from w5xde_async.updates.outer import Contribution, OuterRule
-from w5xde_async.worker.replicas import SteppingReplica
+from w5xde_async.worker.executors.replicas import SteppingReplica
 from w5xde_async.worker.service import Departure, Worker
 
 STEPS, BATCH, RATE = 24, 4, 0.5

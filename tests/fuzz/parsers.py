@@ -54,7 +54,7 @@ def frames() -> None:
 def texts() -> None:
     import torch  # noqa: F401  (first, so that it is not instrumented)
 
-    parsers = ["params.layout", "compute.batch", "compute.inner", "worker.replicas"]
+    parsers = ["params.layout", "compute.batch", "compute.inner", "worker.executors.replicas"]
     with atheris.instrument_imports(include=[f"w5xde_async.{name}" for name in parsers]):
         from tests.fuzz.text_targets import SEEDS, mutated, text
     by_tree(text, mutated, SEEDS)

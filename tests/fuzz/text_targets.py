@@ -16,7 +16,7 @@ from w5xde_async.compute.batch import flatten, leaves_of
 from w5xde_async.compute.inner import build_inner, describe_inner
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import Layout
-from w5xde_async.worker.replicas import _read_inner
+from w5xde_async.worker.executors.replicas import _read_inner
 
 __all__ = ["SEEDS", "mutated", "text"]
 

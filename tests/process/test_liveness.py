@@ -19,7 +19,7 @@ from w5xde_async.net.endpoint import connect
 from w5xde_async.net.link import Link
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat, Ready
-from w5xde_async.worker.handshake import join
+from w5xde_async.worker.connection.handshake import join
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(200)]
 

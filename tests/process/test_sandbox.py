@@ -136,7 +136,7 @@ async def test_a_child_that_somebody_kills_ends_the_lease_and_not_the_worker() -
     async with Coordinator(job, config=settings(code_free=True, max_time_s=100.0)) as coordinator:
         worker = Worker(coordinator.address, config=SANDBOXED)
         running = asyncio.create_task(worker.run())
-        while not (worker._serving and worker._serving.leases_done):  # noqa: ASYNC110 (a worker tells nobody)
+        while not (worker._connection and worker._connection.leases and worker._connection.leases.num_done):  # noqa: ASYNC110 (a worker tells nobody)
             await asyncio.sleep(0.01)
         assert isinstance(worker._engine, Sandboxed)
         os.kill(worker._engine._sandbox.pid, signal.SIGKILL)

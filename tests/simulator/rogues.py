@@ -13,7 +13,7 @@ from w5xde_async.net.link import Link
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat, Ready
-from w5xde_async.worker.handshake import join
+from w5xde_async.worker.connection.handshake import join
 
 if TYPE_CHECKING:
     from tests.simulator.cluster import Cluster

@@ -39,7 +39,7 @@ from w5xde_async.telemetry.events import (
     Bus,
 )
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.connection import Departure, RunFailed
+from w5xde_async.worker.connection.connection import Departure, RunFailed
 from w5xde_async.worker.service import Worker
 
 __all__ = ["BOUND_S", "Outcome", "Violation", "World", "simulate"]

@@ -25,7 +25,7 @@ from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus, Event
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import Bye, Done, Heartbeat, Lease, Message, Params, Ready, Result, Revoke, Welcome
-from w5xde_async.worker.handshake import join
+from w5xde_async.worker.connection.handshake import join
 
 _M = TypeVar("_M", bound=Message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tests.support.jobs import mlp_sgd
 
+from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.engine import Engine
 from w5xde_async.errors import LinkLost, RemoteError, UsageError
@@ -32,11 +34,14 @@ from w5xde_async.wire.messages import (
     VerdictCode,
     Welcome,
 )
-from w5xde_async.worker.coded_connection import CodedServing
-from w5xde_async.worker.connection import Departure, Serving
-from w5xde_async.worker.inbox import HeldLease
-from w5xde_async.worker.result_encoder import Uplink
+from w5xde_async.worker.connection.compute_queue import ComputeThread
+from w5xde_async.worker.connection.connection import Connection, Departure
+from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.executors.coded import CodedExecutor
+from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor
+from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.service import _LONGEST_PAUSE_S, _pause_s
+from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 
 class Held(Executor):
@@ -59,8 +64,8 @@ class Held(Executor):
 class Coordinator:
     """The other end."""
 
-    def __init__(self, link: MemoryLink, serving: Serving, engine: Engine, compute: Held) -> None:
-        self.link, self.serving, self.engine, self.compute = link, serving, engine, compute
+    def __init__(self, link: MemoryLink, connection: Connection, engine: Engine, compute: Held) -> None:
+        self.link, self.connection, self.engine, self.compute = link, connection, engine, compute
         self.seen: list[Message] = []
         link.caps = SESSION_CAPS
 
@@ -103,12 +108,22 @@ class Coordinator:
 
     @property
     def held_bytes(self) -> int:
-        return self.serving._inbox.held_bytes
+        return self.leases.held_bytes
+
+    @property
+    def leases(self) -> Leases:
+        assert self.connection.leases is not None
+        return self.connection.leases
 
 
 @asynccontextmanager
 async def served(
-    *, coded: bool = False, update: str = "sync", limit: int = 1 << 30, ends: type[BaseException] | None = None
+    *,
+    coded: bool = False,
+    update: str = "sync",
+    limit: int = 1 << 30,
+    ends: type[BaseException] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Coordinator]:
     """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through."""
     near, far = memory_pair()
@@ -117,17 +132,17 @@ async def served(
     layout, compute = engine.layout, Held()
     welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, layout.fingerprint, 1e6, 2e6)
     welcome = replace(welcome, update=update)
-    serving = (CodedServing if coded else Serving)(near, welcome, compute, memory_limit_bytes=limit, inline_s=0.0)
-    if isinstance(serving, CodedServing):
-        from w5xde_async.codecs.registry import codec
+    connection = Connection(near, welcome, ComputeThread(pool=compute, clock=clock))
 
-        serving.uplink = Uplink(layout, codec("raw"), feedback=False)
+    async def prepare(*_: Any) -> tuple[LeaseExecutor, Ready]:
+        executor: LeaseExecutor = InPlaceExecutor(engine, capacity_bytes=limit)
+        if coded:
+            encoder = ResultEncoder(layout, codec("raw"), feedback=False)
+            executor = CodedExecutor(engine, welcome, b"", encoder, capacity_bytes=limit)
+        return executor, Ready(layout.fingerprint, "cpu", "test", 1, "0")
 
-    async def prepare() -> tuple[Engine, Ready]:
-        return engine, Ready(layout.fingerprint, "cpu", "test", 1, "0")
-
-    running = asyncio.create_task(serving.run(prepare))
-    made = Coordinator(far, serving, engine, compute)
+    running = asyncio.create_task(connection.run(prepare))
+    made = Coordinator(far, connection, engine, compute)
     reading = asyncio.create_task(made.read())
     await made.settle()
     try:
@@ -230,7 +245,7 @@ async def test_applied_leases_are_counted() -> None:
         await coordinator.say(Verdict((1, 2), VerdictCode.APPLIED, ""))
         await coordinator.say(Verdict((3,), VerdictCode.STALE, ""))
         await coordinator.settle()
-        assert (coordinator.serving.leases_applied, coordinator.serving.leases_stale) == (2, 1)
+        assert (coordinator.leases.num_applied, coordinator.leases.num_stale) == (2, 1)
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -238,9 +253,10 @@ async def test_after_standing_still_it_reads_what_came_before_it_goes_on(
     coded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, now = asyncio.get_running_loop(), 0.0
-    async with served(coded=coded) as coordinator:
-        monkeypatch.setattr(coordinator.serving, "_clock", lambda: now)
-        monkeypatch.setattr("w5xde_async.worker.connection._LISTEN_S", 0.5)  # however busy this machine is
+    async with served(coded=coded, clock=lambda: now) as coordinator:
+        monkeypatch.setattr(
+            "w5xde_async.worker.connection.compute_queue._LISTEN_S", 0.5
+        )  # however busy this machine is
         compute = type(coordinator.engine).compute
 
         def stopped(engine: Engine, *arguments: Any) -> Any:
@@ -268,13 +284,13 @@ async def test_after_standing_still_it_reads_what_came_before_it_goes_on(
         assert not done[3]  # never begun
         await coordinator.say(Verdict((2, 3), VerdictCode.STALE, "it took too long"))
         await coordinator.settle()
-        assert coordinator.serving.leases_stale == 1
+        assert coordinator.leases.num_stale == 1
         coordinator.compute.let_go()
 
 
 async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() -> None:
     async with served() as coordinator:
-        queue = coordinator.serving._queue
+        queue = coordinator.leases._queue._items
 
         class Taking:
             """A lease; looking at it lets the compute thread take another."""
@@ -289,8 +305,8 @@ async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() ->
 
         for number in range(3):
             queue.append(HeldLease(Taking(number), (), 0))  # type: ignore[arg-type]
-        coordinator.serving._revoke(2)
-        assert coordinator.serving._revoked == {2}
+        coordinator.leases.revoke(Revoke(2, ""))
+        assert coordinator.leases.is_revoked(2)
         assert not queue
 
 

@@ -19,7 +19,8 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, decode_header
 from w5xde_async.wire.messages import Params
-from w5xde_async.worker.delta_inbox import PieceInbox, PieceVersion, Published
+from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.executors.published import DeltaReceiver, Published
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), bucket_bytes=4096)
 TRAINED = [bucket.index for bucket in LAYOUT.buckets if LAYOUT.groups[bucket.group].role == "grad"]
@@ -36,8 +37,9 @@ class Worker:
     def __post_init__(self) -> None:
         self.outbox = self
         self.waiting: deque[tuple[list[Any], Callable[[], None], int]] = deque()
-        self.inbox = PieceInbox(LAYOUT, codec("int4"), FlatState(LAYOUT), 1 << 20, exact=False)
-        self.inbox.allow(codec("lz4"))
+        receiver = DeltaReceiver(LAYOUT, codec("int4"))
+        receiver.allow(codec("lz4"))
+        self.inbox = Inbox(receiver, 1 << 20, exact=False)
         self.published = Published(LAYOUT)
 
     @property
@@ -58,7 +60,7 @@ class Worker:
                 view[:] = memoryview(data).cast("B")
             whole = self.inbox.params(message)
             if whole is not None:
-                self.published.apply(whole)  # type: ignore[arg-type]
+                self.published.apply(whole)
             sent()
 
     def pass_all(self) -> None:
@@ -260,8 +262,8 @@ def test_what_overtaken_versions_brought_does_not_pile_up() -> None:
         inbox.place_params(message, (spec,))
         whole = inbox.params(message)
         assert (whole is None) == (version < 100)
-    assert isinstance(whole, PieceVersion)
-    assert len(whole.pieces) == 1
+    assert whole is not None
+    assert len(whole.updates) == 1
 
 
 def test_deltas_without_their_version_are_refused() -> None:

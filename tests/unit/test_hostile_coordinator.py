@@ -22,9 +22,11 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import DTYPE_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode
 from w5xde_async.wire.messages import PROTOCOL_VERSION, Accepted, Challenge, Introduction, Lease, Params, Proof, Welcome
-from w5xde_async.worker.delta_inbox import PieceInbox
-from w5xde_async.worker.handshake import join
-from w5xde_async.worker.inbox import Inbox
+from w5xde_async.worker.connection.handshake import join
+from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.executors.executor import ParameterReceiver
+from w5xde_async.worker.executors.in_place import InPlaceReceiver
+from w5xde_async.worker.executors.published import DeltaReceiver
 
 LAYOUT = Layout.of(nn.Linear(8, 4), bucket_bytes=64)
 LIMIT = 1 << 20
@@ -67,9 +69,11 @@ params = st.builds(Params, st.integers(0, 3), numbers, st.integers(0, 3) | numbe
 
 
 @given(st.booleans(), st.lists(st.tuples(leases | params, st.lists(raw_specs, max_size=2)), max_size=6))
-def test_any_leases_and_parameters_are_held_or_refused(pieces: bool, frames: list[Any]) -> None:
-    state = FlatState(LAYOUT)
-    inbox = PieceInbox(LAYOUT, codec("int8"), state, LIMIT, exact=True) if pieces else Inbox(LAYOUT, state, LIMIT)
+def test_any_leases_and_parameters_are_held_or_refused(deltas: bool, frames: list[Any]) -> None:
+    receiver: ParameterReceiver = InPlaceReceiver(LAYOUT, FlatState(LAYOUT))
+    if deltas:
+        receiver = DeltaReceiver(LAYOUT, codec("int8"))
+    inbox = Inbox(receiver, LIMIT, exact=True)
     with suppress(RemoteError):
         for message, raws in frames:
             specs = parsed(message, raws)

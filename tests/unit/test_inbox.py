@@ -10,14 +10,15 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease, Params
-from w5xde_async.worker.inbox import Inbox
+from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.executors.in_place import InPlaceReceiver
 
 ROW = BufferSpec("", "float32", (2, 4), "raw", 32)
 
 
 def inbox(limit: int = 1 << 20) -> Inbox:
     layout = Layout.of(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), bucket_bytes=4096)
-    return Inbox(layout, FlatState(layout), limit)
+    return Inbox(InPlaceReceiver(layout, FlatState(layout)), limit, exact=True)
 
 
 def lease(number: int, version: int) -> Lease:

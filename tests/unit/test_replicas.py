@@ -16,8 +16,8 @@ from w5xde_async.compute.inner import describe_inner
 from w5xde_async.job import Job
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.wire.messages import VerdictCode
-from w5xde_async.worker.delta_inbox import Published
-from w5xde_async.worker.replicas import SteppingReplica
+from w5xde_async.worker.executors.published import Published
+from w5xde_async.worker.executors.replicas import SteppingReplica
 
 APPLIED, STALE, REJECTED = VerdictCode.APPLIED, VerdictCode.STALE, VerdictCode.REJECTED
 RATE = 0.5

@@ -9,34 +9,38 @@ import torch
 from torch import nn
 
 from w5xde_async.codecs.registry import codec
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import VerdictCode
-from w5xde_async.worker.residual_store import forget, keep, take_up
-from w5xde_async.worker.result_encoder import Uplink
+from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
+from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 
-def uplink(scale: float = 0.0) -> Uplink:
+def encoder(scale: float = 0.0) -> ResultEncoder:
     """A worker's, which has left something out where ``scale`` is given."""
-    made = Uplink(Layout.of(nn.Linear(8, 8, bias=False)), codec("topk:0.1"), feedback=True)
+    layout = Layout.of(nn.Linear(8, 8, bias=False))
+    made = ResultEncoder(layout, codec("topk:0.1"), feedback=True)
     if scale:
-        made.encode(1, 0, scale * torch.arange(64, dtype=torch.float32))
+        vector = ResultVector(layout)
+        vector.buckets[0].copy_(scale * torch.arange(64, dtype=torch.float32))
+        made.encode(1, 0, vector)
         made.settle([1], VerdictCode.APPLIED)
     return made
 
 
-def norm(of: Uplink) -> float:
+def norm(of: ResultEncoder) -> float:
     assert of.feedback is not None
     return of.feedback.norm()
 
 
 def leave(data_dir: Path, name: str, worker_id: str, scale: float, run_id: str = "run") -> float:
-    leaving = uplink(scale)
+    leaving = encoder(scale)
     keep(leaving, data_dir, run_id=run_id, name=name, worker_id=worker_id)
-    return norm(uplink(scale))
+    return norm(encoder(scale))
 
 
 def come(data_dir: Path, name: str, worker_id: str, run_id: str = "run") -> float:
-    coming = uplink()
+    coming = encoder()
     take_up(coming, data_dir, run_id=run_id, name=name, worker_id=worker_id)
     return norm(coming)
 
@@ -89,6 +93,6 @@ def test_what_cannot_be_read_or_written_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "residual-run-a-aa.safetensors").write_bytes(b"nonsense")
     assert come(tmp_path, "a", "bb") == 0
     (tmp_path / "file").touch()
-    leaving = uplink(1.0)
+    leaving = encoder(1.0)
     keep(leaving, tmp_path / "file" / "kept", run_id="run", name="a", worker_id="aa")
     assert norm(leaving) == 0  # dropped, and said

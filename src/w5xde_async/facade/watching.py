@@ -15,7 +15,7 @@ from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.tuning import Figures
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, Caps, decode_header
 from w5xde_async.wire.messages import Done, Lease, Message, Result, Welcome
-from w5xde_async.worker.handshake import Joined
+from w5xde_async.worker.connection.handshake import Joined
 from w5xde_async.worker.service import Worker
 
 __all__ = ["Piece", "Traffic", "WatchedLink", "WatchedWorker"]

@@ -1,7 +1,7 @@
 """The worker: joins a run, computes what it is leased, leaves in good order.
 
 A guest in the caller's event loop: no signal handler, no loop policy. It owns the compute thread and the model; a
-connection (``serving``) comes and goes. A lost coordinator is looked for again, with jitter, under the same worker id,
+connection comes and goes. A lost coordinator is looked for again, with jitter, under the same worker id,
 and the model stays where it is meanwhile.
 """
 
@@ -46,17 +46,21 @@ from w5xde_async.job import Job
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import Invitation, check_strength
 from w5xde_async.net.link import Link
+from w5xde_async.net.outbox import Outbox
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.handshake import member_id
 from w5xde_async.wire.messages import Ready, Welcome
-from w5xde_async.worker.coded_connection import CodedServing
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.connection import Departure, RunFailed, Serving
-from w5xde_async.worker.handshake import Joined, fetch_program, join
-from w5xde_async.worker.residual_store import forget, keep, take_up
-from w5xde_async.worker.result_encoder import Uplink
+from w5xde_async.worker.connection.compute_queue import ComputeThread
+from w5xde_async.worker.connection.connection import Connection, Departure, RunFailed
+from w5xde_async.worker.connection.handshake import Joined, fetch_program, join
+from w5xde_async.worker.executors.coded import CodedExecutor
+from w5xde_async.worker.executors.executor import LeaseExecutor
+from w5xde_async.worker.executors.in_place import InPlaceExecutor
+from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
+from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 __all__ = ["Departure", "RunFailed", "Worker"]
 
@@ -127,11 +131,11 @@ class Worker:
         self._program: Program | None = None
         self._document: Document | None = None  # a program for the sandbox
         self._program_digest = b""
-        self._uplink: Uplink | None = None
+        self._encoder: ResultEncoder | None = None
         self._kept_in: Path | None = None
-        self._uplink_key: tuple[object, ...] = ()
+        self._encoder_key: tuple[object, ...] = ()
         self._compute = self._runtime.executor(1, "w5xde-compute")
-        self._serving: Serving | None = None
+        self._connection: Connection | None = None
         self._drain = ""
         self._joining: asyncio.Task[Joined] | None = None
         self._terms: dict[str, int] = {}  # run -> the highest term served
@@ -159,16 +163,16 @@ class Worker:
             while True:
                 departure = await self._one_connection()
                 if departure is not None:
-                    if departure is Departure.FINISHED and self._uplink is not None:
-                        self._uplink = None  # nobody has a use for what was left out any more
-                        await loop.run_in_executor(None, forget, self.config.data_dir, str(self._uplink_key[0]))
+                    if departure is Departure.FINISHED and self._encoder is not None:
+                        self._encoder = None  # nobody has a use for what was left out any more
+                        await loop.run_in_executor(None, forget, self.config.data_dir, str(self._encoder_key[0]))
                     self._kept_in = self.config.data_dir
                     return departure
         finally:
             if lifetime is not None:
                 lifetime.cancel()
-            if self._uplink is not None:
-                await loop.run_in_executor(None, partial(keep, self._uplink, self._kept_in, **self._whose()))
+            if self._encoder is not None:
+                await loop.run_in_executor(None, partial(keep, self._encoder, self._kept_in, **self._whose()))
             if self._engine is not None:
                 await loop.run_in_executor(self._compute, self._engine.close)
             if self._sandbox is not None:
@@ -204,8 +208,8 @@ class Worker:
         self._drain = self._drain or reason
         if self._joining is not None:
             self._joining.cancel()
-        if self._serving is not None:
-            self._serving.drain(self._drain, self.config.grace_s)
+        if self._connection is not None:
+            self._connection.drain(self._drain, self.config.grace_s)
 
     def _leaving(self) -> bool:
         return bool(self._drain)
@@ -232,21 +236,20 @@ class Worker:
             raise
         finally:
             self._joining = None
-        link, welcome, layout = joined.link, joined.welcome, joined.layout
+        link, welcome = joined.link, joined.welcome
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
         if self._terms.get(welcome.run_id) != welcome.term:
             self._in_vain = 0  # another coordinator: the link to the last one ended with it, through no fault of ours
         self._terms[welcome.run_id] = welcome.term
-        self._serving = serving = (Serving if _is_plain(welcome) else CodedServing)(
-            link, welcome, self._compute, memory_limit_bytes=self.config.memory_limit_bytes,
-            inline_s=0.0 if self._sandboxed else self.config.inline_block_s, parted=self.parted,
-            clock=self._runtime.clock, wait=self._runtime.wait,
+        inline_s = self.config.inline_block_s if _is_plain(welcome) and not self._sandboxed else 0.0
+        thread = ComputeThread(
+            pool=self._compute, inline_s=inline_s, clock=self._runtime.clock, wait=self._runtime.wait
         )  # fmt: skip
-        if isinstance(serving, CodedServing):
-            serving.inner = joined.inner
-            serving.uplink = self._uplink = await self._uplink_for(welcome, layout)
+        self._connection = connection = Connection(link, welcome, thread, parted=self.parted)
+        if self._leaving():  # asked to while the result of joining was on its way here
+            connection.drain(self._drain, self.config.grace_s)
         try:
-            return await serving.run(lambda: self._prepare(welcome, layout, serving))
+            return await connection.run(partial(self._prepare, joined))
         except ProgramRefused:
             raise  # the next attempt would get the same one
         except Refused as error:
@@ -254,7 +257,7 @@ class Worker:
         except LinkLost as error:
             if self._leaving():
                 return Departure.DRAINED
-            logger.warning("coordinator lost, connecting again reason=%s was_at=%s", error.reason, serving.heard)
+            logger.warning("coordinator lost, connecting again reason=%s was_at=%s", error.reason, connection.heard)
             self._in_vain += 1
             return None
         except RemoteError as error:
@@ -262,12 +265,13 @@ class Worker:
             self._in_vain += 1
             return None
         finally:
-            self._serving = None
-            self._heard = serving.heard or self._heard
-            if serving.leases_applied:
-                self._in_vain = 0
-            self.leases_done += serving.leases_done
-            self.leases_stale += serving.leases_stale
+            self._connection = None
+            self._heard = connection.heard or self._heard
+            if connection.leases is not None:
+                if connection.leases.num_applied:
+                    self._in_vain = 0
+                self.leases_done += connection.leases.num_done
+                self.leases_stale += connection.leases.num_stale
             await link.aclose()
 
     async def _join(self) -> Joined:
@@ -342,32 +346,35 @@ class Worker:
                 "it may want a certificate of this worker: --tls-cert and --tls-key",
             ) from None
 
-    async def _uplink_for(self, welcome: Welcome, layout: Layout) -> Uplink:
-        """The uplink of this run: kept over its links, with what it has left out."""
+    async def _encoder_for(self, welcome: Welcome, layout: Layout) -> ResultEncoder:
+        """The encoder of this run: kept over its links, with what it has left out."""
         key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
-        if self._uplink is not None and self._uplink_key == key:
-            self._uplink.change(codec(welcome.codec))
-            return self._uplink
-        self._uplink_key = key
-        uplink = Uplink(layout, codec(welcome.codec), feedback=welcome.feedback, clock=self._runtime.clock)
+        if self._encoder is not None and self._encoder_key == key:
+            self._encoder.change(codec(welcome.codec))
+            return self._encoder
+        self._encoder_key = key
+        self._encoder = encoder = ResultEncoder(
+            layout, codec(welcome.codec), feedback=welcome.feedback, clock=self._runtime.clock
+        )
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, partial(take_up, uplink, self.config.data_dir, **self._whose()))
-        return uplink
+        await loop.run_in_executor(None, partial(take_up, encoder, self.config.data_dir, **self._whose()))
+        return encoder
 
     def _whose(self) -> dict[str, str]:
-        return {"run_id": str(self._uplink_key[0]), "name": self.name, "worker_id": self.worker_id}
+        return {"run_id": str(self._encoder_key[0]), "name": self.name, "worker_id": self.worker_id}
 
     # -- the model -----------------------------------------------------------------------------------------
 
-    async def _prepare(self, welcome: Welcome, theirs: Layout, serving: Serving) -> tuple[Computing, Ready]:
+    async def _prepare(self, joined: Joined, link: Link, outbox: Outbox) -> tuple[LeaseExecutor, Ready]:
         """Build the model (or keep it) and compare it with the coordinator's.
 
         Raises Refused (MODEL_MISMATCH, NO_PROGRAM), ProgramRefused.
         """
+        welcome, theirs = joined.welcome, joined.layout
         if theirs.fingerprint != welcome.fingerprint:
             raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
         if self._job is None:
-            await self._fetch(serving, theirs)
+            await self._fetch(link, outbox, theirs)
         key = (
             welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate, welcome.bucket_bytes,
             self._program_digest, self._sandboxed and _is_plain(welcome),
@@ -392,16 +399,24 @@ class Worker:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
             torch.set_num_threads(threads)
-        # What left on the link before may have counted since: until the verdict is here nothing is known of it.
-        awaited = serving.uplink.awaited if isinstance(serving, CodedServing) else ()
-        return engine, Ready(
+        limit = self.config.memory_limit_bytes
+        awaited: tuple[int, ...] = ()
+        executor: LeaseExecutor
+        if _is_plain(welcome):
+            executor = InPlaceExecutor(engine, capacity_bytes=limit)
+        else:
+            encoder = await self._encoder_for(welcome, theirs)
+            # What left on the link before may have counted since: until the verdict is here nothing is known of it.
+            awaited = encoder.awaited
+            executor = CodedExecutor(engine, welcome, joined.inner, encoder, capacity_bytes=limit)
+        return executor, Ready(
             engine.layout.fingerprint, str(self._device), _device_name(self._device), threads, torch.__version__,
             awaited,
         )  # fmt: skip
 
-    async def _fetch(self, serving: Serving, layout: Layout) -> None:
+    async def _fetch(self, link: Link, outbox: Outbox, layout: Layout) -> None:
         """Have the coordinator's program, checked."""
-        digest, document = await fetch_program(serving.link, serving.outbox, self._program_digest)
+        digest, document = await fetch_program(link, outbox, self._program_digest)
         if document is not None:
             loop = asyncio.get_running_loop()
             if self._sandboxed:

@@ -20,8 +20,9 @@ from w5xde_async.plan.tree import Block, Frontier, Merge
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import Result
 from w5xde_async.worker import service as worker
-from w5xde_async.worker.connection import Serving
-from w5xde_async.worker.inbox import Inbox, Version
+from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.executors.executor import Version
 
 # -- leases ----------------------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ def _old_version(put: Put) -> None:
     def take(self: Inbox) -> list[Any]:
         if self.version < 0:
             return []
-        held, self._leases = list(self._leases.values()), {}
+        held, self._waiting = self._waiting, []
         return [
             dataclasses.replace(item, message=dataclasses.replace(item.message, version=self.version)) for item in held
         ]
@@ -301,14 +302,14 @@ def _old_version(put: Put) -> None:
 
 @bug("release-early", "a worker's result memory is reused before it is sent")
 def _release_early(put: Put) -> None:
-    real = Serving._send_done
+    real = Leases.done
 
-    def send_done(self: Serving, lease: int, outcome: Any, *rest: Any) -> None:
-        real(self, lease, outcome, *rest)
-        for vector in outcome.vectors:
+    def done(self: Leases, held: Any, computed: Any, wait_s: float) -> None:
+        real(self, held, computed, wait_s)
+        for vector in computed.vectors:
             vector.memory.fill_(0xFF)
 
-    put(Serving, "_send_done", send_done)
+    put(Leases, "done", done)
 
 
 @bug(

@@ -24,7 +24,7 @@ from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.wire.packed import unpack
-from w5xde_async.worker.delta_inbox import Published
+from w5xde_async.worker.executors.published import Published
 
 __all__ = ["FollowingReplica", "Replica", "SteppingReplica"]
 

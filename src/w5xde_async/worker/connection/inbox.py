@@ -1,24 +1,23 @@
 """What a worker holds: leases and versions, in the order in which they can be computed.
 
-Pure bookkeeping between the link's reader and the compute thread. A lease can be computed when its version is whole;
-one of an older version is void. Buffers are allocated only after header, layout and memory limit agree.
+Bookkeeping between the link's reader and the compute thread; it belongs to the event loop. A lease can be computed when
+its version is whole. Buffers are allocated only after header, layout and memory limit agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
-from w5xde_async.params.flat import FlatState, bytes_of
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Lease, Params
+from w5xde_async.wire.messages import Lease, Params, Submit
+from w5xde_async.worker.executors.executor import HeldLease, ParameterReceiver, Version
 
-__all__ = ["HeldLease", "Inbox", "OverMemoryLimit", "Version"]
+__all__ = ["Inbox", "OverMemoryLimit"]
 
 #: Samples of a lease that may be smaller than a byte each: what a lease says is what its computing takes.
 _SAMPLES_OF_NOTHING = 1 << 20
@@ -28,35 +27,21 @@ class OverMemoryLimit(FrameTooLarge):
     """A lease that this worker's own limit has no room for: the coordinator has done nothing wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    """A lease with its data in host memory."""
-
-    message: Lease
-    tensors: tuple[Tensor, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A version that has become whole; ``buckets`` came since the one before."""
-
-    number: int
-    loss_scale: float
-    buckets: tuple[int, ...]
-
-
 class Inbox:
-    """Leases and parameters as they come in."""
+    """Leases and parameters as they come in.
 
-    def __init__(self, layout: Layout, incoming: FlatState, memory_limit_bytes: int) -> None:
-        self._layout, self._incoming, self._limit = layout, incoming, memory_limit_bytes
+    ``exact``: a lease is computed at its very version, and one of an older version is void. Otherwise leases and
+    requests to submit are taken strictly in the order in which they came, at that version or any newer one.
+    """
+
+    def __init__(self, parameters: ParameterReceiver, limit_bytes: int, *, exact: bool) -> None:
+        self._parameters, self._limit, self._exact = parameters, limit_bytes, exact
         self.version = -1  # the newest whole one
         self._receiving = -1
         self._num_received = 0  # buckets of the version being received
         self._fresh: set[int] = set()  # buckets that came since the last whole version
-        self._pieces: list[Tensor] = []
-        self._leases: dict[int, HeldLease] = {}
+        self._batch: list[Tensor] = []  # of the lease being received
+        self._waiting: list[HeldLease | Submit] = []
         self._sizes: dict[int, int] = {}  # lease -> bytes of its batch, from its coming until it is done or void
 
     @property
@@ -66,23 +51,15 @@ class Inbox:
 
     @property
     def num_leases(self) -> int:
-        return len(self._leases)
+        return sum(isinstance(item, HeldLease) for item in self._waiting)
 
     def place_params(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
         """Where a bucket of parameters goes. Raises MalformedFrame where it is not the layout's."""
-        if message.bucket >= len(self._layout.buckets) or len(specs) != 1:
-            raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(self._layout.buckets)}")
-        bucket = self._layout.buckets[message.bucket]
-        dtype = str(self._layout.groups[bucket.group].dtype).removeprefix("torch.")
-        spec = specs[0]
-        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
-            raise MalformedFrame(
-                f"PARAMS bucket {message.bucket} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}"
-            )
-        return [self._incoming.bucket_bytes[message.bucket]]
+        return self._parameters.place(message, specs)
 
     def params(self, message: Params) -> Version | None:
         """A bucket has come (or none, where nothing changed). The version, once it is whole."""
+        self._parameters.arrived()
         if message.version != self._receiving:
             if message.version < self._receiving:
                 raise MalformedFrame(f"PARAMS of version {message.version} after version {self._receiving}")
@@ -95,7 +72,7 @@ class Inbox:
         # Buckets of a version that was overtaken before it was whole are not sent again: they count now.
         fresh, self._fresh = tuple(sorted(self._fresh)), set()
         self.version = message.version
-        return Version(message.version, message.loss_scale, fresh)
+        return Version(message.version, message.loss_scale, fresh, self._parameters.take())
 
     def place_lease(self, message: Lease, specs: Sequence[BufferSpec]) -> list[memoryview]:
         """Memory for a lease's batch. Raises OverMemoryLimit, MalformedFrame."""
@@ -104,11 +81,11 @@ class Inbox:
         total = sum(spec.nbytes for spec in specs)
         if total + self.held_bytes > self._limit:
             raise OverMemoryLimit("batches held", total + self.held_bytes, self._limit)
-        self._pieces = []
+        self._batch = []
         views = []
         for spec in specs:
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            self._pieces.append(tensor)
+            self._batch.append(tensor)
             views.append(bytes_of(tensor) if spec.nbytes else memoryview(bytearray()))
         return views
 
@@ -118,29 +95,42 @@ class Inbox:
             raise MalformedFrame("LEASE without samples")
         if message.lease in self._sizes:
             raise MalformedFrame(f"LEASE {message.lease} came twice")
-        pieces, self._pieces = tuple(self._pieces), []
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in pieces)
+        batch, self._batch = tuple(self._batch), []
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in batch)
         if sum(message.samples) > max(_SAMPLES_OF_NOTHING, nbytes + len(message.structure)):
             raise MalformedFrame(f"LEASE of {sum(message.samples)} samples in {nbytes} bytes")
-        self._leases[message.lease] = HeldLease(message, pieces, nbytes)
+        self._waiting.append(HeldLease(message, batch, nbytes))
         self._sizes[message.lease] = nbytes
+
+    def submit(self, message: Submit) -> None:
+        """Keep a request in its place among the leases."""
+        self._waiting.append(message)
 
     def revoke(self, lease: int) -> bool:
         """The lease is void. False where it has been taken already, or is not known."""
-        if self._leases.pop(lease, None) is None:
-            return False
-        self.end(lease)
-        return True
+        kept = [item for item in self._waiting if isinstance(item, Submit) or item.message.lease != lease]
+        revoked, self._waiting = len(kept) < len(self._waiting), kept
+        if revoked:
+            self.end(lease)
+        return revoked
 
     def end(self, lease: int) -> None:
         """A lease that was taken is done with: its batch does not count any more."""
         self._sizes.pop(lease, None)
 
-    def take(self) -> list[HeldLease]:
-        """Leases that can be computed now, oldest first; void ones are forgotten. ``end`` follows for each of them."""
-        ready = [held for held in self._leases.values() if held.message.version == self.version]
-        for held in self._leases.values():
-            if held.message.version < self.version:
-                self.end(held.message.lease)
-        self._leases = {n: held for n, held in self._leases.items() if held.message.version > self.version}
+    def take(self) -> list[HeldLease | Submit]:
+        """What can be done now, in order; void leases are forgotten. ``end`` follows for each lease."""
+        if self._exact:  # a lease of the next step does not hold up what is still to be done of this one
+            held = [item for item in self._waiting if isinstance(item, HeldLease)]
+            for item in held:
+                if item.message.version < self.version:
+                    self.end(item.message.lease)
+            self._waiting = [item for item in held if item.message.version > self.version]
+            return [item for item in held if item.message.version == self.version]
+        count = 0
+        for waiting in self._waiting:
+            if isinstance(waiting, HeldLease) and waiting.message.version > self.version:
+                break
+            count += 1
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
         return ready

@@ -9,34 +9,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
-
-from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Codec
 from w5xde_async.codecs.feedback import Dropped, Feedback, Outcome
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.forms import forms_of
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import VerdictCode
 
-__all__ = ["Coded", "Uplink"]
+__all__ = ["BucketResult", "ResultEncoder", "raw_specs"]
 
 
-class Coded(NamedTuple):
-    """One bucket, ready for a RESULT. ``sent`` is to be called when the bytes have left."""
+class BucketResult(NamedTuple):
+    """One bucket's result, ready for a RESULT. ``sent`` is to be called when the bytes have left or are dropped."""
 
+    bucket: int
     spec: BufferSpec
     data: Buffer
-    sent: Callable[[], None] | None
+    sent: Callable[[], None] | None = None
 
 
-class Uplink:
+def raw_specs(layout: Layout) -> list[BufferSpec]:
+    """How each result bucket travels as it lies in memory."""
+    return [
+        BufferSpec(
+            "",
+            str(layout.groups[bucket.group].result_dtype).removeprefix("torch."),
+            (bucket.numel,),
+            "raw",
+            layout.result_nbytes(bucket),
+        )
+        for bucket in layout.result_buckets
+    ]
+
+
+class ResultEncoder:
     """One worker's codec and what it has left out so far. Survives its links."""
 
     def __init__(self, layout: Layout, codec: Codec, *, feedback: bool, clock: Callable[[], float] = time.perf_counter):
         self.codec, self.pool = codec, BytePool()
-        self._forms = forms_of(layout)
+        self._forms, self._raw = forms_of(layout), raw_specs(layout)
         self._clock = clock
         self._wanted = feedback
         self._build()
@@ -69,10 +84,13 @@ class Uplink:
             residuals = {name: value for name, value in kept.items() if name.startswith("residual.")}
             self._feedback.load_state_dict(residuals | self._feedback.state_dict())
 
-    def encode(self, lease: int, bucket: int, values: Tensor) -> Coded | None:
-        """Encode one bucket, float32 in host memory. None for one that travels as it lies."""
+    def encode(self, lease: int, bucket: int, vector: ResultVector) -> BucketResult:
+        """One bucket of ``vector``, encoded; its values (in host memory) are not changed."""
         if bucket not in self._forms or self.codec.name == "raw":
-            return None
+            spec = self._raw[bucket]
+            self.raw_bytes += spec.nbytes
+            return BucketResult(bucket, spec, vector.bucket_bytes[bucket])
+        values = vector.buckets[bucket]
         began = self._clock()
         sent = None
         if self._feedback is not None:
@@ -80,12 +98,7 @@ class Uplink:
             self._keys.add(lease)
         else:
             encoded = self._encoders[bucket].encode(values, self.pool)
-            data = encoded.data
-
-            def give() -> None:
-                self.pool.give(data)
-
-            sent = give
+            sent = partial(self.pool.give, encoded.data)
         nbytes = encoded.data.numel()
         self.encode_s += self._clock() - began
         self.raw_bytes += 4 * values.numel()
@@ -93,7 +106,7 @@ class Uplink:
             spec = BufferSpec("", "float32", (values.numel(),), "raw", nbytes)
         else:
             spec = BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes)
-        return Coded(spec, encoded.view, sent)
+        return BucketResult(bucket, spec, encoded.view, sent)
 
     def settle(self, leases: Sequence[int], code: int, buckets: Sequence[int] = ()) -> None:
         """A verdict on results that have left. ``buckets``: those that counted, where not all did."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from w5xde_async.worker.result_encoder import Uplink
+from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 __all__ = ["forget", "keep", "take_up"]
 
@@ -27,10 +27,10 @@ _STALE_S = 14 * 86400.0
 _KEPT, _TAKEN = ".safetensors", ".taken"
 
 
-def keep(uplink: Uplink, data_dir: Path | None, *, run_id: str, name: str, worker_id: str) -> None:
+def keep(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name: str, worker_id: str) -> None:
     """The worker leaves: write what was left out, or say how much is dropped."""
-    uplink.cut()
-    feedback = uplink.feedback
+    encoder.cut()
+    feedback = encoder.feedback
     if feedback is None:
         return
     state = feedback.state_dict()
@@ -40,7 +40,7 @@ def keep(uplink: Uplink, data_dir: Path | None, *, run_id: str, name: str, worke
         try:
             data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             _sweep(data_dir)
-            save_file(state, str(partial), metadata={"codec": uplink.codec.name})
+            save_file(state, str(partial), metadata={"codec": encoder.codec.name})
             partial.chmod(0o600)  # what is left of gradients tells of the data
             partial.replace(path)
         except (OSError, SafetensorError) as error:  # the latter for a full disk
@@ -50,14 +50,14 @@ def keep(uplink: Uplink, data_dir: Path | None, *, run_id: str, name: str, worke
         else:
             logger.info("what the codec left out is kept path=%s", path)
             return
-    dropped = uplink.drop()
+    dropped = encoder.drop()
     if dropped.num_buckets:
         logger.warning("what the codec left out is dropped norm=%.4g buckets=%d", dropped.norm, dropped.num_buckets)
 
 
-def take_up(uplink: Uplink, data_dir: Path | None, *, run_id: str, name: str, worker_id: str) -> None:
+def take_up(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name: str, worker_id: str) -> None:
     """Go on from what an earlier worker kept, if one did."""
-    feedback = uplink.feedback
+    feedback = encoder.feedback
     if data_dir is None or feedback is None:
         return
     path = _take(data_dir, run_id, name, worker_id)

@@ -1,0 +1,1 @@
+"""One link to the coordinator: joining, what comes in, what goes out."""

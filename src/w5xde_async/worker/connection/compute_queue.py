@@ -1,0 +1,236 @@
+"""The queue between the event loop and the compute thread.
+
+The thread takes from the queue while there is anything in it, so that nothing waits for the loop between two blocks.
+Blocks that take less time than the way to a thread and back are computed on the loop itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.wire.messages import Retune, Submit, Verdict
+from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Version
+from w5xde_async.worker.uplink.result_encoder import BucketResult
+
+__all__ = ["Answers", "ComputeQueue", "ComputeThread", "Item"]
+
+_STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took before, and longer than that
+_LISTEN_S = 0.05  # for what came while the process stood still
+_IDLE = "waiting for work"
+
+Item = HeldLease | Version | Submit | Verdict | Retune
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeThread:
+    """The one thread that computes, and how time passes for it.
+
+    pool      one thread; it outlives connections
+    inline_s  blocks expected to take no longer are computed on the event loop; 0: none are
+    clock     as ``Runtime.clock``
+    wait      as ``Runtime.wait``
+    """
+
+    pool: Executor
+    inline_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
+
+
+class Answers(Protocol):
+    """What becomes of leases. All but ``is_revoked`` are called on the event loop."""
+
+    def is_revoked(self, lease: int) -> bool:
+        """Whether nobody waits for this lease any more. Any thread."""
+
+    def result(self, lease: int, result: BucketResult) -> None:
+        """One bucket is complete."""
+
+    def done(self, held: HeldLease, computed: Computed, wait_s: float) -> None:
+        """The whole block is."""
+
+    def submitted(self, asked: Submit, computed: Computed) -> None:
+        """What SUBMIT asked for."""
+
+    def failed(self, lease: int, error: LeafError) -> None:
+        """The job's code raised."""
+
+    def not_begun(self, lease: int) -> None:
+        """The lease was revoked in time."""
+
+    def void(self, lease: int) -> None:
+        """The lease's version has been replaced."""
+
+
+class ComputeQueue:
+    """Work for one executor, in order. All methods belong to the event loop.
+
+    ``on_failure`` is called on the loop with what an executor raised; nothing more should be put into the queue then.
+    """
+
+    def __init__(
+        self,
+        executor: LeaseExecutor,
+        thread: ComputeThread,
+        answers: Answers,
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._executor, self._thread, self._answers, self._on_failure = executor, thread, answers, on_failure
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._items: deque[Item] = deque()
+        self._running: asyncio.Future[None] | None = None
+        self._stopping = False
+        self._leaf_s = 0.0  # seconds a leaf, by the last block
+        self._idle_since = thread.clock()
+        self._ahead: set[int] = set()  # versions in the queue that were loaded before their turn, by id
+        self.activity = _IDLE  #: what the thread is doing, for people
+        self.computing = 0  #: the lease that the thread is at, or was at last
+
+    def put(self, items: Iterable[Item]) -> None:
+        """Queue these and see that the compute thread is at it."""
+        self._items.extend(items)
+        self._run()
+
+    def holds(self, lease: int) -> bool:
+        """Whether a lease is queued. Any copy is made in one piece, while the compute thread takes from the queue."""
+        return any(type(item) is HeldLease and item.message.lease == lease for item in self._items.copy())
+
+    def show(self, activity: str) -> None:
+        """Say this of the compute thread until it does something else."""
+        self.activity = activity
+
+    def stop(self) -> None:
+        """Begin no further block."""
+        self._stopping = True
+
+    async def aclose(self) -> None:
+        """Wait for the block under way: a thread cannot be cancelled, and the model is not ours until it ends."""
+        self.stop()
+        while self._running is not None:
+            await asyncio.wait([self._running])
+        unread = [item for item in self._items if type(item) is Verdict]
+        if unread:
+            await self._loop.run_in_executor(self._thread.pool, self._executor.settle_unread, unread)
+
+    # -- on the event loop -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if not self._items or self._running is not None or self._stopping:
+            return
+        if 0 < self._expected_s() <= self._thread.inline_s:
+            try:
+                self._work()
+            except Exception as error:
+                self._on_failure(error)
+        else:
+            self._running = self._loop.run_in_executor(self._thread.pool, self._work)
+            self._running.add_done_callback(self._worked)
+
+    def _expected_s(self) -> float:
+        """How long what is queued will take, by the last block; 0 where that is not known or no lease is queued.
+
+        Only while no compute thread is at the queue.
+        """
+        return self._leaf_s * sum(len(item.message.samples) for item in self._items if type(item) is HeldLease)
+
+    def _worked(self, running: asyncio.Future[None]) -> None:
+        self._running = None
+        error = None if running.cancelled() else running.exception()
+        if error is not None:
+            self._on_failure(error)
+        else:
+            self._run()
+
+    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call on the loop's thread: at once from there, else as soon as it can."""
+        if threading.get_ident() == self._loop_thread:
+            call(*arguments)
+        else:
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    # -- on the compute thread -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Work until the queue is empty."""
+        executor = self._executor
+        while not self._stopping:
+            try:
+                item = self._items.popleft()
+            except IndexError:
+                return
+            if isinstance(item, HeldLease):
+                self._lease(item)
+            elif isinstance(item, Version):
+                if id(item) in self._ahead:
+                    self._ahead.discard(id(item))
+                else:
+                    executor.load(item)
+            elif isinstance(item, Verdict):
+                executor.settle(item)
+            elif isinstance(item, Submit):
+                self._submit(item)
+            else:
+                executor.retune(item)
+
+    def _lease(self, held: HeldLease) -> None:
+        executor, lease = self._executor, held.message
+        if executor.newest_first:
+            self._load_ahead()
+        if self._answers.is_revoked(lease.lease):
+            self._soon(self._answers.not_begun, lease.lease)
+        elif executor.version < lease.version:
+            raise MalformedFrame(f"lease {lease.lease} needs version {lease.version}")
+        elif executor.exact and executor.version != lease.version:
+            self._soon(self._answers.void, lease.lease)
+        else:
+            self._block(held)
+
+    def _load_ahead(self) -> None:
+        """Load the versions that came after a lease: what is computed at an older one than need be is staler."""
+        for item in self._items.copy():  # the queue itself is also put into on the event loop
+            if type(item) is Version and id(item) not in self._ahead:
+                self._executor.load(item)
+                self._ahead.add(id(item))
+
+    def _block(self, held: HeldLease) -> None:
+        lease, answers = held.message, self._answers
+        self.computing = lease.lease
+        began = self._thread.clock()
+        self.activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
+        try:
+            computed = self._executor.compute(held, partial(self._soon, answers.result, lease.lease))
+        except LeafError as error:
+            self._soon(answers.failed, lease.lease, error)
+        else:
+            self._soon(answers.done, held, computed, max(began - self._idle_since, 0.0))
+        self._ended(began, len(lease.samples))
+
+    def _submit(self, asked: Submit) -> None:
+        self.activity = "submitting"
+        self._soon(self._answers.submitted, asked, self._executor.submit(asked))
+        self._idle_since = self._thread.clock()
+        self.activity = _IDLE
+
+    def _ended(self, began: float, leaves: int) -> None:
+        """A block is over. After one that took so long that the process may have been stopped, the loop reads first:
+        what is queued was perhaps given to others meanwhile."""
+        self._idle_since = self._thread.clock()
+        self.activity = _IDLE
+        before_s, taken_s = self._leaf_s, self._idle_since - began
+        self._leaf_s = taken_s / leaves
+        if self._leaf_s > _STALL * before_s > 0.0 and taken_s > _STALL_S:
+            if threading.get_ident() != self._loop_thread:
+                read = threading.Event()
+                self._loop.call_soon_threadsafe(self._loop.call_later, _LISTEN_S, read.set)
+                self._thread.wait(read, _STALL_S)

@@ -1,0 +1,289 @@
+"""One link after joining: leases and versions in, results out.
+
+Reader, writer and heartbeat are tasks of one TaskGroup. What the leases mean is the matter of ``Leases`` and of the
+executor that ``prepare`` makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+
+from w5xde_async.errors import LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
+from w5xde_async.net.link import Link
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.handshake import WORKER, State, advance
+from w5xde_async.wire.messages import (
+    Bye,
+    ByeCode,
+    Drain,
+    Heartbeat,
+    Lease,
+    Message,
+    Params,
+    Ready,
+    Refusal,
+    Report,
+    Retune,
+    Revoke,
+    Submit,
+    Verdict,
+    Welcome,
+)
+from w5xde_async.worker.connection.compute_queue import ComputeThread
+from w5xde_async.worker.connection.handshake import Dismissed, refused
+from w5xde_async.worker.connection.inbox import OverMemoryLimit
+from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.executors.executor import LeaseExecutor
+
+__all__ = ["Connection", "Departure", "Prepare", "RunFailed"]
+
+logger = logging.getLogger(__name__)
+
+_PARTING_S = 1.0  # for the last message to be sent
+
+Prepare = Callable[[Link, Outbox], Awaitable[tuple[LeaseExecutor, Ready]]]
+"""Makes ready for computing, while heartbeats go on. It may send and receive on the link."""
+
+
+class Departure(Enum):
+    """Why a worker's ``run`` returned."""
+
+    FINISHED = "the run is finished"
+    DRAINED = "it was asked to leave"
+
+
+class RunFailed(W5xdeError):
+    """The coordinator ended the run with an error. Field: ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the coordinator ended the run: {reason}")
+
+
+class Connection:
+    """One link from WELCOME to its end."""
+
+    def __init__(
+        self, link: Link, welcome: Welcome, thread: ComputeThread, *, parted: asyncio.Event | None = None
+    ) -> None:
+        """``parted`` is set when the worker has left though its block is not finished."""
+        self.link, self.welcome = link, welcome
+        self._thread, self._clock = thread, thread.clock
+        self._parted = parted or asyncio.Event()
+        self._outbox = Outbox(link, clock=thread.clock)
+        self._state = State.JOINING
+        self._executor: LeaseExecutor | None = None
+        self._leases: Leases | None = None  # from READY
+        self._stopping = False
+        self._drain = ""
+        self._grace_s = 0.0
+        self._hurry: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
+        self._bye: Bye | None = None  # the coordinator's last message
+        self.heard = ""  #: what the coordinator said that it does, last
+
+    @property
+    def leases(self) -> Leases | None:
+        """The leases, once it is ready for any."""
+        return self._leases
+
+    async def run(self, prepare: Prepare) -> Departure | None:
+        """Serve until the end. None: the coordinator stops and may come back.
+
+        Raises LinkLost, Refused, RunFailed, RemoteError, UsageError (its memory limit holds less than the leases of
+        this run), and whatever ``prepare`` raises.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(self._outbox.run(), name="write"),
+                    tasks.create_task(self._beat(), name="heartbeat"),
+                ]
+                try:
+                    return await self._read(await self._prepare(prepare))
+                except Dismissed as dismissed:
+                    return await self._dismissed(dismissed.bye)
+                except OverMemoryLimit as error:
+                    raise await self._too_small(error) from None
+                finally:
+                    for task in helpers:
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            if self._bye is not None and self._failure is None:
+                return self._goodbye(self._bye)  # the link ended before it had our answer
+            # What broke the compute thread ended the link; the lost link is only what follows from it.
+            raise self._failure or _first(group) from None
+        finally:
+            await self._stop()
+
+    def drain(self, reason: str, grace_s: float) -> None:
+        """Ask the coordinator to let us go; after ``grace_s`` go without being let. Returns at once."""
+        if self._drain:
+            return
+        self._drain, self._grace_s = reason, grace_s
+        self._hurry = asyncio.get_running_loop().call_later(grace_s, self._leave)
+        if self._state in (State.READY, State.DRAINING):
+            self._outbox.post(encode(Drain(reason[:200], grace_s)))
+
+    def _leave(self) -> None:
+        """The grace is over: what is not finished is for others to do."""
+        if self._state in (State.JOINING, State.READY, State.DRAINING):
+            self._stopping = True
+            if self._leases is not None:
+                self._leases.stop()
+            self._outbox.post(encode(Bye(ByeCode.LEAVING, "its grace was over")))
+        self._parted.set()
+
+    async def _too_small(self, error: OverMemoryLimit) -> UsageError:
+        """Say goodbye: connecting again would bring the same lease."""
+        needed, limit = f"{error.nbytes / 2**20:.1f} MiB", f"{error.limit / 2**20:.1f} MiB"
+        text = f"the leases of this run hold {needed} of batches at once, more than the {limit} of --memory-limit"
+        await self._part(text)
+        return UsageError(f"{text}; raise --memory-limit, or lower the job's microbatch_size")
+
+    async def _prepare(self, prepare: Prepare) -> Leases:
+        try:
+            executor, ready = await prepare(self.link, self._outbox)
+        except Refused as error:
+            await self.link.send(encode(Bye(ByeCode.MISMATCH, error.reason[:500])))
+            raise
+        except Dismissed:
+            raise
+        except W5xdeError as error:
+            await self.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))
+            raise
+        self._executor = executor
+        self._leases = leases = Leases(executor, self._thread, self._outbox, on_failure=self._failed)
+        if self._stopping:
+            leases.stop()
+        self._outbox.post(encode(ready))
+        self._state = State.READY
+        if self._drain:
+            self._outbox.post(encode(Drain(self._drain[:200], self._grace_s)))
+        return leases
+
+    def _failed(self, error: BaseException) -> None:
+        """The compute thread broke off."""
+        self._failure = error
+        if isinstance(error, ProgramRefused):
+            logger.error("leaving the run reason=%s", error)
+            self._outbox.post(encode(Bye(ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
+        else:
+            self.link.abort()
+
+    async def _read(self, leases: Leases) -> Departure | None:
+        def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+            self._state = advance(WORKER, self._state, message)
+            return leases.place(message, specs)
+
+        while True:
+            message, specs, _ = await self.link.recv(accept)
+            if self._failure is not None:
+                raise self._failure
+            if type(message) is Params:
+                leases.params(message, specs)
+            elif type(message) is Lease:
+                leases.lease(message)
+            else:
+                self._state = advance(WORKER, self._state, message)
+                if type(message) is Verdict:
+                    leases.verdict(message)
+                elif type(message) is Revoke:
+                    leases.revoke(message)
+                elif type(message) is Heartbeat:
+                    self.heard = "".join(filter(str.isprintable, message.activity[:100]))
+                elif type(message) is Submit:
+                    leases.submit(message)
+                elif type(message) is Retune:
+                    leases.retune(message)
+                elif type(message) is Drain:
+                    leases.draining()
+                elif type(message) is Refusal:
+                    raise refused(message)
+                elif type(message) is Bye:
+                    return await self._dismissed(message)
+
+    async def _dismissed(self, bye: Bye) -> Departure | None:
+        """Let the coordinator know that its last message was heard: it waits for nobody who has heard it."""
+        self._bye = bye
+        await self._part("heard")
+        return self._goodbye(bye)
+
+    async def _part(self, reason: str) -> None:
+        """Our own last message; nobody waits long for it to leave."""
+        said = asyncio.Event()
+        self._outbox.post(encode(Bye(ByeCode.LEAVING, reason)), sent=said.set)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PARTING_S):
+                await said.wait()
+
+    def _goodbye(self, bye: Bye) -> Departure | None:
+        if bye.code == ByeCode.FINISHED:
+            return Departure.FINISHED
+        if bye.code == ByeCode.LEAVING or self._drain:
+            return Departure.DRAINED
+        if bye.code == ByeCode.STOPPING:
+            logger.warning("coordinator stops, waiting for it to come back reason=%s", bye.reason[:300])
+            return None
+        raise RunFailed(bye.reason[:1000])
+
+    async def _beat(self) -> None:
+        """Say that we live, and notice when the coordinator does not."""
+        beat_s, silence_s = self.welcome.heartbeat_s, self.welcome.silence_s
+        seen, since = -1, self._clock()
+        said = told = since
+        while True:
+            await asyncio.sleep(min(beat_s, 1.0))
+            now = self._clock()
+            if self._outbox.idle and now - said >= beat_s * 0.99:
+                self._outbox.post(
+                    encode(Heartbeat("building the model" if self._leases is None else self._leases.activity))
+                )
+                said = now
+            if (
+                self._executor is not None
+                and self._state in (State.READY, State.DRAINING)
+                and now - told >= beat_s * 0.99
+            ):
+                self._outbox.post(encode(_report(self._executor)))
+                told = now
+            if self._state is State.JOINING or self.link.bytes_received != seen:
+                # While the model is being built nobody reads: silence then says nothing of the coordinator.
+                seen, since = self.link.bytes_received, now
+            elif now - since > silence_s:
+                raise LinkLost(self.link.peer, f"the coordinator was silent for {now - since:.0f} s")
+
+    async def _stop(self) -> None:
+        if self._hurry is not None:
+            self._hurry.cancel()
+        if self._leases is not None:
+            await self._leases.aclose()
+
+
+def _report(executor: LeaseExecutor) -> Report:
+    times, device = os.times(), device_memory(executor.device)
+    child = usage_of(executor.child)
+    return Report(
+        host_bytes() + child.host_bytes, device.used_bytes, device.total_bytes,
+        times.user + times.system + child.cpu_s, executor.flops_per_leaf,
+    )  # fmt: skip
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that says most: not the lost link that follows from another."""
+    errors: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            errors.append(error)
+    return min(errors, key=lambda error: isinstance(error, LinkLost))

@@ -1,0 +1,194 @@
+"""The leases of one connection, from their arrival to their answer.
+
+A lease waits in the inbox for its version, then in the compute queue for the compute thread. Each is answered once: by
+its results and DONE, by FAILED, or, where it was revoked before it was begun, by an empty DONE. A void one (its version
+was replaced) is not answered: the coordinator has leased it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.messages import (
+    Done,
+    Failed,
+    Lease,
+    Message,
+    Params,
+    Result,
+    Retune,
+    Revoke,
+    Submit,
+    Verdict,
+    VerdictCode,
+)
+from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
+from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor
+from w5xde_async.worker.uplink.result_encoder import BucketResult
+
+__all__ = ["Leases"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_NOT_BEGUN = 4096
+
+
+class Leases:
+    """Belongs to the event loop, ``is_revoked`` aside."""
+
+    def __init__(
+        self,
+        executor: LeaseExecutor,
+        thread: ComputeThread,
+        outbox: Outbox,
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._executor, self._outbox = executor, outbox
+        self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact)
+        self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
+        self._revoked: set[int] = set()
+        self._not_begun: set[int] = set()  # given back before they were begun; until their verdict is here
+        self.num_done = self.num_stale = self.num_applied = 0
+
+    @property
+    def activity(self) -> str:
+        """What the compute thread is doing, for people."""
+        return self._queue.activity
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of batches held."""
+        return self._inbox.held_bytes
+
+    def stop(self) -> None:
+        """Begin no further block."""
+        self._queue.stop()
+
+    async def aclose(self) -> None:
+        """Wait for the block under way."""
+        await self._queue.aclose()
+
+    # -- in ------------------------------------------------------------------------------------------------
+
+    def place(self, message: Message, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
+        """Memory for a frame's buffers. Raises MalformedFrame for a frame that has none, OverMemoryLimit."""
+        if type(message) is Params:
+            return self._inbox.place_params(message, specs)
+        if type(message) is Lease:
+            return self._inbox.place_lease(message, specs)
+        raise MalformedFrame(f"{type(message).__name__} came with buffers")
+
+    def params(self, message: Params, specs: Sequence[BufferSpec]) -> None:
+        """A bucket of parameters has come."""
+        if bool(specs) != bool(message.num_buckets):
+            raise MalformedFrame(f"PARAMS of {message.num_buckets} buckets came with {len(specs)} buffers")
+        version = self._inbox.params(message)
+        if version is not None:
+            self._queue.put((version, *self._inbox.take()))
+
+    def lease(self, message: Lease) -> None:
+        """A lease and its batch have come."""
+        self._inbox.lease(message)
+        self._queue.put(self._inbox.take())
+
+    def submit(self, message: Submit) -> None:
+        """The coordinator asks for results."""
+        if self._executor.admit(message):
+            self._inbox.submit(message)
+            self._queue.put(self._inbox.take())
+
+    def retune(self, message: Retune) -> None:
+        """Another codec from now on."""
+        if self._executor.admit(message):
+            self._queue.put((message,))
+
+    def verdict(self, message: Verdict) -> None:
+        """What became of results."""
+        if message.code == VerdictCode.APPLIED:
+            self.num_applied += len(message.leases)
+        else:
+            wasted = sorted(set(message.leases) - self._not_begun)
+            self.num_stale += len(wasted)
+            if wasted:
+                logger.info("leases not applied leases=%s reason=%s", wasted[:8], message.reason[:200])
+        self._not_begun.difference_update(message.leases)
+        if self._executor.admit(message):
+            self._queue.put((message,))
+
+    def revoke(self, message: Revoke) -> None:
+        """Nobody waits for this lease any more."""
+        lease = message.lease
+        if self._inbox.revoke(lease):
+            self.not_begun(lease)
+        elif lease == self._queue.computing or self._queue.holds(lease):
+            self._revoked.add(lease)  # otherwise its DONE is on its way
+
+    def draining(self) -> None:
+        """The coordinator lets the worker finish what it holds."""
+        self._queue.show("draining")
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    def is_revoked(self, lease: int) -> bool:
+        return lease in self._revoked
+
+    def result(self, lease: int, result: BucketResult) -> None:
+        if lease not in self._revoked:
+            self._outbox.post(encode(Result(lease, result.bucket), [(result.spec, result.data)]), sent=result.sent)
+        elif result.sent is not None:
+            result.sent()
+
+    def done(self, held: HeldLease, computed: Computed, wait_s: float) -> None:
+        lease = held.message.lease
+        self._inbox.end(lease)
+        self._answer(lease, computed, wait_s)
+        self._revoked.discard(lease)  # it was computed for nothing; that it was tells that we are still here
+        self.num_done += 1
+
+    def submitted(self, asked: Submit, computed: Computed) -> None:
+        self._answer(asked.lease, computed, 0.0)
+
+    def failed(self, lease: int, error: LeafError) -> None:
+        self._inbox.end(lease)
+        self._revoked.discard(lease)
+        logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
+        failed = Failed(lease, error.leaf, error.error, error.traceback)
+        self._outbox.post(encode(failed), sent=partial(self._executor.release, error.vectors))
+
+    def not_begun(self, lease: int) -> None:
+        self._inbox.end(lease)
+        self._revoked.discard(lease)
+        if len(self._not_begun) < _MOST_NOT_BEGUN:
+            self._not_begun.add(lease)
+        self._outbox.post(encode(Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
+
+    def void(self, lease: int) -> None:
+        self._inbox.end(lease)
+
+    def _answer(self, lease: int, computed: Computed, wait_s: float) -> None:
+        for result in computed.results:
+            self.result(lease, result)
+        outcome = computed.outcome
+        done = Done(
+            lease,
+            outcome.losses,
+            outcome.metric_names,
+            outcome.metrics,
+            outcome.untouched,
+            outcome.absent,
+            outcome.splits,
+            outcome.compute_s,
+            wait_s,
+            computed.version,
+            computed.encode_s,
+            computed.raw_bytes,
+        )
+        self._outbox.post(encode(done), sent=partial(self._executor.release, computed.vectors))

@@ -1,0 +1,1 @@
+"""How leases are computed: the protocol that a connection drives, and what implements it."""

@@ -1,0 +1,106 @@
+"""Exact synchronous training without codecs: parameters and results travel as they lie in memory.
+
+Buckets are received into the memory that the engine loads from, and results are sent from the memory in which they were
+summed. The bits are those of one process that computes every leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from w5xde_async.compute.block import Computing
+from w5xde_async.errors import LocalError, MalformedFrame
+from w5xde_async.params.flat import FlatState, ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import Params, Retune, Submit, Verdict
+from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version
+from w5xde_async.worker.uplink.result_encoder import BucketResult, raw_specs
+
+__all__ = ["InPlaceExecutor", "InPlaceReceiver"]
+
+_TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
+
+
+class InPlaceReceiver:
+    """Receives buckets into ``incoming``, from which the engine loads a version once it is whole."""
+
+    def __init__(self, layout: Layout, incoming: FlatState) -> None:
+        self._layout, self._incoming = layout, incoming
+
+    def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
+        if message.bucket >= len(self._layout.buckets) or len(specs) != 1:
+            raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(self._layout.buckets)}")
+        bucket = self._layout.buckets[message.bucket]
+        dtype = str(self._layout.groups[bucket.group].dtype).removeprefix("torch.")
+        spec = specs[0]
+        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
+            raise MalformedFrame(
+                f"PARAMS bucket {message.bucket} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}"
+            )
+        return [self._incoming.bucket_bytes[message.bucket]]
+
+    def arrived(self) -> None:
+        """It lies where it belongs."""
+
+    def take(self) -> tuple[BucketUpdate, ...]:
+        return ()
+
+
+class InPlaceExecutor:
+    """A :class:`LeaseExecutor` over one engine. Results of a big model leave while backward goes on."""
+
+    exact = True
+    newest_first = False
+
+    def __init__(self, engine: Computing, *, capacity_bytes: int) -> None:
+        self.layout, self.device, self.capacity_bytes = engine.layout, engine.device, capacity_bytes
+        self.parameters = InPlaceReceiver(engine.layout, engine.incoming)
+        self.version = -1
+        self.flops_per_leaf = 0.0
+        self._engine, self._loss_scale = engine, 1.0
+        self._counted = False
+        self._specs = raw_specs(engine.layout)
+        self._together = engine.layout.vector_bytes <= _TOGETHER_BYTES
+
+    @property
+    def child(self) -> int:
+        return self._engine.child
+
+    def admit(self, message: Verdict | Submit | Retune) -> bool:
+        return False
+
+    def load(self, version: Version) -> None:
+        self._engine.load(version.buckets)
+        self.version, self._loss_scale = version.number, version.loss_scale
+
+    def compute(self, held: HeldLease, send: Send) -> Computed:
+        task = held.task(self._loss_scale)
+        together: list[BucketResult] = []
+        give = together.append if self._together else send
+
+        def emit(bucket: int, vector: ResultVector) -> None:
+            give(BucketResult(bucket, self._specs[bucket], vector.bucket_bytes[bucket]))
+
+        if self._counted:
+            outcome = self._engine.compute(task, emit)
+        else:
+            outcome, flops = self._engine.counted(task, emit)
+            self.flops_per_leaf, self._counted = flops / len(task.samples), True
+        return Computed(outcome, together, outcome.vectors)
+
+    def submit(self, asked: Submit) -> Computed:
+        raise LocalError("a request to submit, which was not admitted")
+
+    def settle(self, verdict: Verdict) -> None:
+        """Nothing was left out of the results."""
+
+    def retune(self, message: Retune) -> None:
+        """There is no codec."""
+
+    def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
+        """Nothing was left out of the results."""
+
+    def release(self, vectors: Sequence[ResultVector]) -> None:
+        for vector in vectors:
+            self._engine.release(vector)

@@ -1,0 +1,106 @@
+"""What is published, where versions come encoded, as deltas, or while an older one is computed with.
+
+Updates are kept as they arrived (on the event loop) and applied by the compute thread, which owns what they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from w5xde_async.codecs.codec import Codec
+from w5xde_async.errors import FrameTooLarge, MalformedFrame
+from w5xde_async.params.flat import FlatState, bytes_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.updates.forms import form_of, is_coded_down
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import Params
+from w5xde_async.worker.executors.executor import BucketUpdate, Version
+
+__all__ = ["DeltaReceiver", "Published"]
+
+_MOST_UPDATES = 2  # of a bucket in one version: its values and a delta to them
+
+
+class DeltaReceiver:
+    """Keeps buckets and deltas until their version is whole."""
+
+    def __init__(self, layout: Layout, codec: Codec) -> None:
+        self._layout = layout
+        self._codecs = {known.name: known for known in codec.alternatives}
+        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded_down(layout, b)}
+        self._placed: BucketUpdate | None = None
+        self._kept: dict[int, list[BucketUpdate]] = {}  # bucket -> what is to be done to it, in order
+
+    def allow(self, codec: Codec) -> None:
+        """Versions may come in this codec too."""
+        self._codecs |= {known.name: known for known in codec.alternatives}
+
+    def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
+        buckets = self._layout.buckets
+        if message.bucket >= len(buckets) or message.num_buckets > len(buckets) or len(specs) != 1:
+            raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(buckets)}")
+        bucket, spec = buckets[message.bucket], specs[0]
+        if message.delta or spec.codec != "raw":
+            codec, form = self._codecs.get(spec.codec), self._forms.get(message.bucket)
+            if codec is None or form is None or spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
+                raise MalformedFrame(f"PARAMS bucket {message.bucket} is in codec {spec.codec[:64]}")
+            codec.check_nbytes(form, spec.nbytes)
+            data = torch.empty(spec.nbytes, dtype=torch.uint8)
+            self._placed = BucketUpdate(message.bucket, codec, data, message.delta)
+        else:
+            dtype = self._layout.groups[bucket.group].dtype
+            if spec.dtype != str(dtype).removeprefix("torch.") or spec.shape != (bucket.numel,):
+                raise MalformedFrame(
+                    f"PARAMS bucket {message.bucket} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}"
+                )
+            self._placed = BucketUpdate(message.bucket, None, torch.empty(bucket.numel, dtype=dtype), False)
+        return [bytes_of(self._placed.data)]
+
+    def arrived(self) -> None:
+        placed, self._placed = self._placed, None
+        if placed is None:  # a version in which nothing changed
+            return
+        # A bucket that comes whole takes the place of what an overtaken version brought of it: nothing piles up.
+        kept = self._kept.setdefault(placed.bucket, [])
+        if not placed.delta:
+            kept.clear()
+        kept.append(placed)
+        if len(kept) > _MOST_UPDATES:
+            raise FrameTooLarge("deltas of a version that is not whole", len(kept), _MOST_UPDATES)
+
+    def take(self) -> tuple[BucketUpdate, ...]:
+        updates = tuple(update for bucket in self._kept.values() for update in bucket)
+        self._kept = {}
+        return updates
+
+
+class Published:
+    """What the coordinator has published, as far as it has come. Belongs to the compute thread."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.state = FlatState(layout)
+        self.version = -1
+        self.loss_scale = 1.0
+        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded_down(layout, b)}
+        self.touched: set[int] = set()
+        """Buckets that changed since somebody cleared this."""
+        self.newest: dict[int, int] = {}
+        """Bucket -> the version that changed it last."""
+
+    @torch.no_grad()
+    def apply(self, version: Version) -> None:
+        """Take up a version. Raises MalformedFrame for updates that do not decode."""
+        for bucket, codec, data, delta in version.updates:
+            target = self.state.bucket(self.layout.buckets[bucket])
+            if codec is None:
+                target.copy_(data)
+            elif delta:
+                codec.add_to(data, self._forms[bucket], target)
+            else:
+                codec.decode(data, self._forms[bucket], target)
+            self.touched.add(bucket)
+            self.newest[bucket] = version.number
+        self.version, self.loss_scale = version.number, version.loss_scale

@@ -1,0 +1,1 @@
+"""Results on their way out: their encoding, and what a lossy codec left out."""
