@@ -15,11 +15,12 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.scripted import LEAVES, Run, Scripted, job, settle
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.training import NonFinite, RunContext
 from w5xde_async.data.loader import Loader
-from w5xde_async.hub.members.roster import NonFinite
+from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.job import build_model
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.pacing import PacingConfig
@@ -32,7 +33,7 @@ from w5xde_async.worker.service import Worker
 
 
 class AsyncRun(Run):
-    """The same coordinator's side over ``Rounds``: a step is one lease of all its leaves."""
+    """The same coordinator's side over ``OuterTraining``: a step is one lease of all its leaves."""
 
     def __init__(self, *, steps: int = 6, leases_ahead: int = 1, update: UpdateConfig | None = None, **config: Any):
         self.now = 1000.0
@@ -53,11 +54,14 @@ class AsyncRun(Run):
         )  # fmt: skip
         assert isinstance(prepared.rule, OuterRule)
         inner = prepared.inner
-        self.rounds = Rounds(
-            sampler=prepared.sampler, loader=Loader(made, prepared.sampler), layout=prepared.layout,
-            state=prepared.state, rule=prepared.rule, schedule=prepared.schedule, welcome=welcome,
-            welcome_buffers=[(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else [],
-            config=self.config, bus=bus, total_steps=steps, clock=lambda: self.now,
+        buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
+        context = RunContext(
+            layout=prepared.layout, state=prepared.state, loader=Loader(made, prepared.sampler), config=self.config,
+            checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
+        )  # fmt: skip
+        greeting = Greeting(message=welcome, layout=prepared.layout, buffers=buffers)
+        self.rounds = OuterTraining(
+            context, greeting, prepared.rule, sampler=prepared.sampler, schedule=prepared.schedule
         )  # fmt: skip
         self.training: Any = self.rounds
         self._tasks: list[asyncio.Task[Any]] = []

@@ -15,6 +15,7 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.scripted import scripted, settle
 
+from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run import run as run_module
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run.strategy_tuner import Autotuning
@@ -74,7 +75,7 @@ def test_what_does_not_go_with_the_job_is_not_chosen(
 def over_a_poor_line(self: Autotuning, training: Any) -> Situation | None:
     """What would be measured over it, from the first results on."""
     figures = Figures(batch_s=0.05, up_bytes_s=1e5, down_bytes_s=1e5, round_trip_s=0.24)
-    if not all(training.pacing.leaf_s(worker) for worker in training.sessions):
+    if not all(training.pacing.leaf_s(worker) for worker in training.roster.sessions):
         return None
     return Situation(num_values=100_000, batch_bytes=0, num_layers=4, workers=(figures,) * 2)
 
@@ -144,9 +145,9 @@ async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.M
     result, coordinator, _, _ = await run(jobs.mlp_sgd, tmp_path / "run")
     assert result.outcome == "finished"
     assert coordinator._training is not None
-    assert coordinator._training.config.update.rule != "sync"
+    assert coordinator._training.context.config.update.rule != "sync"
     # A round trip of 4.8 batches, a fragment's way down of 2.6 (a quarter of 52 kB), and the one at work.
-    assert coordinator._training.config.update.fragments == 4
+    assert coordinator._training.context.config.update.fragments == 4
     assert coordinator._training.pacing.config.leases_ahead == 9
 
 
@@ -156,10 +157,10 @@ async def test_more_leases_ahead_are_more_leases() -> None:
         await one.lease()
         assert len(one.all(Lease)) == 1
         said = list[str]()
-        tuning: Any = Autotuning(4, said.append)
+        tuning: Any = Autotuning(4, said.append, CoordinatorConfig())
         tuning.choice = SimpleNamespace(leases_ahead=3, update="sync", codec="raw")
         tuning.lead(run.training)
-        run.training._schedule()
+        run.training.schedule()
         await one.lease(2)
         await settle()
         assert len(one.all(Lease)) == 3
@@ -176,18 +177,18 @@ class Line:
     def __init__(self) -> None:
         self.pacing = Pacing(PacingConfig())
         self.pacing.observe("one", 1, 0.5)
-        self.layout = SimpleNamespace(
+        layout = SimpleNamespace(
             result_buckets=[SimpleNamespace(group=0, numel=10)], groups=[SimpleNamespace(role="grad")]
         )
-        self.loader = SimpleNamespace(leaf_bytes=0)
-        self.config = settings()
+        loader = SimpleNamespace(leaf_bytes=0)
+        self.context = SimpleNamespace(layout=layout, loader=loader, config=settings())
         self.connect()
 
     def connect(self) -> None:
         outbox = SimpleNamespace(paced_bytes=0, paced_s=0.0)
         link = SimpleNamespace(figures=None)
         self.session = SimpleNamespace(result_bytes=0, receiving_s=0.0, outbox=outbox, link=link)
-        self.sessions = {"one": self.session}
+        self.roster = SimpleNamespace(sessions={"one": self.session})
 
     def results(self, nbytes: int, seconds: float) -> None:
         self.session.result_bytes += nbytes
@@ -200,7 +201,7 @@ class Line:
 
 def test_rates_are_those_of_the_last_that_could_be_measured() -> None:
     line: Any = Line()
-    tuning = Autotuning(1, lambda text: None)
+    tuning = Autotuning(1, lambda text: None, CoordinatorConfig())
 
     def rates() -> tuple[float, float] | None:
         found = tuning.situation(line)
@@ -224,7 +225,7 @@ def test_rates_are_those_of_the_last_that_could_be_measured() -> None:
 
 
 def test_a_choice_that_failed_is_not_made_again() -> None:
-    tuning: Any = Autotuning(1, lambda text: None, {("local", "int8"), ("sync", "int8")})
+    tuning: Any = Autotuning(1, lambda text: None, CoordinatorConfig(), {("local", "int8"), ("sync", "int8")})
     tuning.choice = Choice(
         update="local", codec="int8", downlink="int8", inner_steps=20, fragments=1, delay=0, leases_ahead=2,
         utilization=0.9, reason="",

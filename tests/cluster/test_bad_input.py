@@ -27,8 +27,8 @@ from torch.utils.data import Dataset
 
 from w5xde_async.compute.engine import Engine
 from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.errors import CheckpointMismatch, ExitCode, LeafFailed, LinkLost, RefusalCode, Refused, UsageError
-from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.link import Link
@@ -193,8 +193,8 @@ async def peer_of(coordinator: Coordinator) -> Peer:
 def result_spec(coordinator: Coordinator, bucket: int) -> BufferSpec:
     training = coordinator._training
     assert training is not None
-    numel = training.layout.result_buckets[bucket].numel
-    kind = training.layout.groups[training.layout.result_buckets[bucket].group].result_dtype
+    numel = training.context.layout.result_buckets[bucket].numel
+    kind = training.context.layout.groups[training.context.layout.result_buckets[bucket].group].result_dtype
     return BufferSpec("", str(kind).removeprefix("torch."), (numel,), "raw", numel * kind.itemsize)
 
 
@@ -542,7 +542,7 @@ async def test_no_memory_is_taken_for_a_result_too_large(update: dict[str, str],
         assert (await peer.expect(Refusal)).code == RefusalCode.PROTOCOL_ERROR
         await peer.link.aclose()
         assert coordinator._training is not None
-        assert coordinator._training._failure is None
+        assert coordinator._training.lifecycle.failure is None
 
 
 async def test_a_peer_that_keeps_sending_garbage_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from tests.support.proxy import FaultProxy
 from tests.support.scripted import scripted, settle
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.sync.training import Training
 from w5xde_async.errors import JobError, LocalError, RefusalCode, Refused, StoreError, Unreachable, UpdateFailed
+from w5xde_async.hub.members.roster import Roster
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Bus, Event, StepCommitted
@@ -129,7 +129,7 @@ async def test_a_fault_of_ours_while_a_member_is_served_ends_the_run(monkeypatch
     def broken(*_: object) -> None:
         raise AttributeError("planted")
 
-    monkeypatch.setattr(Training, "_answered", broken)
+    monkeypatch.setattr(Roster, "answered", broken)
     async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
         working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
         with pytest.raises(LocalError, match="AttributeError: planted"):
@@ -142,9 +142,9 @@ async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -
     config = settings(code_free=True)
     async with Coordinator(jobs.mlp_sgd(), config=config, job_reference="nowhere.py:job") as coordinator:
         assert coordinator._training is not None
-        coordinator._training.programs.ask = lambda session, request: None  # type: ignore[method-assign]
+        coordinator._training.roster.programs.ask = lambda session, request: None  # type: ignore[method-assign]
         waiting = asyncio.create_task(Worker(coordinator.address, config=WORKER).run())
-        while not coordinator._training.joining:  # noqa: ASYNC110 - joining has no event
+        while not coordinator._training.roster.joining:  # noqa: ASYNC110 - joining has no event
             await asyncio.sleep(0)
         working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
         await coordinator.wait()
@@ -191,8 +191,8 @@ async def test_who_comes_after_the_last_message_is_told_the_same(code: ByeCode, 
         lost, late = await run.worker("lost"), await run.worker("late", ready=False)
         lost.link.abort()
         await settle()
-        run.training.say_goodbye(code, "it is over")
-        waiting = run.task(run.training.wait_for_lost())
+        run.training.roster.say_goodbye(code, "it is over")
+        waiting = run.task(run.training.roster.wait_for_lost())
         await settle()
         assert not waiting.done()
         await late.ready()  # it had been let in before, and has built its model now
@@ -201,7 +201,7 @@ async def test_who_comes_after_the_last_message_is_told_the_same(code: ByeCode, 
             await run.worker("lost")
         assert told.value.code is heard
         await asyncio.wait_for(waiting, 5)
-        assert not run.training.sessions
+        assert not run.training.roster.sessions
 
 
 async def test_nobody_waits_for_those_who_left_in_good_order() -> None:
@@ -209,7 +209,7 @@ async def test_nobody_waits_for_those_who_left_in_good_order() -> None:
         worker = await run.worker("one")
         await worker.link.send(encode(Bye(ByeCode.LEAVING, "")))
         await settle()
-        await asyncio.wait_for(run.training.wait_for_lost(), 0.1)
+        await asyncio.wait_for(run.training.roster.wait_for_lost(), 0.1)
 
 
 def test_a_worker_that_gives_up_says_what_it_heard_last() -> None:

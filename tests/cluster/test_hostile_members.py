@@ -125,10 +125,10 @@ async def test_nobody_takes_the_place_of_an_invited_worker(tmp_path: Path) -> No
             await commits.reach(commits.step + 1)
         training = coordinator._training
         assert training is not None
-        assert len(training.sessions) == 2  # two, not one in the other's place
+        assert len(training.roster.sessions) == 2  # two, not one in the other's place
         assert not working.done()
-        put_out = next(one for one in training.sessions.values() if not one.identity)
-        training._put_out(put_out.worker_id, put_out, "it lied")
+        put_out = next(one for one in training.roster.sessions.values() if not one.identity)
+        training.roster.quarantine(put_out.worker_id, put_out, "it lied")
         with pytest.raises(Refused):
             await lying_
         await commits.reach(commits.step + 2)
@@ -155,13 +155,13 @@ async def test_a_name_that_is_put_out_goes_on_by_no_other_link(tmp_path: Path) -
             await asyncio.sleep(0.01)
         training = coordinator._training
         assert training is not None
-        first = next(one for one in training.sessions.values() if one.identity == "alice")
-        training._put_out(first.worker_id, first, "it lied")
+        first = next(one for one in training.roster.sessions.values() if one.identity == "alice")
+        training.roster.quarantine(first.worker_id, first, "it lied")
         for task in both:
             with pytest.raises(Refused, match="it lied"):
                 await task
         await commits.reach(commits.step + 2)
-        assert [one.identity for one in training.sessions.values()] == ["bob"]
+        assert [one.identity for one in training.roster.sessions.values()] == ["bob"]
         honest.cancel()
         await asyncio.gather(honest, return_exceptions=True)
 
@@ -203,7 +203,7 @@ async def test_who_lies_about_time_drives_no_deadline(field: str, value: float) 
             run.now += 0.01
         deadlines = [run.training.pacing.deadline_s(one.worker_id, 1) for one in (liar, honest)]
         assert deadlines == [run.config.pacing.min_deadline_s] * 2
-        member = run.training.membership.members[liar.worker_id]
+        member = run.training.roster.membership.members[liar.worker_id]
         assert max(member.compute_s, member.wait_s, member.encode_s) <= run.now - member.joined_at + 1e-9
 
 

@@ -16,9 +16,11 @@ import torch
 from tests.support.scripted import Run, Scripted, job, settle
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.coordinator.training import RunContext
 from w5xde_async.data.loader import Loader
+from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus
@@ -67,13 +69,16 @@ class RoundsRun(Run):
             prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule, update.codec,
             update.downlink_codec.name, update.feedback,
         )  # fmt: skip
-        inner = prepared.inner
         assert isinstance(prepared.rule, OuterRule)
-        self.training: Any = Rounds(
-            sampler=prepared.sampler, loader=Loader(made, prepared.sampler), layout=prepared.layout,
-            state=prepared.state, rule=prepared.rule, schedule=prepared.schedule, welcome=welcome,
-            welcome_buffers=[(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else [],
-            config=self.config, bus=bus, total_steps=steps, clock=lambda: self.now,
+        inner = prepared.inner
+        buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
+        context = RunContext(
+            layout=prepared.layout, state=prepared.state, loader=Loader(made, prepared.sampler), config=self.config,
+            checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
+        )  # fmt: skip
+        greeting = Greeting(message=welcome, layout=prepared.layout, buffers=buffers)
+        self.training: Any = OuterTraining(
+            context, greeting, prepared.rule, sampler=prepared.sampler, schedule=prepared.schedule
         )  # fmt: skip
         self._tasks, self._incarnation = [], 0
         self.running = self.task(self.training.run())
@@ -172,10 +177,10 @@ async def test_what_is_backed_up_counts_once() -> None:
         await quick.compute(backup)
         await asyncio.wait_for(run.running, 5)
         assert late.revoked() == [lease.lease]
-        assert run.training.membership.members["late"].standing is Standing.LATE
+        assert run.training.roster.membership.members["late"].standing is Standing.LATE
         await late.compute(lease)
         assert [verdict.code for verdict in late.all(Verdict)] == [VerdictCode.DUPLICATE]
-        assert run.training.membership.members["late"].standing is Standing.READY
+        assert run.training.roster.membership.members["late"].standing is Standing.READY
         assert run.applied() == {1.0}
         assert run.training.counts().duplicate == 1
 

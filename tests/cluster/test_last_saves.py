@@ -18,7 +18,7 @@ from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
 from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.run.shutdown import ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
 from w5xde_async.settings import CoordinatorSettings
 from w5xde_async.store.checkpoint import CheckpointStore
@@ -38,14 +38,14 @@ async def test_workers_hear_of_the_coordinator_while_the_last_checkpoint_is_writ
 ) -> None:
     """It may take longer than they bear silence; only when it is on the disk are they told that they may go."""
     enough, told = threading.Event(), 0
-    save, tick = CheckpointStore.save, Training.tick
+    save, tick = CheckpointStore.save, SyncTraining.tick
     events: list[Event] = []
 
     def slow(self: CheckpointStore, record: Any) -> Any:
         assert enough.wait(10.0), "nobody was told that the coordinator lives"
         return save(self, record)
 
-    def count(self: Training, now: float) -> None:
+    def count(self: SyncTraining, now: float) -> None:
         nonlocal told
         tick(self, now)
         told += self.progress >= self.total_steps
@@ -53,7 +53,7 @@ async def test_workers_hear_of_the_coordinator_while_the_last_checkpoint_is_writ
             enough.set()
 
     monkeypatch.setattr(CheckpointStore, "save", slow)
-    monkeypatch.setattr(Training, "tick", count)
+    monkeypatch.setattr(SyncTraining, "tick", count)
     config = settings(heartbeat_s=0.05, checkpoint_every=500)
     coordinator = Coordinator(jobs.metrics(), run_dir=tmp_path / "run", config=config, callbacks=[events.append])
     async with coordinator:

@@ -229,7 +229,7 @@ async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped():
     """It joins and reads no byte from then on, but goes on sending heartbeats."""
     async with scripted(credit_bytes=0) as run:
         deaf = await run.worker("deaf", ready=False, limit_bytes=4096)
-        deaf.link._stream.inbound.frozen = True
+        deaf.link.freeze()
         await deaf.link.send(ready(run))
         await settle()
         assert run.training.ledger.num_held(deaf.worker_id) == 1
@@ -264,7 +264,7 @@ async def test_a_worker_that_floods_and_reads_nothing_is_dropped():
     """Every DONE of a lease that it never had is answered; the answers do not pile up."""
     async with scripted() as run:
         deaf = await run.worker("deaf", ready=False, limit_bytes=4096)
-        deaf.link._stream.inbound.frozen = True
+        deaf.link.freeze()
         await deaf.link.send(ready(run))
 
         async def flood() -> None:
@@ -287,7 +287,7 @@ async def test_a_late_connection_does_not_push_out_a_newer_one():
         await older.ready()
         assert older.ended()
         assert not newer.ended()
-        assert run.training.sessions["a"] is newer.session
+        assert run.training.roster.sessions["a"] is newer.session
 
 
 async def test_a_newer_connection_takes_the_place_of_a_half_open_one():

@@ -102,8 +102,8 @@ def effect(coordinator: Coordinator) -> tuple[Any, ...]:
     assert training is not None
     ledger = training.ledger
     return (
-        training.version, training.samples_applied, training.aggregator.state.digest(), tuple(training.sessions),
-        tuple(training.joining), ledger.open_steps, [ledger.free_leaves(step) for step in ledger.open_steps],
+        training.version, training.samples_applied, training.aggregator.state.digest(), tuple(training.roster.sessions),
+        tuple(training.roster.joining), ledger.open_steps, [ledger.free_leaves(step) for step in ledger.open_steps],
         training.results.leaves, training.counts(), sorted(ledger._grants),
     )  # fmt: skip
 

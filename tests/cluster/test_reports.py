@@ -302,8 +302,8 @@ async def test_a_workers_heartbeats_come_by_themselves_dask_2524() -> None:
         assert training is not None
         async with asyncio.timeout(10):
             while len(beats) < 3:
-                beats += [session.last_message for session in training.sessions.values() if session.last_message]
-                for session in training.sessions.values():
+                beats += [session.last_message for session in training.roster.sessions.values() if session.last_message]
+                for session in training.roster.sessions.values():
                     session.last_message = ""
                 await asyncio.sleep(0.005)
         other.abort()

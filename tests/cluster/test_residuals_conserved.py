@@ -123,7 +123,7 @@ class Lossy:
                     self.encoder.settle(message.leases, message.code, message.buckets)
             await self._gone()
         elif kind == "drain":
-            member = self.run.training.membership.members[self.name]
+            member = self.run.training.roster.membership.members[self.name]
             if member.standing is not Standing.DRAINING:
                 await worker.link.send(encode(Drain("", 0.0)))
                 await settle()

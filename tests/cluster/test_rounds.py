@@ -15,7 +15,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.run.strategy_tuner import Autotuning
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
@@ -108,7 +108,7 @@ async def test_workers_that_vanish_and_come(update: dict[str, Any]) -> None:
         start()
         start()
         training = coordinator._training
-        assert isinstance(training, Rounds)
+        assert isinstance(training, OuterTraining)
         for number in range(2):
             await commits.reach(2 + 5 * number)
             tasks[number].cancel()
@@ -180,7 +180,7 @@ async def test_stopped_and_resumed(update: dict[str, Any], tmp_path: Path) -> No
     async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
         assert coordinator.step >= first.step
         second = await run_until(coordinator, make, Commits(), None)
-        assert isinstance(coordinator._training, Rounds)
+        assert isinstance(coordinator._training, OuterTraining)
         assert coordinator._training.rule.samples == samples_of(make())
     assert (second.outcome, second.step) == ("finished", total(make()))
 
@@ -192,7 +192,7 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
         worker = Worker(coordinator.address, job=make(), config=QUICK_WORKER)
         task = asyncio.create_task(worker.run())
         training = coordinator._training
-        assert isinstance(training, Rounds)
+        assert isinstance(training, OuterTraining)
         while not training.ledger.carried(worker.worker_id):  # noqa: ASYNC110 - a count has no event
             await asyncio.sleep(0)
         worker.drain("test")
@@ -240,12 +240,12 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     assert any("GiB from now on" in event.text for event in events if isinstance(event, Warned)) == (rule == "local")
     (finished,) = [event for event in events if isinstance(event, RunFinished)]
     assert last is not None
-    assert (last.former.leaves > 0) == (rule == "local")  # the first steps count, whatever rule came after them
-    assert finished.leaves == last.former.leaves + last.counts().leaves
+    assert (last.history.counts.leaves > 0) == (rule == "local")  # the first steps count, whatever rule came after them
+    assert finished.leaves == last.history.counts.leaves + last.counts().leaves
     async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
         assert coordinator._training is not None
         assert coordinator.step >= first.step
-        assert coordinator._training.config.update.rule == rule  # as chosen before: nothing is measured again
+        assert coordinator._training.context.config.update.rule == rule  # as chosen before: nothing is measured again
         second = await run_until(coordinator, make, Commits(), None) if rule == "local" else None
     assert second is None or (second.step, second.outcome) == (total(make()), "finished")
 

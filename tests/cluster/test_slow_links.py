@@ -18,7 +18,7 @@ from torch import nn
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink
 from w5xde_async.coordinator.parameters.owner import Submission, Updating
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.hub.members.roster import Hosting
+from w5xde_async.hub.members.roster import Roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.net import outbox
@@ -151,14 +151,14 @@ async def run_with_a_slow_joiner(
         whole_bytes = sum(layout.state_nbytes(bucket) for bucket in layout.buckets)
         throttle = Throttle(whole_bytes // COMMITS_A_MODEL)
         commits.bus.subscribe(throttle.see)
-        joined = Hosting.joined
+        joined = Roster.joined
 
-        def slowed(host: Hosting, session: Session, ready: Any) -> Any:
+        def slowed(roster: Roster, session: Session, ready: Any) -> Any:
             if session.name == "slow":
                 session.outbox._link = throttle.of(session.link)
-            return joined(host, session, ready)
+            return joined(roster, session, ready)
 
-        monkeypatch.setattr(Hosting, "joined", slowed)
+        monkeypatch.setattr(Roster, "joined", slowed)
         quick = [Worker(coordinator.address, job=job(), config=QUICK_WORKER) for _ in range(2)]
         slow = Worker(coordinator.address, job=job(), config=replace(QUICK_WORKER, name="slow"))
         tasks = [asyncio.create_task(worker.run()) for worker in quick]
@@ -187,11 +187,11 @@ async def test_who_joins_over_a_slow_link_takes_part(update: dict[str, Any], mon
         for _ in range(400):
             async with asyncio.timeout(10):
                 await commits.reach(commits.step + 1)
-            member = training.membership.members.get(slow.worker_id)
+            member = training.roster.membership.members.get(slow.worker_id)
             if slow.worker_id in watch.counted or (config.rule == "sync" and member is not None and member.leaves):
                 break
         else:
             pytest.fail("nothing of the slow worker's counted in 400 commits")
-        assert slow.worker_id in training.sessions
+        assert slow.worker_id in training.roster.sessions
     assert len(watch.held) > COMMITS_A_MODEL
     watch.check()

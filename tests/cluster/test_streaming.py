@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.engine import Outcome
-from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.hub.members.roster import NonFinite
+from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.job import Job
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovRule
@@ -68,7 +68,7 @@ class Scene:
         slow = Worker(coordinator.address, job=job(Slow), config=QUICK_WORKER)
         self.running = [asyncio.create_task(worker.run()) for worker in (self.fast, slow)]
         training = coordinator._training
-        assert isinstance(training, Rounds)
+        assert isinstance(training, OuterTraining)
         self.training = training
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -183,15 +183,15 @@ async def test_a_delta_counts_as_one_of_the_workers_that_are_there(monkeypatch: 
         assert coordinator._training is not None
         workers = [Worker(coordinator.address, job=job(), config=QUICK_WORKER) for _ in range(2)]
         held = asyncio.Event()  # the first step waits for both, which nobody has asked for
-        schedule = coordinator._training._schedule
+        schedule = coordinator._training.schedule
 
         def wait(only: str | None = None) -> None:
             assert coordinator._training is not None
-            if len(coordinator._training.sessions) == 2 or held.is_set():
+            if len(coordinator._training.roster.sessions) == 2 or held.is_set():
                 held.set()
                 schedule(only)
 
-        monkeypatch.setattr(coordinator._training, "_schedule", wait)
+        monkeypatch.setattr(coordinator._training, "schedule", wait)
         running = [asyncio.create_task(worker.run()) for worker in workers]
         assert (await coordinator.wait()).outcome == "finished"
         await asyncio.gather(*running)

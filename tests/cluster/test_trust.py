@@ -282,11 +282,11 @@ async def test_what_is_revoked_by_the_file_reaches_workers_that_build_their_mode
         await joining.wait()
         training = coordinator._training
         assert training is not None
-        assert len(training.joining) == 1
+        assert len(training.roster.joining) == 1
         await asyncio.to_thread((tmp_path / "run" / "revoked").write_text, "alice\n")
         await coordinator.reload_access()
         async with asyncio.timeout(5):
-            while training.joining:  # noqa: ASYNC110
+            while training.roster.joining:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         released.set()
         with pytest.raises(W5xdeError):

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.errors import ExitCode, JobError, LeafFailed, UpdateFailed, W5xdeError
-from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, Warned

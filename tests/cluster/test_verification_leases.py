@@ -110,7 +110,7 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
 
 async def freed(run: Run) -> bool:
     """The memory of audits is given back at the next look at the leases."""
-    run.training._schedule()
+    run.training.schedule()
     await settle()
     return run.training.store.num_audits == 0
 
@@ -161,7 +161,7 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
         a, b = await run.worker("a"), await run.worker("b")
         referee = run.training.verification.recomputation = Nobody()  # type: ignore[assignment]
         mine = await a.lease()
-        run.training.membership.members[b.worker_id].standing = Standing.LATE
+        run.training.roster.membership.members[b.worker_id].standing = Standing.LATE
         await odd(a, mine)
         await until(lambda: bool(run.training.verification._held))
         for _ in range(12):
@@ -172,7 +172,7 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
         await until(lambda: mine.lease in verdicts(a))
         assert referee.asked == 1
         assert verdicts(a)[mine.lease] is VerdictCode.REJECTED
-        run.training.membership.members[b.worker_id].standing = Standing.READY
+        run.training.roster.membership.members[b.worker_id].standing = Standing.READY
         await work(a, b, until=lambda: run.training.version >= 1)
         assert run.applied() == {float(run.training.version)}
         assert not any(isinstance(event, WorkerQuarantined) for event in run.events)

@@ -25,6 +25,7 @@ LEVELS = {
     "coordinator.durability": 15,
     "coordinator.monitoring": 15,
     "worker": 15,
+    "coordinator.training": 14,
     "parallel": 14,
     "hub.members": 13,
     "hub.work": 12,
@@ -48,15 +49,10 @@ LEVELS = {
 MAIN = 30
 #: Arrows that point up and are still to be cut.
 OWED = {
-    ("coordinator.durability", "coordinator.outer"),
     ("coordinator.durability", "coordinator.run"),
-    ("coordinator.durability", "coordinator.sync"),
     ("coordinator.durability", "coordinator.parameters"),
     ("coordinator.monitoring", "coordinator.outer"),
     ("coordinator.monitoring", "coordinator.sync"),
-    ("hub.members", "coordinator"),
-    ("hub.members", "coordinator.durability"),
-    ("hub.members", "coordinator.parameters"),
 }
 #: What a pure room must not touch: it decides; time, tensors and sockets are somebody else's.
 IMPURE = {"asyncio", "torch", "time", "socket", "threading", "numpy.random"}

@@ -14,7 +14,7 @@ from tests.simulator.loop import HOST, Host
 from tests.simulator.model import Expected, Shape, explain_difference
 
 from w5xde_async.coordinator.memory_bound import most_vectors
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.plan.ledger import COORDINATOR
 from w5xde_async.telemetry.events import (
     CheckpointFailed,
@@ -33,11 +33,11 @@ from w5xde_async.telemetry.events import (
 __all__ = ["Checks", "WatchedTraining"]
 
 
-class WatchedTraining(Training):
+class WatchedTraining(SyncTraining):
     """The training room; after what sessions and the clock do to it, its books must balance."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         host = HOST.get()
         assert host is not None
         host.training = self  # type: ignore[attr-defined]
@@ -50,6 +50,13 @@ class WatchedTraining(Training):
             return result
 
         self.aggregator.commit = committed  # type: ignore[method-assign]
+        leave = self.roster.left
+
+        def left(session: Any, reason: str, *, clean: bool) -> None:
+            leave(session, reason, clean=clean)
+            self._watch(self, "left")
+
+        self.roster.left = left  # type: ignore[method-assign]
 
     def tick(self, now: float) -> None:
         super().tick(now)
@@ -66,10 +73,6 @@ class WatchedTraining(Training):
     def draining(self, session: Any, drain: Any) -> None:
         super().draining(session, drain)
         self._watch(self, "draining")
-
-    def left(self, session: Any, reason: str, *, clean: bool) -> None:
-        super().left(session, reason, clean=clean)
-        self._watch(self, "left")
 
 
 class Checks(Cluster):
@@ -88,16 +91,17 @@ class Checks(Cluster):
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    def watch(self, training: Training, what: str) -> None:
+    def watch(self, training: SyncTraining, what: str) -> None:
         try:
             training.ledger.validate()
         except (AssertionError, KeyError) as error:
             self.violate("ledger", f"after {what}: {error!r}")
-        sessions, ahead = len(training.sessions), self.config.pacing.leases_ahead
+        sessions, ahead = len(training.roster.sessions), self.config.pacing.leases_ahead
         # A drained or replaced worker's leases go with it; two steps are open; audits have a bound of their own.
         if training.ledger.num_open > 2 * ahead * max(sessions, 1) + ahead + self.config.audit.most_open:
             self.violate("memory", f"{training.ledger.num_open} leases open for {sessions} workers")
-        if training.ledger.num_open != sum(training.ledger.num_held(w) for w in (*training.sessions, COORDINATOR)):
+        here = (*training.roster.sessions, COORDINATOR)
+        if training.ledger.num_open != sum(training.ledger.num_held(worker) for worker in here):
             self.violate("ledger", f"after {what}: a lease is open whose worker is not here")
         leaves = self.shape.sampler.plan(0).num_leaves
         bound = most_vectors(leaves, self.config)
@@ -106,16 +110,16 @@ class Checks(Cluster):
             self.violate("memory", f"{vectors} result vectors are out, the bound is {bound}")
         if what == "tick":
             self._overdue(training)
-        for session in training.sessions.values():
+        for session in training.roster.sessions.values():
             queued = len(session.outbox._items)
             # Every DONE is answered, also one that is played again, until its sender is dropped for taking nothing.
             if queued > 160 + 4 * self.faults["frames replayed"]:
                 self.violate("memory", f"{queued} frames queued for one worker")
 
-    def _overdue(self, training: Training) -> None:
+    def _overdue(self, training: SyncTraining) -> None:
         """After a tick nobody holds a lease beyond its deadline while another could have it."""
-        now, ready = training.clock(), [member.worker_id for member in training.membership.ready()]
-        for worker, session in training.sessions.items():
+        now, ready = training.context.clock(), [member.worker_id for member in training.roster.membership.ready()]
+        for worker, session in training.roster.sessions.items():
             for grant in training.ledger.held(worker):
                 late_s = now - training.ledger.began_at(grant) - grant.deadline_s
                 others = any(other != worker for other in ready)
@@ -175,7 +179,7 @@ class Checks(Cluster):
         self._compare(training, event.resumed_step, "resumed")
         self._count(training)
 
-    def _count(self, training: Training) -> None:
+    def _count(self, training: SyncTraining) -> None:
         """See which leaves the ledger counts as applied when a step is closed."""
         real = training.ledger.close
 
@@ -189,7 +193,7 @@ class Checks(Cluster):
 
         training.ledger.close = close  # type: ignore[method-assign]
 
-    def on_applied(self, host: Host, training: Training, version: int) -> None:
+    def on_applied(self, host: Host, training: SyncTraining, version: int) -> None:
         """A version has been made, in the memory of one coordinator."""
         self.note("applied", f"{host.name} {version}")
         if host.term < self.highest_term:
@@ -208,7 +212,7 @@ class Checks(Cluster):
             return
         if event.step > len(self.history):
             self.violate("versions", f"told of version {event.step} of {len(self.history)}")
-        journaling = host.training.journaling  # type: ignore[attr-defined]
+        journaling = host.training.journal  # type: ignore[attr-defined]
         if journaling is not None and journaling.sound:
             self.durable_step = max(self.durable_step, event.step)
         plan = self.shape.sampler.plan(event.step - 1)
@@ -221,7 +225,7 @@ class Checks(Cluster):
         if rows != want:
             self.violate("bits", f"metric of step {event.step} is {rows}, {want} expected")
 
-    def _compare(self, training: Training, version: int, what: str) -> None:
+    def _compare(self, training: SyncTraining, version: int, what: str) -> None:
         if version >= len(self.expected.digests):
             self.violate("versions", f"{what} version {version} of {len(self.expected.digests) - 1}")
             return

@@ -30,7 +30,7 @@ from torch import nn
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run import making as coordinator_making
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import LeafFailed, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.runtime import Runtime
@@ -189,8 +189,8 @@ class World(Checks):
         host = self.coordinator
         if host is None or not hasattr(host, "training"):
             return where
-        training: Training = host.training
-        held = {name: [g.lease for g in training.ledger.held(name)] for name in training.sessions}
+        training: SyncTraining = host.training
+        held = {name: [g.lease for g in training.ledger.held(name)] for name in training.roster.sessions}
         return f"{where}; {host.name} is at {training.version} with leases {list(held.values())}"
 
 
@@ -204,8 +204,8 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     logging.getLogger("stamina").setLevel(logging.CRITICAL)
-    real = coordinator_making.Training
-    coordinator_making.Training = WatchedTraining  # type: ignore[misc]
+    real = coordinator_making.SyncTraining
+    coordinator_making.SyncTraining = WatchedTraining  # type: ignore[misc]
     try:
         with in_virtual_world(str(seed), world.random):
             try:
@@ -218,7 +218,7 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
             violations, trace_hash = list(world.violations), world.hash.hexdigest()
             world.discard()
     finally:
-        coordinator_making.Training = real  # type: ignore[misc]
+        coordinator_making.SyncTraining = real  # type: ignore[misc]
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.errors import RefusalCode, Refused
-from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.telemetry.events import Audited, Bus, Event, ResultHeld, StepCommitted, WorkerQuarantined

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.making import make_training
 from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.training import RunContext
 from w5xde_async.data.loader import Loader
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
@@ -73,7 +74,8 @@ class Member(Session):
 
     def __init__(self, fleet: Fleet, number: int, compute_s: float) -> None:
         link: Any = _Link(f"10.0.{number >> 8}.{number & 255}:1")
-        super().__init__(link, fleet.training, token="", handshake_s=10.0, incarnation=number + 1)
+        training = fleet.training
+        super().__init__(link, training.roster, training, token="", handshake_s=10.0, incarnation=number + 1)
         self.outbox: Any = _Outbox()
         self.worker_id = self.name = Name(f"w{number:04}")
         self.fleet, self.compute_s = fleet, compute_s
@@ -96,7 +98,7 @@ class Member(Session):
         training, item = self.fleet.training, self.due()
         assert item is not None
         self.work.remove(item)
-        layout, whole = training.layout, isinstance(item, Submit)
+        layout, whole = training.context.layout, isinstance(item, Submit)
         samples = () if isinstance(item, Submit) else item.samples
         if whole or self.fleet.gradients:
             for number, bucket in enumerate(layout.result_buckets):
@@ -129,7 +131,11 @@ class Fleet:
         self.prepared: Prepared = prepare(job, config, None, lambda: "0" * 16)
         runtime = Runtime(clock=lambda: self.now, executor=lambda threads, name: InPlace())
         loader = Loader(job, self.prepared.steps, make_pool=runtime.executor)
-        self.training = make_training(self.prepared, loader, "fleet", config, Bus(), runtime)
+        context = RunContext(
+            layout=self.prepared.layout, state=self.prepared.state, loader=loader, config=config, checks=config,
+            bus=Bus(), clock=runtime.clock, total_steps=self.prepared.total_steps,
+        )  # fmt: skip
+        self.training: Any = make_training(self.prepared, context, "fleet", runtime)
         self.members: list[Member] = []
         self.running: asyncio.Task[None]
 
@@ -137,16 +143,16 @@ class Fleet:
         """One more."""
         member = kind(self, len(self.members), compute_s)
         layout = self.prepared.layout
-        assert self.training.admit(member) is None
+        assert self.training.roster.admit(member) is None
         member.ready = Ready(layout.fingerprint, "cpu", "test", 1, "0")
-        assert self.training.joined(member, member.ready) is None
+        assert self.training.roster.joined(member, member.ready) is None
         self.members.append(member)
         return member
 
     def leave(self, member: Member) -> None:
         """Its link has ended."""
         self.members.remove(member)
-        self.training.left(member, "gone", clean=False)
+        self.training.roster.left(member, "gone", clean=False)
 
     async def settle(self, rounds: int = 12) -> None:
         for _ in range(rounds):

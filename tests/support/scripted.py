@@ -1,6 +1,6 @@
-"""A real ``Training`` whose clock stands until a test moves it, and workers that do what a test tells them, frame by
-frame. The model's gradient is one for every parameter and sample: each step lowers every parameter by exactly one where
-each leaf was applied once."""
+"""A real ``SyncTraining`` whose clock stands until a test moves it, and workers that do what a test tells them, frame
+by frame. The model's gradient is one for every parameter and sample: each step lowers every parameter by exactly one
+where each leaf was applied once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.startup import Prepared, prepare
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.sync.training import SyncTraining
+from w5xde_async.coordinator.training import RunContext
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LinkLost
+from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
 from w5xde_async.net.memory import memory_pair
@@ -88,11 +90,12 @@ class Run:
             prepared.run_id, "scripted", term, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
             prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s,
         )  # fmt: skip
-        self.training = Training(
-            sampler=prepared.sampler, loader=Loader(made, prepared.sampler), layout=prepared.layout,
-            state=prepared.state, rule=prepared.rule, welcome=welcome, config=self.config, bus=bus, first_step=0,
-            total_steps=6, clock=lambda: self.now,
+        context = RunContext(
+            layout=prepared.layout, state=prepared.state, loader=Loader(made, prepared.sampler), config=self.config,
+            checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
         )  # fmt: skip
+        greeting = Greeting(message=welcome, layout=prepared.layout)
+        self.training = SyncTraining(context, greeting, prepared.rule, sampler=prepared.sampler, first_step=0)
         self._tasks: list[asyncio.Task[Any]] = []
         self._incarnation = 0
 
@@ -110,7 +113,9 @@ class Run:
         """A worker that has joined (``ready``) or has only been let in."""
         near, far = memory_pair(limit_bytes=limit_bytes)
         self._incarnation += 1
-        session = _Readable(near, self.training, token="", handshake_s=10.0, incarnation=self._incarnation)
+        session = _Readable(
+            near, self.training.roster, self.training, token="", handshake_s=10.0, incarnation=self._incarnation
+        )
         self.task(session.run())
         made = Scripted(self, far, session, worker_id)
         await join(far, key=worker_id, name=worker_id, token="", terms={})

@@ -205,6 +205,6 @@ async def test_nobody_stays_late_for_a_lease_that_was_done_while_an_order_was_co
         assert run.training.ledger.get(lease.lease) is None
         await run.pass_time(1e4)
         assert lease.lease not in first.revoked()
-        assert run.training.membership.members["first"].standing is Standing.READY
+        assert run.training.roster.membership.members["first"].standing is Standing.READY
         orders.release(3)
         assert not orders.gave_up

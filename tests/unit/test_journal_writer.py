@@ -79,11 +79,13 @@ class Bench:
         journal.begin(0, 1)
         self.disk.syncs = 0
         self.events: list[Event] = []
+        self.errors: list[BaseException] = []
         bus = Bus()
         bus.subscribe(self.events.append)
         self.journaling = JournalWriter(
-            journal, LAYOUT, bus, step=0, clock=lambda: self.now, wall=lambda: 7.0, executor=self.hands
-        )
+            journal, LAYOUT, bus, step=0, clock=lambda: self.now, wall=lambda: 7.0, executor=self.hands,
+            on_error=self.errors.append,
+        )  # fmt: skip
 
     def journal(self) -> Journal:
         return Journal(self.path / "journal", run_id="0" * 16, fingerprint="ab", filesystem=self.disk)
@@ -304,11 +306,9 @@ async def test_after_a_sync_that_failed_the_file_is_not_trusted_again(bench: Ben
 
 
 async def test_a_bug_of_ours_ends_the_run(bench: Bench) -> None:
-    errors: list[BaseException] = []
-    bench.journaling.on_error = errors.append
     bench.append(5)  # does not follow
     await bench.work()
-    assert [type(error) for error in errors] == [ValueError]
+    assert [type(error) for error in bench.errors] == [ValueError]
     await bench.aclose()
 
 

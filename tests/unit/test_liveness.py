@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.hub.members.liveness import Liveness
-from w5xde_async.hub.members.roster import Hosting
+from w5xde_async.hub.members.roster import Roster
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.stream import StreamLedger
@@ -39,10 +40,13 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
                 last_seen=0.0,
             )
         )  # fmt: skip
-    host: Any = SimpleNamespace(sessions=sessions, membership=membership, _was_sent=lambda grant: was_sent)
+    roster: Any = SimpleNamespace(sessions=sessions, member=membership.members.get)
+    roster.revoke = lambda grant, reason: Roster.revoke(roster, grant, reason)
+    scheduler = SimpleNamespace(unread=() if was_sent else range(100))
+    training: Any = SimpleNamespace(scheduler=scheduler, roster=roster, _let_go=lambda worker: None)
 
     def revoke(grant: Any, reason: str) -> None:
-        Hosting._revoke(host, grant, reason)
+        SyncTraining.revoke(training, grant, reason)
 
     liveness = Liveness(
         config=CoordinatorConfig(), sessions=sessions, joining={}, membership=membership, ledger=ledger, revoke=revoke,

@@ -23,8 +23,8 @@ from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler, rea
 from w5xde_async.coordinator.run.run import Run
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.training import Counts
 from w5xde_async.errors import ExitCode
-from w5xde_async.hub.members.roster import Counts
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.runtime import Runtime
@@ -83,14 +83,14 @@ async def test_a_worker_and_the_run_are_reported():
         await commits.reach(3)
         training = coordinator._training
         assert training is not None
-        (session,) = training.sessions.values()
+        (session,) = training.roster.sessions.values()
         while session.report is None:
             await commits.reach(commits.step + 1)
         observer = StatusSampler(training)
         found.clear()
-        observer.tick(training.clock() + 0.2)  # too early
+        observer.tick(training.context.clock() + 0.2)  # too early
         assert not [event for event in found if isinstance(event, WorkerReported)]
-        observer.tick(training.clock() + 1.0)
+        observer.tick(training.context.clock() + 1.0)
         (told,) = [event for event in found if isinstance(event, WorkerReported)]
         (run,) = [event for event in found if isinstance(event, RunReported)]
         worker.drain()
@@ -116,9 +116,9 @@ async def test_a_worker_and_the_run_are_reported():
 async def test_the_speed_of_a_worker_is_that_of_its_leases_however_long(lease_s: float):
     found: list[Any] = []
     async with scripted() as run:
-        run.training.bus.subscribe(found.append, samples=True)
+        run.training.context.bus.subscribe(found.append, samples=True)
         await run.worker("able")
-        member = run.training.membership.members["able"]
+        member = run.training.roster.membership.members["able"]
         observer, began = StatusSampler(run.training), run.now
         for second in range(1, 600):
             member.leaves = 4 * int(min(second, 300) / lease_s)  # idle from then on
@@ -135,7 +135,7 @@ async def test_who_fails_while_it_joins_is_shown_no_longer():
     view, metrics = View(), Metrics()
     async with scripted() as run:
         for subscriber in (view, metrics):
-            run.training.bus.subscribe(subscriber, samples=True)
+            run.training.context.bus.subscribe(subscriber, samples=True)
         observer = StatusSampler(run.training)
         await run.worker("member")
         for number in range(5):
@@ -160,11 +160,12 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     loop = asyncio.get_running_loop()
     prepared = await loop.run_in_executor(None, prepare, mlp_sgd(), config, None, lambda: "0" * 16)
     showing = Outputs(config, bus, None)
-    phases = Run(prepared, config, bus, name="test", reference="", runtime=Runtime())
-    phases.on_change = showing.began
+    phases = Run(
+        prepared, config, bus, name="test", reference="", runtime=Runtime(), on_change=showing.began
+    )  # fmt: skip
     first = phases.training
     showing.began(first)
-    now = first.clock()
+    now = first.context.clock()
     first.results.leaves, first.results.leaves_wasted = 40, 4  # type: ignore[union-attr]
     first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
     try:
@@ -193,7 +194,8 @@ def test_why_a_worker_waits():
 
     sessions = {worker: session(worker) for worker in "ab"}
     training: Any = SimpleNamespace(
-        ledger=ledger, sessions=sessions, begun=False, config=settings(min_workers=2, credit_bytes=10),
+        ledger=ledger, roster=SimpleNamespace(sessions=sessions), begun=False,
+        context=SimpleNamespace(config=settings(min_workers=2, credit_bytes=10)),
         scheduler=SimpleNamespace(unread=set()),
     )  # fmt: skip
     member = Member(
@@ -250,7 +252,7 @@ async def test_every_rule_is_reported():
         observer = StatusSampler(training)
         for number in range(1, 10):
             await commits.reach(commits.step + 1)
-            observer.tick(training.clock() + number)
+            observer.tick(training.context.clock() + number)
         worker.drain()
         await working
         coordinator.request_stop()

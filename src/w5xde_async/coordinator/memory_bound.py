@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
+from w5xde_async.hub.config import NetworkConfig
 
 __all__ = ["EXTRA_LINKS", "memory_bound_bytes", "most_held", "most_vectors"]
 
@@ -12,7 +13,7 @@ _RECOMPUTATION_VECTORS = 3
 EXTRA_LINKS = 64  #: connections beside the workers': of strangers, and of who comes back before its old link is found
 
 
-def most_held(config: CoordinatorConfig) -> int:
+def most_held(config: NetworkConfig) -> int:
     """Finished blocks that may wait for judgement before nothing more of their step is leased."""
     return config.max_workers * config.pacing.leases_ahead
 

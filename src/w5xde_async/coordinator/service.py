@@ -23,15 +23,13 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
 from w5xde_async.coordinator.monitoring.outputs import Outputs
-from w5xde_async.coordinator.outer.training import Rounds
 from w5xde_async.coordinator.run.run import Run
 from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, deadline_s
 from w5xde_async.coordinator.run.startup import Prepared, prepare
 from w5xde_async.coordinator.run_result import RunResult
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.training import NonFinite, Training
 from w5xde_async.errors import DiskHangs, JobError, LocalError, StoreError, UpdateFailed, UsageError, W5xdeError
 from w5xde_async.hub.members.access import Access
-from w5xde_async.hub.members.roster import NonFinite
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job, shown_end
 from w5xde_async.net.endpoint import format_address
@@ -198,13 +196,17 @@ class Coordinator:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
         self._access.lock_out(worker)
         self._keep_revoked()
-        self._training.drop(worker, reason)
+        self._training.roster.drop(worker, reason)
 
     def _keep_out(self, name: str, reason: str) -> None:
         """A worker was put out of the run: it stays out until ``revoked`` does not name it any more."""
         assert self._access is not None
         self._access.lock_out(name, reason)
         self._keep_revoked()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._training is not None:
+            self._training.fail(error)
 
     def _keep_revoked(self) -> None:
         assert self._access is not None
@@ -223,7 +225,7 @@ class Coordinator:
         if await loop.run_in_executor(None, self._access.reload):
             await loop.run_in_executor(None, self._access.write_join_file, self.port)
             self.bus.publish(Warned(text="the secret was changed: workers join with the new join file from now on"))
-        for session in (*self._training.sessions.values(), *self._training.joining):
+        for session in (*self._training.roster.sessions.values(), *self._training.roster.joining):
             if self._access.credentials.revoked(session.identity, session.worker_id):
                 session.abort("its access was revoked")
 
@@ -266,7 +268,7 @@ class Coordinator:
     @property
     def num_workers(self) -> int:
         """Workers that have joined."""
-        return 0 if self._training is None else len(self._training.sessions)
+        return 0 if self._training is None else len(self._training.roster.sessions)
 
     @property
     def step(self) -> int:
@@ -291,7 +293,7 @@ class Coordinator:
         return self._listener
 
     @property
-    def _training(self) -> Training | Rounds | None:
+    def _training(self) -> Training | None:
         return None if self._run is None else self._run.training
 
     # -- the run -------------------------------------------------------------------------------------------
@@ -308,20 +310,16 @@ class Coordinator:
             max_links=config.max_workers + EXTRA_LINKS,
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, access.write_join_file, self.port)
-        self._run = run = Run(
-            prepared, config, self.bus, name=self.name, reference=self._reference, runtime=self._runtime
-        )  # fmt: skip
-        run.on_quarantine = self._keep_out
-        self._samples_before = prepared.samples
-        run.on_change = self._outputs.began
-        training = run.training
-        if prepared.journal is not None and isinstance(training, Training):
+        if prepared.journal is not None:
             self._journaling = JournalWriter(
                 prepared.journal, prepared.layout, self.bus, step=prepared.first_step, clock=self._runtime.clock,
-                wall=self._runtime.wall, executor=self._runtime.executor(1, "w5xde-journal"),
+                wall=self._runtime.wall, executor=self._runtime.executor(1, "w5xde-journal"), on_error=self._fail,
             )  # fmt: skip
-            self._journaling.on_error = training.fail
-            training.journaling, training.aggregator.keep = self._journaling, self._journaling.pool
+        self._run = run = Run(
+            prepared, config, self.bus, name=self.name, reference=self._reference, runtime=self._runtime,
+            journal=self._journaling, on_change=self._outputs.began, on_quarantine=self._keep_out,
+        )  # fmt: skip
+        self._samples_before = prepared.samples
         if prepared.run_dir is not None:
             await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
         if prepared.run_dir is not None and self._record:
@@ -335,7 +333,7 @@ class Coordinator:
         await self._outputs.open(access, self._settings or config.shown(), prepared.first_step)
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
-        self._outputs.began(training)
+        self._outputs.began(run.training)
         for note in prepared.notes:
             self.bus.publish(Warned(text=note))
 
@@ -395,7 +393,7 @@ class Coordinator:
                 async def say_goodbye(code: ByeCode, reason: str) -> None:
                     nonlocal told
                     told = code
-                    run.training.say_goodbye(code, reason)
+                    run.training.roster.say_goodbye(code, reason)
                     ticking.cancel()  # not before: a last checkpoint may take longer than a worker bears silence
                     if self._listener is not None and code is ByeCode.STOPPING:
                         await self._listener.stop_accepting()  # else who comes now is told that it is over
@@ -403,7 +401,7 @@ class Coordinator:
                 try:
                     await run.run(tasks)
                     training = run.training
-                    if training.total_steps <= training.progress <= training.contributions.steps_skipped:
+                    if training.total_steps <= training.progress <= training.roster.contributions.steps_skipped:
                         failure = NonFinite(training.progress, training.progress)  # nothing was learned
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
@@ -417,7 +415,7 @@ class Coordinator:
                     failure = failure or error
                 ticking.cancel()
                 if told is not ByeCode.STOPPING:
-                    await run.training.wait_for_lost()
+                    await run.training.roster.wait_for_lost()
         finally:
             await self._close()
         failure = failure or self._deadline.error or run.following.save_error
@@ -445,7 +443,7 @@ class Coordinator:
             return
         self._incarnations += 1
         session = Session(
-            link, training, token=access.credentials, handshake_s=self.config.handshake_s,
+            link, training.roster, training, token=access.credentials, handshake_s=self.config.handshake_s,
             incarnation=self._incarnations, clock=self._runtime.clock,
         )  # fmt: skip
         try:

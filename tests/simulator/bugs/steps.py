@@ -10,7 +10,7 @@ from tests.simulator.bugs.registry import LOST, RESTART, Put, bug
 
 from w5xde_async.coordinator.parameters.publisher import Publisher
 from w5xde_async.coordinator.sync.results import Results
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.hub.work.block_store import BlockStore, Destination, SlotKey
 from w5xde_async.net.outbox import Outbox
@@ -135,7 +135,7 @@ def _overdue_kept(put: Put) -> None:
 
 @bug("reconnect-keeps-leases", "the leases of a connection that has ended are kept for when its worker is back", *LOST)
 def _reconnect(put: Put) -> None:
-    put(Training, "_take_back", lambda self, session: 0)
+    put(SyncTraining, "take_back", lambda self, session: 0)
 
 
 @bug("silent-kept", "a silent worker is never given up", "worker without power", "partition")

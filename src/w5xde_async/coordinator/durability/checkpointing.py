@@ -19,12 +19,10 @@ from torch import Tensor
 
 from w5xde_async.compute.block import described
 from w5xde_async.coordinator.durability.config import DurabilityConfig
-from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S
-from w5xde_async.coordinator.outer.training import Rounds
+from w5xde_async.coordinator.durability.journal_writer import REMIND_S, RETRY_S, JournalWriter
 from w5xde_async.coordinator.run.startup import Prepared, record_of
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.training import Commit, Training
 from w5xde_async.errors import JobError, StoreError, W5xdeError
-from w5xde_async.hub.members.roster import Commit
 from w5xde_async.params.flat import state_of
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.store.checkpoint import Record, SavedCheckpoint
@@ -43,10 +41,11 @@ class Checkpointing:
     """Checkpoints and evaluations of one run. ``save_error`` is what the last attempt to save met, if anything."""
 
     def __init__(
-        self, prepared: Prepared, training: Training | Rounds, config: DurabilityConfig, bus: Bus,
-        make_pool: Callable[[int, str], Executor],
+        self, prepared: Prepared, training: Training, journal: JournalWriter | None,
+        config: DurabilityConfig, bus: Bus, make_pool: Callable[[int, str], Executor],
     ) -> None:  # fmt: skip
-        self._prepared, self._training, self._config, self._bus = prepared, training, config, bus
+        self._prepared, self._training, self._journal = prepared, training, journal
+        self._config, self._bus = config, bus
         self.metrics: dict[str, float] = {}
         self.save_error: W5xdeError | None = None
         self._wanted = self._asked = False
@@ -83,7 +82,7 @@ class Checkpointing:
 
     async def save_last(self) -> None:
         """The run has ended: a last checkpoint."""
-        journaling = self._training.journaling
+        journaling = self._journal
         if journaling is not None:
             await journaling.flush()
         if self._saving is not None and not self._saving.done():
@@ -122,12 +121,12 @@ class Checkpointing:
 
     def _again(self) -> bool:
         """Whether a disk that failed is to be tried again."""
-        journaling = self._training.journaling
-        failed = self.save_error is not None and self._training.clock() >= self._retry_at
+        journaling = self._journal
+        failed = self.save_error is not None and self._training.context.clock() >= self._retry_at
         return failed or (journaling is not None and journaling.wants_checkpoint)
 
     def _rotate(self, step: int) -> asyncio.Future[Position | None] | None:
-        journaling = self._training.journaling
+        journaling = self._journal
         return None if journaling is None else journaling.rotate(step)
 
     def _copy(self, step: int) -> asyncio.Future[_Copied]:
@@ -171,7 +170,7 @@ class Checkpointing:
             self._training.fail(error)
             return
         except StoreError as error:
-            now = self._training.clock()
+            now = self._training.context.clock()
             self._retry_s = min(max(2 * self._retry_s, RETRY_S), REMIND_S)  # each attempt costs a copy
             self._retry_at = now + self._retry_s
             if asked or self.save_error is None or now >= self._remind_at:
@@ -181,8 +180,8 @@ class Checkpointing:
             return
         self.save_error, self._retry_s = None, 0.0
         self._saved_step, self._saved_version = max(self._saved_step, step), version
-        if self._training.journaling is not None:
-            self._training.journaling.saved(step, oldest)
+        if self._journal is not None:
+            self._journal.saved(step, oldest)
         self._bus.publish(
             CheckpointSaved(
                 step=step, path=str(saved.path), nbytes=saved.nbytes, pause_s=pause_s, seconds=saved.seconds
@@ -202,8 +201,8 @@ class Checkpointing:
         except Exception as error:
             self._bus.publish(Warned(text=f"evaluate raised {type(error).__name__}: {error}; the run goes on"))
             return
-        if self._training.journaling is not None:
-            await self._training.journaling.settled(step)
+        if self._journal is not None:
+            await self._journal.settled(step)
         self.metrics, self._evaluated_step = metrics, step
         self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))
 

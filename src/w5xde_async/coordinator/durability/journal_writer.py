@@ -96,10 +96,14 @@ class JournalWriter:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         executor: Executor | None = None,
+        on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """``journal`` has begun at ``step``. ``executor`` runs one call at a time; it belongs to this object."""
+        """``journal`` has begun at ``step``. ``executor`` runs one call at a time; it belongs to this object.
+
+        ``on_error`` is given what must end the run.
+        """
         self.pool = VectorPool(layout, spare=MOST_AHEAD)
-        self.on_error: Callable[[BaseException], None] = lambda error: None  # the run must end
+        self._on_error = on_error
         self._journal, self._layout, self._bus = journal, layout, bus
         self._clock, self._wall = clock, wall
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-journal")
@@ -278,7 +282,7 @@ class JournalWriter:
         if not again:
             self._failed_at = now
         if self._superseded or not isinstance(error, OSError | StoreError):
-            self.on_error(error)
+            self._on_error(error)
         elif not again or now >= self._remind_at:
             self._remind(explain(error) if isinstance(error, OSError) else str(error))
         for item in lost:  # said first: these steps are told and not durable

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
+from w5xde_async.coordinator.training import Training
 from w5xde_async.hub.members.access import Access, reachable
-from w5xde_async.hub.members.roster import Hosting
 from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
 from w5xde_async.net.join import write_private_line
 from w5xde_async.net.tls import is_loopback
@@ -72,12 +72,12 @@ class Outputs:
         if self._config.dashboard:
             await self._open_dashboard(access, settings, resumed_step)
 
-    def began(self, hosting: Hosting) -> None:
+    def began(self, training: Training) -> None:
         """The run was announced, or goes on by another rule: say what was met on the way, look at it from now on."""
         if self._sampler is None:
-            self._sampler = StatusSampler(hosting)
+            self._sampler = StatusSampler(training)
         else:
-            self._sampler.follow(hosting)
+            self._sampler.follow(training)
         notes, self._notes = self._notes, []
         for note in notes:
             self._bus.publish(Warned(text=note))

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice, pairwise
 
-from w5xde_async.coordinator.outer.step_scheduler import Assigning
-from w5xde_async.coordinator.sync.training import Training
-from w5xde_async.hub.members.roster import Hosting
+from w5xde_async.coordinator.outer.training import OuterTraining
+from w5xde_async.coordinator.sync.training import SyncTraining
+from w5xde_async.coordinator.training import Training
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import shown_end
 from w5xde_async.plan.membership import Member, Standing
@@ -57,46 +57,47 @@ class _Speed:
 class StatusSampler:
     """Publishes a ``WorkerReported`` for every worker and one ``RunReported``, at most once per ``interval_s``."""
 
-    def __init__(self, hosting: Hosting, *, interval_s: float = 1.0) -> None:
-        self._hosting, self._interval_s = hosting, interval_s
-        self._began = self._last = hosting.clock()
+    def __init__(self, training: Training, *, interval_s: float = 1.0) -> None:
+        self._training, self._interval_s = training, interval_s
+        self._began = self._last = training.context.clock()
         self._speeds: dict[tuple[str, int], _Speed] = {}  # (worker, incarnation) -> its own
 
-    def follow(self, hosting: Hosting) -> None:
+    def follow(self, training: Training) -> None:
         """Look at another phase of the same run from now on."""
-        self._hosting = hosting
+        self._training = training
 
     def tick(self, now: float) -> None:
         """Look, where somebody wants to know and the last look is long enough ago."""
         seconds = now - self._last
-        if not self._hosting.bus.sampled or seconds < 0.9 * self._interval_s:
+        if not self._training.context.bus.sampled or seconds < 0.9 * self._interval_s:
             return
         self._last = now
-        members = self._hosting.membership.members
+        roster, bus = self._training.roster, self._training.context.bus
+        members = roster.membership.members
         total = sum(member.leaves for member in members.values()) or 1
         before, self._speeds = self._speeds, {}
-        for worker, session in self._hosting.sessions.items():
+        for worker, session in roster.sessions.items():
             member = members.get(worker)
             if member is not None:
                 key = (worker, member.incarnation)
                 self._speeds[key] = speed = before.get(key) or _Speed(member.joined_at)
                 leaves_per_s = speed.look(now, member.leaves)
-                self._hosting.bus.publish(self._worker(session, member, now, leaves_per_s, member.leaves / total))
-        for session in self._hosting.joining:
-            self._hosting.bus.publish(self._joining(session, now))
-        self._hosting.bus.publish(self._run(now))
+                bus.publish(self._worker(session, member, now, leaves_per_s, member.leaves / total))
+        for session in roster.joining:
+            bus.publish(self._joining(session, now))
+        bus.publish(self._run(now))
 
     def _worker(
         self, session: Session, member: Member, now: float, leaves_per_s: float, share: float
     ) -> WorkerReported:
         link, report = session.link, session.report
         figures = link.figures
-        training = self._hosting
+        training = self._training
         held, waits_for = 0, ""
-        if isinstance(training, Training):
+        if isinstance(training, SyncTraining):
             held = training.ledger.num_held(member.worker_id)
             waits_for = reason_to_wait(training, session, member)
-        elif isinstance(training, Assigning):
+        elif isinstance(training, OuterTraining):
             held = training.ledger.num_held(member.worker_id)
             waits_for = _reason_in_rounds(training, session, member)
         return WorkerReported(
@@ -125,26 +126,26 @@ class StatusSampler:
         )  # fmt: skip
 
     def _run(self, now: float) -> RunReported:
-        hosting = self._hosting
-        counts = hosting.totals()
-        sent, received = hosting.contributions.traffic(hosting.sessions.values())
-        raw, encoded = hosting.downlink_bytes()
+        training, roster = self._training, self._training.roster
+        counts = training.totals()
+        sent, received = roster.contributions.traffic(roster.sessions.values())
+        raw, encoded = training.downlink_bytes()
         return RunReported(
-            step=hosting.progress, total_steps=shown_end(hosting.total_steps), samples=hosting.samples_applied,
-            num_workers=len(hosting.sessions), num_joining=len(hosting.joining), leaves=counts.leaves,
+            step=training.progress, total_steps=shown_end(training.total_steps), samples=training.samples_applied,
+            num_workers=len(roster.sessions), num_joining=len(roster.joining), leaves=counts.leaves,
             leaves_in_vain=counts.leaves_wasted, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
-            residuals_lost=hosting.contributions.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
+            residuals_lost=roster.contributions.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
         )  # fmt: skip
 
 
-def reason_to_wait(training: Training, session: Session, member: Member) -> str:
+def reason_to_wait(training: SyncTraining, session: Session, member: Member) -> str:
     """What keeps a worker from computing at this moment, for a person; empty where nothing does."""
     if (reason := _reason_of_standing(member)) is not None:
         return reason
     if not training.begun:
-        return f"workers: the run begins with {training.config.min_workers}"
+        return f"workers: the run begins with {training.context.config.min_workers}"
     steps = training.ledger.open_steps
     if not steps:
         return "the end of the run"
@@ -156,7 +157,7 @@ def reason_to_wait(training: Training, session: Session, member: Member) -> str:
             return "data: the loader has not read its samples yet"
         return ""
     if training.ledger.free_leaves(steps[0]):
-        if session.outbox.lease_bytes > training.config.credit_bytes:
+        if session.outbox.lease_bytes > training.context.config.credit_bytes:
             return "the network: it has not taken the leases that it was sent"
         return "a lease"
     if training.ledger.complete(steps[0]):
@@ -164,7 +165,7 @@ def reason_to_wait(training: Training, session: Session, member: Member) -> str:
     return f"step {steps[0] + 1}: {_holders(training, steps[0], member.worker_id)}"
 
 
-def _reason_in_rounds(training: Assigning, session: Session, member: Member) -> str:
+def _reason_in_rounds(training: OuterTraining, session: Session, member: Member) -> str:
     """The same under rules whose results count as they come."""
     if (reason := _reason_of_standing(member)) is not None:
         return reason
@@ -189,11 +190,11 @@ def _reason_of_network(session: Session) -> str | None:
     return "the network: a lease is on its way" if session.outbox.lease_bytes else None
 
 
-def _holders(training: Training, step: int, worker: str) -> str:
+def _holders(training: SyncTraining, step: int, worker: str) -> str:
     """Who still computes leaves of a step."""
     held = [
         (other.name, leaves)
-        for other in training.sessions.values()
+        for other in training.roster.sessions.values()
         if other.worker_id != worker and (leaves := training.ledger.num_held_leaves(other.worker_id, step))
     ]
     if not held:

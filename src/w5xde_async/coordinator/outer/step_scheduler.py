@@ -7,55 +7,54 @@ for its Delta. What comes back is for ``Rounds``.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from w5xde_async.compute.inner import Schedule
-from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.outer.local_step_schedule import Turns
+from w5xde_async.coordinator.parameters.delta_publisher import Downlink
+from w5xde_async.coordinator.training import Lifecycle, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.data.loader import Loader
 from w5xde_async.hub.members.liveness import Held
-from w5xde_async.hub.members.roster import Hosting
-from w5xde_async.params.layout import Layout
+from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.stream import DoneSteps, StreamGrant, StreamLedger
 from w5xde_async.plan.tree import Block
-from w5xde_async.telemetry.events import Bus, Waiting
+from w5xde_async.telemetry.events import Waiting, Warned
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.quorum import QuorumConfig
-from w5xde_async.wire.frame import Buffer, BufferSpec
-from w5xde_async.wire.messages import Lease, Submit, Welcome
+from w5xde_async.wire.messages import Lease, Submit
 
 __all__ = ["Assigning"]
 
 
-class Assigning(Hosting):
+class Assigning(ABC):
     """Ledger, pace and turns of one run."""
 
+    roster: Roster
+    downlink: Downlink
+
     def __init__(
-        self, *, sampler: Sampler, loader: Loader, layout: Layout, done: DoneSteps, version: int,
-        schedule: Schedule | None, welcome: Welcome, welcome_buffers: Sequence[tuple[BufferSpec, Buffer]],
-        config: CoordinatorConfig, bus: Bus, total_steps: int, clock: Callable[[], float],
+        self, context: RunContext, greeting: Greeting, *, sampler: Sampler, done: DoneSteps, version: int,
+        schedule: Schedule | None,
     ) -> None:  # fmt: skip
+        config, update = context.config, context.config.update
+        self.context, self.total_steps = context, context.total_steps
+        self.lifecycle = Lifecycle(context.clock, config.grace_s)
+        self.pacing = Pacing(config.pacing)
         self.ledger = StreamLedger(
-            total_steps=total_steps, done=DoneSteps.of_state(done.state_dict()),
-            max_failures=config.max_leaf_failures, first_lease=(welcome.term << 32) + 1,
+            total_steps=self.total_steps, done=DoneSteps.of_state(done.state_dict()),
+            max_failures=context.checks.max_leaf_failures, first_lease=(greeting.message.term << 32) + 1,
         )  # fmt: skip
-        super().__init__(
-            ledger=self.ledger, layout=layout, loader=loader, welcome=welcome, welcome_buffers=welcome_buffers,
-            config=config, bus=bus, total_steps=total_steps, clock=clock,
-        )  # fmt: skip
-        update = config.update
-        self.sampler, self.schedule, self.version = sampler, schedule, version
-        self.verdicts.version = version
+        self.sampler, self.inner_schedule, self.version = sampler, schedule, version
         self._ordering = EpochPrefetch(sampler)
-        self._ordering.on_ready, self._ordering.on_error = self._schedule, self.fail
+        self._ordering.on_ready, self._ordering.on_error = self.schedule, self.fail
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
-        self._buckets = bucket_fragments(layout, update.fragments if self._streams else 1)
+        self._buckets = bucket_fragments(context.layout, update.fragments if self._streams else 1)
         self.turns = Turns(
             num_fragments=len(self._buckets), inner_steps=update.inner_steps, pacing=self.pacing,
             quorum=QuorumConfig(part=update.quorum),
@@ -71,12 +70,21 @@ class Assigning(Hosting):
         self._by_version: list[tuple[int, int]] = []  # heap of (that version, lease), some that have ended among them
         self._idle: dict[str, None] = {}  # workers for which nothing was left to lease
         self.ledger.waits, self.ledger.allowed_s = self._waits, self._allowed_s
-        self._submitting = Pacing(config.pacing)  # what submissions under rules of local steps take
+        self._submitting = Pacing(context.config.pacing)  # what submissions under rules of local steps take
         self.num_backups = 0
         self._begun = False
 
+    @abstractmethod
+    def revoke(self, grant: Held, reason: str) -> None: ...
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None: ...
+
+    def _warn(self, text: str) -> None:
+        self.context.bus.publish(Warned(text=text))
+
     def _data_came(self) -> None:
-        for step, _ in self.loader.came():
+        for step, _ in self.context.loader.came():
             for worker in self._reading.pop(step, ()):
                 self._send_waiting(worker)
 
@@ -85,7 +93,7 @@ class Assigning(Hosting):
         plan = self._plans.get(step)
         return self.sampler.size(step) if plan is None else plan
 
-    def _schedule(self, only: str | None = None) -> None:
+    def schedule(self, only: str | None = None) -> None:
         self._assign(None if only is None else (only,))
 
     def _schedule_after(self, workers: Iterable[str]) -> None:
@@ -96,36 +104,36 @@ class Assigning(Hosting):
         self._assign(None if self._idle and not self.ledger.exhausted else tuple(workers))
 
     def _assign(self, only: Sequence[str] | None) -> None:
-        if self._failure is not None:
+        if self.lifecycle.failure is not None:
             return
         if not self._begun:
-            ready = self.membership.num_ready
-            if ready < self.config.min_workers:
-                self.bus.publish(Waiting(reason=f"{ready} of {self.config.min_workers} workers"))
+            ready = self.roster.membership.num_ready
+            if ready < self.context.config.min_workers:
+                self.context.bus.publish(Waiting(reason=f"{ready} of {self.context.config.min_workers} workers"))
                 return
             self._begun = True
-        planned = self._open_ahead(self.membership.num_ready)
-        now = self.clock()
+        planned = self._open_ahead(self.roster.membership.num_ready)
+        now = self.context.clock()
         self._forget_leases()
         if only is None:
-            workers = tuple(self.membership.ready_ids)
+            workers = tuple(self.roster.membership.ready_ids)
             self._idle.clear()
         else:
-            workers = tuple(worker for worker in only if self.membership.is_ready(worker))
+            workers = tuple(worker for worker in only if self.roster.membership.is_ready(worker))
         for room in range(self.pacing.config.leases_ahead if planned else 0):
             for worker in workers:
                 self._grant(worker, room, now)
-        if only is None and not self._local and not self._stopping and self.ledger.exhausted:
+        if only is None and not self._local and not self.lifecycle.stopping and self.ledger.exhausted:
             self._back_up(workers, now)
         for worker in tuple(self._waiting) if only is None else only:
             self._send_waiting(worker)
         if self._local:
             self._ask_the_rest(only)
-        self._wake.set()
+        self.lifecycle.wake.set()
 
     def _open_ahead(self, num_workers: int) -> bool:
         """Have the data of the next steps read. False where their order is still being computed."""
-        if self._stopping:
+        if self.lifecycle.stopping:
             return True
         count = num_workers * self.pacing.config.leases_ahead + 1
         # Each step once on the way up; those that have come back are few, and read when they are leased if not before.
@@ -141,24 +149,24 @@ class Assigning(Hosting):
             if not self._ordering.ready(step, self.total_steps):
                 return False
             plan = self._plans[step] = self.sampler.plan(step)
-            self.loader.open(plan)
+            self.context.loader.open(plan)
         return True
 
     def _grant(self, worker: str, room: int, now: float) -> None:
         pace = self.turns.of(worker)
-        if self._stopping or pace.blocked or not self._has_credit(worker):
+        if self.lifecycle.stopping or pace.blocked or not self.roster.has_credit(worker):
             return
         if self.ledger.num_steps_held(worker) + (0 if self._local else self._unjudged[worker]) > room:
             return  # what waits to be judged is not newer parameters yet: more of it would only be staler
         deadline_s = self.pacing.deadline_s(worker, 1)
-        grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=self.membership.ready_ids)
+        grant = self.ledger.grant(worker, now=now, deadline_s=deadline_s, others=self.roster.membership.ready_ids)
         if grant is None:
             self._idle[worker] = None
             return
         self._idle.pop(worker, None)
         if grant.step not in self._plans:
             plan = self._plans[grant.step] = self.sampler.plan(grant.step)
-            self.loader.open(plan)
+            self.context.loader.open(plan)
         waiting = self._waiting.setdefault(worker, deque())
         waiting.append((grant, pace.min_version))
         if self._local:
@@ -180,7 +188,7 @@ class Assigning(Hosting):
             if late_s is not None and self.ledger.began_at(grant) + late_s * (place + 1) <= now:
                 late.append(grant)
         for worker in ready if late else ():
-            if self.ledger.num_held(worker) or self._unjudged[worker] or not self._has_credit(worker):
+            if self.ledger.num_held(worker) or self._unjudged[worker] or not self.roster.has_credit(worker):
                 continue
             first = next((grant for grant in late if self.ledger.may_back_up(worker, grant)), None)
             if first is None or self.turns.of(worker).blocked:
@@ -206,11 +214,11 @@ class Assigning(Hosting):
 
     def _ask_the_rest(self, only: Sequence[str] | None = None) -> None:
         """Where no more steps come, workers submit what they have (``only``: of whom alone that may be new)."""
-        members, over = self.membership.members, self._stopping or self.ledger.exhausted
+        members, over = self.roster.membership.members, self.lifecycle.stopping or self.ledger.exhausted
         before, self._over = self._over, over
-        now = self.clock()
-        for worker in tuple(self.sessions) if only is None or over != before else only:
-            if worker not in self.sessions:
+        now = self.context.clock()
+        for worker in tuple(self.roster.sessions) if only is None or over != before else only:
+            if worker not in self.roster.sessions:
                 continue
             if not over and members[worker].standing is not Standing.DRAINING:
                 continue
@@ -229,12 +237,12 @@ class Assigning(Hosting):
         that it hears of this is part of its parameters, and would take with it all that it carries."""
         if self._local:
             return
-        session = self.sessions[worker]
+        session = self.roster.sessions[worker]
         steps = [grant for grant in self.ledger.held(worker) if grant.step >= 0]
         for grant in steps[1:]:
             if session.receiving != grant.lease:
                 self.ledger.give_back(grant.lease)
-                self._revoke(grant, "no more steps are wanted")
+                self.revoke(grant, "no more steps are wanted")
 
     def _was_sent(self, grant: Held) -> bool:
         return all(waiting.lease != grant.lease for waiting, _ in self._waiting.get(grant.worker, ()))
@@ -244,7 +252,7 @@ class Assigning(Hosting):
 
         That is the lease, and a version that will do. Newer versions that the worker is not sent change nothing.
         """
-        session = self.sessions.get(grant.worker)
+        session = self.roster.sessions.get(grant.worker)
         if session is None:
             return False
         if grant.step < 0:
@@ -260,7 +268,7 @@ class Assigning(Hosting):
     def _needs(self, lease: int, version: int) -> None:
         """A lease's worker computes at ``version`` or a later one."""
         self._oldest[lease] = version
-        if self.config.update.compensation:
+        if self.context.config.update.compensation:
             heapq.heappush(self._by_version, (version, lease))
 
     def _oldest_needed(self) -> int:
@@ -283,7 +291,7 @@ class Assigning(Hosting):
 
     def _send_waiting(self, worker: str) -> None:
         """Send, in order, what has its data."""
-        waiting, session = self._waiting.get(worker), self.sessions.get(worker)
+        waiting, session = self._waiting.get(worker), self.roster.sessions.get(worker)
         while waiting and session is not None:
             grant, version = waiting[0]
             if self.ledger.get(grant.lease) is not grant:
@@ -295,7 +303,7 @@ class Assigning(Hosting):
                 session.post(Submit(grant.lease, self._buckets[fragment]))
                 continue
             plan = self._plans[grant.step]
-            data = self.loader.data(grant.step, Block(0, plan.num_leaves))
+            data = self.context.loader.data(grant.step, Block(0, plan.num_leaves))
             if data is None:
                 self._reading.setdefault(grant.step, {})[worker] = None
                 return
@@ -303,7 +311,7 @@ class Assigning(Hosting):
             if not self._local:
                 version = session.current_version
                 self._needs(grant.lease, version)
-            rates = () if self.schedule is None else tuple(self.schedule.rows(grant.step, 1)[0])
+            rates = () if self.inner_schedule is None else tuple(self.inner_schedule.rows(grant.step, 1)[0])
             message = Lease(
                 grant.lease, max(version, 0), grant.step, 0, data.samples, grant.deadline_s, data.packed,
                 data.structure, rates,

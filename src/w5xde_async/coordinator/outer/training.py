@@ -10,67 +10,78 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
 from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.compute.inner import Schedule
-from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.outer.step_scheduler import Assigning
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink
 from w5xde_async.coordinator.parameters.owner import Submission, Updating
 from w5xde_async.coordinator.parameters.receive_buffers import Intake
 from w5xde_async.coordinator.parameters.step_reports import StepReports
-from w5xde_async.data.loader import Loader
+from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, NonFinite, RunContext
 from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
 from w5xde_async.hub.members.liveness import Held
-from w5xde_async.hub.members.roster import Commit, Counts, NonFinite
+from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
-from w5xde_async.params.flat import FlatState
-from w5xde_async.params.layout import Layout
+from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.plan.ledger import FailedWork
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.stream import StreamGrant
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.telemetry.events import Bus, StepCommitted
+from w5xde_async.telemetry.events import StepCommitted, Waiting
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import Applied
-from w5xde_async.wire.frame import Buffer, BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode, Welcome
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode
 
-__all__ = ["Rounds"]
+__all__ = ["OuterTraining"]
 
 _MOST_SHOWN = 32  # sample indices in a warning
 
 
-class Rounds(Assigning):
+class OuterTraining(Assigning):
     """One run, from where ``rule`` stands to ``total_steps`` of the sampler."""
 
     def __init__(
-        self, *, sampler: Sampler, loader: Loader, layout: Layout, state: FlatState, rule: OuterRule,
-        schedule: Schedule | None, welcome: Welcome, welcome_buffers: Sequence[tuple[BufferSpec, Buffer]],
-        config: CoordinatorConfig, bus: Bus, total_steps: int, clock: Callable[[], float] = time.monotonic,
+        self,
+        context: RunContext,
+        greeting: Greeting,
+        rule: OuterRule,
+        *,
+        sampler: Sampler,
+        schedule: Schedule | None,
+        history: History | None = None,
+        hooks: Hooks | None = None,
         executor: Executor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``schedule`` is what inner optimizers are set to, under rules of local steps alone."""
+        history, hooks = history or History(), hooks or Hooks()
         super().__init__(
-            sampler=sampler, loader=loader, layout=layout, done=rule.done, version=rule.version, schedule=schedule,
-            welcome=welcome, welcome_buffers=welcome_buffers, config=config, bus=bus, total_steps=total_steps,
-            clock=clock,
+            context, greeting, sampler=sampler, done=rule.done, version=rule.version, schedule=schedule
         )  # fmt: skip
-        self.ledger.places.present = self._present
+        self.roster = Roster(
+            self, self.ledger, greeting, context.config, context.bus, context.clock,
+            contributions=history.contributions, on_quarantine=hooks.on_quarantine,
+        )  # fmt: skip
+        self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=rule.version)
+        context.loader.on_ready, context.loader.on_error = self._data_came, self.fail
+        config, layout, state, clock = context.config, context.layout, context.state, context.clock
+        self.samples_applied, self.last_loss = history.samples, history.loss
+        self.history, self._on_commit = history, hooks.on_commit
+        self.ledger.places.present = lambda: self.roster.present
         update, self.rule = config.update, rule
         self.intake = Intake(layout, update.uplink_codec)
         self.downlink: Downlink = Downlink(layout, state, update.downlink_codec)
-        self.downlink.wake = self._wake.set
+        self.downlink.wake = self.lifecycle.wake.set
         self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)
         self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
         self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
@@ -92,7 +103,19 @@ class Rounds(Assigning):
     def progress(self) -> int:
         return self._committed
 
+    @property
+    def accepts(self) -> bool:
+        return not self.lifecycle.ends
+
+    def totals(self) -> Counts:
+        return self.history.counts.plus(self.counts())
+
+    def downlink_bytes(self) -> tuple[int, int]:
+        raw, encoded = self.history.downlink_bytes
+        return raw + self.downlink.raw_bytes, encoded + self.downlink.encoded_bytes
+
     def counts(self) -> Counts:
+        """What became of the work of this phase so far."""
         refused = self._refused
         return Counts(
             self._leaves, self._leaves_wasted, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
@@ -102,25 +125,25 @@ class Rounds(Assigning):
     # -- the run -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        self._last_commit = self.clock()
+        self._last_commit = self.context.clock()
         if self.rule.due:  # the checkpoint was made between a result and its commit
             await self._commit(0)
-        self._schedule()
-        while self._failure is None and not self._ended():
-            self._wake.clear()
+        self.schedule()
+        while self.lifecycle.failure is None and not self._ended():
+            self.lifecycle.wake.clear()
             if due := self.downlink.due:
                 await self._send_lacking(due)
             elif self._inbox:
                 await self._judge(self._inbox.popleft())
             else:
-                fragment, look = self.turns.closing(self.clock()) if self._with_quorum else (None, None)
+                fragment, look = self.turns.closing(self.context.clock()) if self._with_quorum else (None, None)
                 if fragment is not None:
                     await self._commit(fragment)
                 else:
                     await self._sleep(look)
         await self._close_rounds()
-        if self._failure is not None:
-            raise self._failure
+        if self.lifecycle.failure is not None:
+            raise self.lifecycle.failure
 
     async def _close_rounds(self) -> None:
         """Commit what came after the last round that closed: at the end of the data, and at a stop or a failure too.
@@ -130,73 +153,80 @@ class Rounds(Assigning):
         """
         if self.aggregator.torn:
             return
-        failure, self._failure = self._failure, None
-        try:
-            for fragment in range(len(self._buckets)):
-                if self.rule.pending(fragment):
-                    await self._commit(fragment)
-            if self._accepted:  # steps of which no fragment was left to commit
-                await self._commit(0)
-            self._follow()
-        except UpdateFailed as error:
-            self._failure = error
-        self._failure = failure or self._failure
+        with self.lifecycle.failure_set_aside():
+            try:
+                for fragment in range(len(self._buckets)):
+                    if self.rule.pending(fragment):
+                        await self._commit(fragment)
+                if self._accepted:  # steps of which no fragment was left to commit
+                    await self._commit(0)
+                self._follow()
+            except UpdateFailed as error:
+                self.lifecycle.fail(error)
 
     def _ended(self) -> bool:
         if self._inbox:
             return False
-        if self._stopping:
-            busy = any(self.ledger.num_held(worker) for worker in self.sessions)
-            return not busy or self.clock() >= self._stop_at
+        if self.lifecycle.stopping:
+            busy = any(self.ledger.num_held(worker) for worker in self.roster.sessions)
+            return not busy or self.context.clock() >= self.lifecycle.stop_at
         return self.ledger.complete and not self.ledger.num_open
 
     async def _sleep(self, look: float | None) -> None:
         """Until something happens, or ``look`` (on the clock) has come."""
-        until = [at for at in (look, self._stop_at if self._stopping else None) if at is not None]
+        until = [at for at in (look, self.lifecycle.stop_at if self.lifecycle.stopping else None) if at is not None]
         try:
-            async with asyncio.timeout(max(0.0, min(until) - self.clock()) if until else None):
-                await self._wake.wait()
+            async with asyncio.timeout(max(0.0, min(until) - self.context.clock()) if until else None):
+                await self.lifecycle.wake.wait()
         except TimeoutError:
             pass
 
     def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
-        super().retune(codec, downlink, inner_steps)
+        self.roster.retune(codec, downlink)
         self.intake.allow(make_codec(codec))
         if self.downlink.deltas:
             self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
         self.turns.inner_steps = max(inner_steps, 1)
 
     def stop(self) -> None:
-        super().stop()
-        for worker in self.sessions:
+        if self.lifecycle.stop():
+            self.roster.tell_stop(self.context.config.grace_s)
+        for worker in self.roster.sessions:
             self._give_back_unbegun(worker)
-        self._schedule()
+        self.schedule()
+
+    def fail(self, error: BaseException) -> None:
+        self.lifecycle.fail(error)
+
+    def tick(self, now: float) -> None:
+        self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
+        self.schedule()
 
     async def aclose(self) -> None:
         """Wait for the loader and the thread that owns the parameters."""
-        await self.loader.aclose()
+        await self.context.loader.aclose()
         await self.aggregator.aclose()
 
     async def _send_lacking(self, due: Sequence[Session]) -> None:
         """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
         pieces = await self.aggregator.submit(partial(self.downlink.whole, self.downlink.lacks(due)))
-        here = [session for session in due if self.sessions.get(session.worker_id) is session]
+        here = [session for session in due if self.roster.sessions.get(session.worker_id) is session]
         new = [session for session in here if session.current_version < 0]
         for session in new:
             self.turns.of(session.worker_id).blocked = False
         self.downlink.send_lacking(here, self.version, pieces)
         if new:
-            self._schedule()  # who is new may back others up
+            self.schedule()  # who is new may back others up
         else:
             self._schedule_after(session.worker_id for session in here)
 
     async def _judge(self, given: Submission) -> None:
         counted = sum(self._plan(step).num_samples for step in given.steps)
-        session = self.sessions.get(given.worker)
+        session = self.roster.sessions.get(given.worker)
         code, reason = VerdictCode.REJECTED, "it does not decode"
         outcome: Outcome | None = None
         try:
-            vouched = self.ledger.vouched(given.lease, given.worker, len(self.sessions))
+            vouched = self.ledger.vouched(given.lease, given.worker, len(self.roster.sessions))
             outcome = await self.aggregator.offer(given, counted, vouched)
             code, reason = outcome.verdict, outcome.reason
         except MalformedFrame as error:
@@ -213,7 +243,7 @@ class Rounds(Assigning):
         # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.
         finite = outcome is not None and (code is VerdictCode.STALE or math.isfinite(outcome.norm))
         kept = given.samples if self._streams and not accepted and finite else 0
-        self.turns.answered(given.worker, given.lease, self.clock(), kept=kept)
+        self.turns.answered(given.worker, given.lease, self.context.clock(), kept=kept)
         leaves = sum(self._plan(step).num_leaves for step in given.steps)
         if not counts and not given_up:
             self._reports.forget(given.steps)
@@ -223,7 +253,7 @@ class Rounds(Assigning):
             self.samples_applied += counted
             for step in given.steps:
                 self._plans.pop(step, None)
-                self.loader.close_step(step)
+                self.context.loader.close_step(step)
         if accepted:
             self._contributors.add(given.worker)
             self.ledger.places.delivered(given.worker)
@@ -245,7 +275,7 @@ class Rounds(Assigning):
 
     def _most_tries(self, outcome: Outcome) -> int:
         """Of a step whose results are refused. The norm gate learns anew after a while, and then it may count."""
-        most = self.config.max_leaf_failures
+        most = self.context.checks.max_leaf_failures
         return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
 
     async def _give_up(self, steps: Sequence[int], outcome: Outcome) -> None:
@@ -253,13 +283,13 @@ class Rounds(Assigning):
         await self.aggregator.submit(partial(self.rule.skip, steps))
         for step in steps:
             plan = self._plans.pop(step, None) or self.sampler.plan(step)
-            self.loader.close_step(step)
+            self.context.loader.close_step(step)
             samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
             shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
             self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
         if not math.isfinite(outcome.norm):
             self._count_nonfinite(skipped=True)
-            self.contributions.steps_skipped += len(steps)
+            self.roster.contributions.steps_skipped += len(steps)
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
         self._follow()
@@ -270,29 +300,33 @@ class Rounds(Assigning):
         self._skipped[worker] = self._skipped.get(worker, 0) + 1 if skipped else 0
         if not skipped:
             return  # with nearly every step; nobody else need be looked at
-        counts = [self._skipped.get(one, 0) for one in {*self._present(), worker}]
-        if all(counts) and sum(counts) >= self.config.max_nonfinite_steps:
+        counts = [self._skipped.get(one, 0) for one in {*self.roster.present, worker}]
+        if all(counts) and sum(counts) >= self.context.checks.max_nonfinite_steps:
             self.fail(NonFinite(self.progress, sum(counts)))
 
     def _count_nonfinite(self, *, skipped: bool) -> None:
         self._nonfinite = self._nonfinite + 1 if skipped else 0
-        if self._nonfinite >= self.config.max_nonfinite_steps:
+        if self._nonfinite >= self.context.checks.max_nonfinite_steps:
             self.fail(NonFinite(self.progress, self._nonfinite))
 
     async def _commit(self, fragment: int) -> None:
-        waited = self.clock() - self._last_commit
-        if self.config.update.compensation:
+        waited = self.context.clock() - self._last_commit
+        if self.context.config.update.compensation:
             self.rule.oldest = self._oldest_needed()
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
         self.verdicts.version = self.version
-        now = self.clock()
+        now = self.context.clock()
         if self._with_quorum:
-            at_work = [w for w in self.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
+            at_work = [w for w in self.roster.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
             self.turns.closed(fragment, now, at_work)
-        contributors = sorted(worker for worker in self._contributors if worker in self.sessions)
-        told = [self.sessions[worker] for worker in contributors] if self._on_demand else list(self.sessions.values())
+        contributors = sorted(worker for worker in self._contributors if worker in self.roster.sessions)
+        told = (
+            [self.roster.sessions[worker] for worker in contributors]
+            if self._on_demand
+            else list(self.roster.sessions.values())
+        )
         self.downlink.send(told, self.version, pieces)
         for worker in contributors:
             self._unblock(worker)
@@ -306,16 +340,16 @@ class Rounds(Assigning):
                 self._count_nonfinite(skipped=skipped)
             steps, self._accepted = self._accepted, []
             if skipped:
-                self.contributions.steps_skipped += len(steps)
+                self.roster.contributions.steps_skipped += len(steps)
             self._note(applied, waited, steps)
             self._follow()
         if self._on_demand:
             self._schedule_after(contributors)
         else:
-            self._schedule()
+            self.schedule()
 
     def _unblock(self, worker: str) -> None:
-        if worker in self.sessions:
+        if worker in self.roster.sessions:
             pace = self.turns.of(worker)
             pace.blocked = False
             # Where rounds close, what it is leased after it was asked needs a later version anyway (``_ask``).
@@ -323,7 +357,7 @@ class Rounds(Assigning):
                 pace.min_version = self.version
 
     def _note(self, applied: Applied | None, waited: float, steps: Sequence[int]) -> None:
-        now = self.clock()
+        now = self.context.clock()
         stalenesses, self._stalenesses = self._stalenesses, []
         summary = self._reports.take(steps)
         self._committed += len(steps)
@@ -333,55 +367,66 @@ class Rounds(Assigning):
         self.last_loss = summary.loss
         phases = {"wait": waited, "reduce": self.aggregator.decode_s, "apply": self.aggregator.apply_s}
         self.aggregator.decode_s = self.aggregator.apply_s = 0.0
-        if self.bus.active:
+        if self.context.bus.active:
             sent, received = self._recent_traffic()
             event = StepCommitted(
                 step=self.progress, epoch=max(0, self.progress - 1) // self.sampler.steps_per_epoch,
                 loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
                 learning_rate=self._learning_rate(applied, steps), loss_scale=1.0,
                 skipped=applied is not None and applied.skipped, seconds=seconds,
-                gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.sessions),
+                gradient_norm=None if applied is None else applied.gradient_norm, num_workers=len(self.roster.sessions),
                 bytes_sent=sent, bytes_received=received, phases_s=phases,
                 staleness=sum(stalenesses) / len(stalenesses) if stalenesses else None,
             )  # fmt: skip
-            self.bus.publish(event)
+            self.context.bus.publish(event)
         failpoint("commit.after")
 
     def _recent_traffic(self) -> tuple[int, int]:
         """Bytes sent and received since they were last added up, which takes a look at every link: where every result
         is a commit that is done once in as many commits as there are members, and at the end."""
         self._unadded += 1
-        if self._on_demand and self._unadded < len(self.sessions) and not self.ledger.complete:
+        if self._on_demand and self._unadded < len(self.roster.sessions) and not self.ledger.complete:
             return 0, 0
         self._unadded = 0
-        return self._traffic()
+        return self.roster.traffic_since()
 
     def _follow(self) -> None:
         """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told."""
         if not self._accepted and self.progress > self._followed:
             before, self._followed = self._followed, self.progress
-            self.on_commit(Commit(step=self.progress, before=before))
+            self._on_commit(Commit(step=self.progress, before=before))
 
     def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
         """Of the workers' optimizers where they have some, else of our own."""
-        if self.schedule is not None:
-            return self.schedule.rows(max(steps), 1)[0][0]
+        if self.inner_schedule is not None:
+            return self.inner_schedule.rows(max(steps), 1)[0][0]
         return 0.0 if applied is None else applied.learning_rate
 
-    # -- session.Host --------------------------------------------------------------------------------------
+    # -- WorkSource and Scheduling --------------------------------------------------------------------------
 
-    def _introduce(self, session: Session) -> None:
+    def authorizes(self, session: Session, lease: int) -> bool:
+        grant = self.ledger.get(lease)
+        return grant is not None and grant.worker == session.worker_id
+
+    def takes_work(self, worker: str, does: bool) -> None:
+        self.pacing.takes_work(worker, does)
+
+    def overran(self, worker: str) -> None:
+        self.pacing.overran(worker)
+
+    def introduce(self, session: Session, awaited: Sequence[int]) -> None:
         self.ledger.returned(session.worker_id)
         self.ledger.places.joined(session.worker_id, session.place)
         self.turns.join(session.worker_id, self.version)
         self.turns.of(session.worker_id).blocked = True  # until it is being sent the parameters
         self.downlink.join(session)
+        self.verdicts.returned(session.worker_id, awaited)
 
-    def _forget(self, session: Session) -> None:
+    def release(self, session: Session) -> None:
         self.intake.left(session)
         self.downlink.forget(session)
 
-    def _take_back(self, session: Session) -> int:
+    def take_back(self, session: Session) -> int:
         worker = session.worker_id
         for grant in self.ledger.held(worker):
             self.intake.drop(grant.lease)
@@ -395,18 +440,28 @@ class Rounds(Assigning):
         if worker in self._senders:
             self._senders.discard(worker)
             self._gone.append(worker)
-        if failed_work is not None and self._failure is None:
+        if failed_work is not None and self.lifecycle.failure is None:
             self._blame(failed_work, f"{failed_work.attempts} workers vanished while they computed this step")
         return returned
 
-    def _revoke(self, grant: Held, reason: str) -> None:
+    def departed(self, worker: str) -> None:
+        self.verdicts.left(worker)
+        self.lifecycle.wake.set()
+        if not self.lifecycle.ends and self.progress < self.total_steps:
+            if not self.roster.sessions:
+                self.context.bus.publish(Waiting(reason="no workers"))
+            self.schedule()
+
+    def revoke(self, grant: Held, reason: str) -> None:
         self.intake.drop(grant.lease)  # what came of it already
-        super()._revoke(grant, reason)
+        if self._was_sent(grant):
+            self.roster.revoke(grant, reason)
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
         grant = self.ledger.get(result.lease)
-        if grant is None or grant.worker != session.worker_id or self.sessions.get(session.worker_id) is not session:
+        member = self.roster.sessions.get(session.worker_id) is session
+        if grant is None or grant.worker != session.worker_id or not member:
             return Destination(None, self.ledger.past(session.worker_id, result.lease) is not None)
         if result.bucket not in self._wanted(grant):
             raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease}, which was not asked for")
@@ -424,14 +479,14 @@ class Rounds(Assigning):
             self.intake.drop(result.lease)
 
     def done(self, session: Session, done: Done) -> None:
-        worker, now = session.worker_id, self.clock()
-        member = self.membership.members.get(worker)
+        worker, now = session.worker_id, self.context.clock()
+        member = self.roster.member(worker)
         owed = member is not None and done.lease in member.owes
         grant = self.ledger.get(done.lease)
         if grant is None or grant.worker != worker:
-            self._answered(session, done.lease)
+            self.roster.answered(session, done.lease)
             self._stale(session, done, owed=owed)
-            self._schedule(worker)
+            self.schedule(worker)
             return
         member_s = 0.0 if member is None else now - member.joined_at
         elapsed_s = now - self.ledger.began_at(grant)
@@ -440,10 +495,10 @@ class Rounds(Assigning):
             done = self._claims.check(session.principal, done, leaves, elapsed_s=elapsed_s, member_s=member_s)
         else:
             self._claims.check_lists(done)
-            done = seen(done, elapsed_s, member_s, self.layout.vector_bytes)
-        self._answered(session, done.lease)
+            done = seen(done, elapsed_s, member_s, self.context.layout.vector_bytes)
+        self.roster.answered(session, done.lease)
         if member is not None:
-            self._note_coding(session, member, done)
+            self.roster.note_coding(session, member, done)
         if grant.step >= 0:
             self._reports.keep(self._plan(grant.step), done)
             # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
@@ -462,14 +517,14 @@ class Rounds(Assigning):
             if not finite:
                 self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
             self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
-            self.contributions.steps_skipped += bool(done.absent) or not finite
+            self.roster.contributions.steps_skipped += bool(done.absent) or not finite
             self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
-            self.loader.close_step(grant.step)
+            self.context.loader.close_step(grant.step)
             self.turns.carried(worker, self._plan(grant.step).num_samples)
         else:
             self._submitted(session, grant, done, now)
         self._let_go(worker)
-        self._schedule(worker)
+        self.schedule(worker)
 
     def _submitted(self, session: Session, grant: StreamGrant, done: Done, now: float) -> None:
         if done.version > self.version:
@@ -487,8 +542,8 @@ class Rounds(Assigning):
         steps, other = self.ledger.submitted(done.lease, now)
         if other is not None:
             self.pacing.overtaken(other.worker, 1, now - self.ledger.began_at(other))
-            self._revoke(other, "another worker was faster")
-            self._liveness.await_answer(other.worker)
+            self.revoke(other, "another worker was faster")
+            self.roster.await_answer(other.worker)
         samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples
         if not samples:  # it carried nothing
             self.intake.release(parts)
@@ -499,7 +554,7 @@ class Rounds(Assigning):
             return
         submission = Submission(
             lease=done.lease, worker=grant.worker, steps=steps, samples=samples, parts=parts, version=done.version,
-            fragment=fragment, untouched=done.untouched, workers=len(self.sessions),
+            fragment=fragment, untouched=done.untouched, workers=len(self.roster.sessions),
             gone=tuple(self._gone),
         )  # fmt: skip
         self.verdicts.finished(done.lease, grant.worker)
@@ -520,7 +575,7 @@ class Rounds(Assigning):
         reason = "its step had been computed" if duplicate else "the lease had ended"
         self.verdicts.answered(done.lease, session.worker_id, code, reason)
         if past is not None and past.step >= 0:
-            taken_s = self.clock() - past.granted_at
+            taken_s = self.context.clock() - past.granted_at
             if owed:
                 self.pacing.observe_late(session.worker_id, 1, min(done.compute_s, taken_s), taken_s)
             if self._local:
@@ -528,7 +583,7 @@ class Rounds(Assigning):
                 session.abort("it computed a step that had been given to another")
 
     def failed(self, session: Session, failed: Failed) -> None:
-        self._answered(session, failed.lease)
+        self.roster.answered(session, failed.lease)
         grant = self.ledger.get(failed.lease)
         if grant is None or grant.worker != session.worker_id or grant.step < 0:
             self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
@@ -548,16 +603,16 @@ class Rounds(Assigning):
         self.fail(LeafFailed(failed_work.step, leaf, plan.leaf_indices(leaf).tolist(), failed_work.attempts, traceback))
 
     def draining(self, session: Session, drain: Drain) -> None:
-        member = self.membership.members.get(session.worker_id)
+        member = self.roster.member(session.worker_id)
         if member is not None:
             member.standing = Standing.DRAINING
             self._give_back_unbegun(session.worker_id)
-        self._schedule()
+        self.schedule()
         self._let_go(session.worker_id)
 
     def _let_go(self, worker: str) -> None:
         """Say goodbye to one that wants to leave and owes nothing more."""
-        member, session = self.membership.members.get(worker), self.sessions.get(worker)
+        member, session = self.roster.member(worker), self.roster.sessions.get(worker)
         if member is None or session is None or member.standing is not Standing.DRAINING:
             return
         owes = self._streams and any(self.turns.owes(worker, fragment) for fragment in range(len(self._buckets)))

@@ -96,12 +96,16 @@ class Aggregator:
         *,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
+        keep: VectorPool | None = None,
     ) -> None:
-        """``executor`` runs one call at a time, in order; it belongs to this object from now on."""
+        """``executor`` runs one call at a time, in order; it belongs to this object from now on.
+
+        ``keep``: where copies of each step's sum come from, where they are wanted.
+        """
         self._clock = clock
         self.layout, self.state, self.rule, self._store = layout, state, rule, store
         self.step: StepState | None = None
-        self.keep: VectorPool | None = None  # where a copy of each step's sum comes from, where one is wanted
+        self._keep = keep
         self.torn = False  # an update broke off: the parameters are not those of any version
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
         self._last: Future[Any] | None = None
@@ -134,8 +138,8 @@ class Aggregator:
             self._add(additions)
             began = self._clock()
             root, present, halves = self._store.take()
-            if self.keep is not None:  # before the rule, which works in place
-                step.root, step.present = self.keep.take(), present
+            if self._keep is not None:  # before the rule, which works in place
+                step.root, step.present = self._keep.take(), present
                 step.root.memory.copy_(root.memory)
                 step.copy_s = self._clock() - began
                 began += step.copy_s

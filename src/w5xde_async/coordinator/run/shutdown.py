@@ -110,9 +110,10 @@ class Shutdown:
         digest = await training.aggregator.submit(prepared.state.digest)
         model_path, metrics_path, plot_path = await self._write_results(failure or following.save_error)
         seconds = self._clock() - self._began
-        sent, received = training.contributions.traffic(training.sessions.values())
+        contributions = training.roster.contributions
+        sent, received = contributions.traffic(training.roster.sessions.values())
         counts = training.totals()
-        downlink, shares = training.downlink_bytes(), training.contributions.shares()
+        downlink, shares = training.downlink_bytes(), contributions.shares()
         self._bus.publish(
             RunFinished(
                 outcome=outcome,
@@ -138,15 +139,15 @@ class Shutdown:
                 shares=shares,
                 downlink_raw_bytes=downlink[0],
                 downlink_encoded_bytes=downlink[1],
-                residuals_lost=training.contributions.residuals_lost,
-                steps_skipped=training.contributions.steps_skipped,
+                residuals_lost=contributions.residuals_lost,
+                steps_skipped=contributions.steps_skipped,
             )
         )
         return RunResult(
             outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
             digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
             shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
-            residuals_lost=training.contributions.residuals_lost, steps_skipped=training.contributions.steps_skipped,
+            residuals_lost=contributions.residuals_lost, steps_skipped=contributions.steps_skipped,
         )  # fmt: skip
 
     async def _save(self) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.memory_bound import memory_bound_bytes
-from w5xde_async.coordinator.outer.training import Rounds
-from w5xde_async.coordinator.sync.training import Training
+from w5xde_async.coordinator.sync.training import SyncTraining
+from w5xde_async.coordinator.training import Training
 from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.tuning import PAIRS, Choice, Figures, Situation, Tuner, choose
 from w5xde_async.updates.config import UpdateConfig
@@ -54,10 +55,14 @@ class Autotuning:
     """Watches the commits of one run. ``tell`` gets a sentence for people."""
 
     def __init__(
-        self, batch_leaves: int, tell: Callable[[str], None], possible: Collection[tuple[str, str]] = PAIRS
+        self,
+        batch_leaves: int,
+        tell: Callable[[str], None],
+        config: CoordinatorConfig,
+        possible: Collection[tuple[str, str]] = PAIRS,
     ) -> None:
         """``possible``: rules and codecs that job and settings go with."""
-        self._batch_leaves, self._tell, self._possible = batch_leaves, tell, set(possible)
+        self._batch_leaves, self._tell, self._config, self._possible = batch_leaves, tell, config, set(possible)
         self._commits, self._last = 0, 0.0
         self._rates: dict[str, tuple[_Rate, _Rate]] = {}  # worker -> up and down
         self._tuner: Tuner | None = None
@@ -84,28 +89,28 @@ class Autotuning:
         self.choice, self._tuner = choice, Tuner(choice, possible=self._possible)
         self._said = choice.update, choice.codec != "raw", choice.leases_ahead  # at this start
 
-    def lead(self, training: Training | Rounds) -> None:
+    def lead(self, training: Training) -> None:
         """Have as many leases sent ahead as the choice asks for, and no fewer than the settings do; and say what may be
         held then, where it is not what was said before."""
         if self.choice is None:
             return
-        pacing, layout = training.pacing, training.layout
-        ahead = max(self.choice.leases_ahead, training.config.pacing.leases_ahead)
+        pacing, layout = training.pacing, training.context.layout
+        ahead = max(self.choice.leases_ahead, training.context.config.pacing.leases_ahead)
         pacing.config = replace(pacing.config, leases_ahead=ahead)
-        at_first = "sync", False, training.config.pacing.leases_ahead
+        at_first = "sync", False, training.context.config.pacing.leases_ahead
         said = self.choice.update, self.choice.codec != "raw", ahead
         if said != (self._said or at_first):
             self._said = said
-            config = replace(training.config, pacing=pacing.config)
+            config = replace(self._config, update=training.context.config.update, pacing=pacing.config)
             bound = memory_bound_bytes(layout.vector_bytes, layout.state_bytes, self._batch_leaves, config)
             self._tell(
                 f"auto: workers have {ahead} leases at once; for them the coordinator holds at most "
                 f"{bound / 2**30:,.1f} GiB from now on"
             )
 
-    def after_commit(self, training: Training | Rounds) -> bool:
+    def after_commit(self, training: Training) -> bool:
         """Look at the links. True where the run is to go on by another rule or form of results: ``choice``."""
-        now = training.clock()
+        now = training.context.clock()
         seconds, self._last = now - self._last, now
         if self.choice is not None:
             return self._look_again(training)
@@ -123,16 +128,16 @@ class Autotuning:
         self.lead(training)
         return False
 
-    def changes(self, training: Training | Rounds) -> bool:
+    def changes(self, training: Training) -> bool:
         """Whether the choice needs another kind of training than this one."""
-        choice, update = self.choice, training.config.update
+        choice, update = self.choice, training.context.config.update
         if choice is None:
             return False
         # Exact sync has another form of results and parameters than sync with a codec, there and back.
         formed = choice.update == "sync" and (choice.codec == "raw") != (update.codec == "raw")
         return choice.update != update.rule or formed
 
-    def _look_again(self, training: Training | Rounds) -> bool:
+    def _look_again(self, training: Training) -> bool:
         situation = self.situation(training)
         if self._tuner is None or situation is None:
             return False
@@ -148,15 +153,15 @@ class Autotuning:
         self.lead(training)
         return False
 
-    def situation(self, training: Training | Rounds) -> Situation | None:
+    def situation(self, training: Training) -> Situation | None:
         """Figures of all workers, as new as there are; None where one has none yet.
 
         Up, the bytes of results over the time that each was on its way. Down, what the kernel could not take at once;
         a model that it takes whole shows nothing, and the line is taken to be as fast down as up.
         """
-        layout = training.layout
+        layout = training.context.layout
         figures = []
-        for worker, session in training.sessions.items():
+        for worker, session in training.roster.sessions.items():
             leaf_s = training.pacing.leaf_s(worker)
             up, down = self._rates.setdefault(worker, (_Rate(), _Rate()))
             up.look(session, session.result_bytes, session.receiving_s)
@@ -166,7 +171,7 @@ class Autotuning:
             link = session.link.figures
             figures.append(
                 Figures(
-                    batch_s=max(leaf_s * (self._batch_leaves if isinstance(training, Training) else 1), _LEAST_S),
+                    batch_s=max(leaf_s * (self._batch_leaves if isinstance(training, SyncTraining) else 1), _LEAST_S),
                     up_bytes_s=up.bytes_s,
                     down_bytes_s=down.bytes_s or up.bytes_s,
                     round_trip_s=0.0 if link is None else link.rtt_s,
@@ -175,9 +180,9 @@ class Autotuning:
         if not figures:
             return None
         if len(self._rates) > 2 * len(figures) + 64:
-            self._rates = {worker: self._rates[worker] for worker in training.sessions}
+            self._rates = {worker: self._rates[worker] for worker in training.roster.sessions}
         trained = [bucket for bucket in layout.result_buckets if layout.groups[bucket.group].role == "grad"]
         return Situation(
-            num_values=sum(bucket.numel for bucket in trained), batch_bytes=training.loader.leaf_bytes,
+            num_values=sum(bucket.numel for bucket in trained), batch_bytes=training.context.loader.leaf_bytes,
             num_layers=len(trained), workers=tuple(figures),
         )  # fmt: skip

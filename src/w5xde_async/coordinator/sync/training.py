@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from typing import Protocol
 
 from w5xde_async.codecs.registry import codec as make_codec
-from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.memory_bound import most_held
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
@@ -29,73 +28,95 @@ from w5xde_async.coordinator.parameters.receive_buffers import Intake
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import Machine, Verification
+from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.data.loader import Loader
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.members.liveness import Held
-from w5xde_async.hub.members.roster import Commit, Counts, Hosting, NonFinite
+from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
-from w5xde_async.params.flat import FlatState
-from w5xde_async.params.layout import Layout
+from w5xde_async.hub.work.verdicts import Verdicts
+from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.telemetry.events import Bus, StepCommitted, Waiting
+from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode, Welcome
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode
 
-__all__ = ["Training"]
+__all__ = ["StepJournal", "SyncTraining"]
 
 
-class Training(Hosting):
-    """One run from ``first_step`` to ``total_steps``."""
+class StepJournal(Protocol):
+    """Where each step is written before it is told. It is told, by the journal, once it is durable."""
+
+    @property
+    def pool(self) -> VectorPool:
+        """Memory for the copies of steps' sums."""
+
+    async def room(self) -> None:
+        """Wait until the step path may go one step further."""
+
+    def append(self, version: int, step: StepState, event: StepCommitted, samples_applied: int) -> None:
+        """A step is applied. ``step.root`` belongs to the journal from now on."""
+
+
+class SyncTraining:
+    """The ``Training`` under the synchronous rule. One run from ``first_step`` to ``total_steps``."""
 
     def __init__(
         self,
+        context: RunContext,
+        greeting: Greeting,
+        rule: SyncRule,
         *,
         sampler: Steps,
-        loader: Loader,
-        layout: Layout,
-        state: FlatState,
-        rule: SyncRule,
-        welcome: Welcome,
-        config: CoordinatorConfig,
-        bus: Bus,
         first_step: int,
-        total_steps: int,
         growing: BatchGrowth | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        journal: StepJournal | None = None,
+        history: History | None = None,
+        hooks: Hooks | None = None,
         executor: Executor | None = None,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """``clock`` gives seconds; ``executor`` runs updates and additions, one at a time (default: a thread).
+        """``executor`` runs updates and additions, one at a time (default: a thread).
 
         ``growing``: of a batch that grows; its plan takes the place of ``sampler``.
         """
+        history, hooks = history or History(), hooks or Hooks()
+        config, bus, clock, layout = context.config, context.bus, context.clock, context.layout
+        state, loader = context.state, context.loader
+        self.context, self.total_steps = context, context.total_steps
+        self.samples_applied, self.last_loss = history.samples, history.loss
+        self.history, self.journal, self._on_commit = history, journal, hooks.on_commit
+        self.lifecycle = Lifecycle(clock, config.grace_s)
+        self.pacing = Pacing(config.pacing)
         self.ledger = Ledger(
             num_buckets=len(layout.result_buckets),
-            max_failures=config.max_leaf_failures,
-            first_lease=(welcome.term << 32) + 1,  # no lease of another term has the same number
+            max_failures=context.checks.max_leaf_failures,
+            first_lease=(greeting.message.term << 32) + 1,  # no lease of another term has the same number
         )
-        super().__init__(
-            ledger=self.ledger, layout=layout, loader=loader, welcome=welcome, config=config, bus=bus,
-            total_steps=total_steps, clock=clock,
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader)
+        self.roster = Roster(
+            self, self.ledger, greeting, config, bus, clock,
+            contributions=history.contributions, on_quarantine=hooks.on_quarantine,
         )  # fmt: skip
-        self.ledger.places.present = self._present
+        self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=first_step)
+        loader.on_ready, loader.on_error = self._data_came, self.fail
+        self.ledger.places.present = lambda: self.roster.present
         self.growing, self.rule = growing, rule
         self.sampler: Steps = sampler if growing is None else growing.plan
         self._ordering = EpochPrefetch(self.sampler)
         self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
-        self.version = self.verdicts.version = first_step
+        self.version = first_step
         self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
             grant.worker, grant.block.num_leaves, grant.deadline_s
         )
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader)
         self.scheduler.at_most_half = growing is not None
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
@@ -106,23 +127,26 @@ class Training(Hosting):
             self.downlink.wake = self._send_lacking
         self._copying = self._closing = False
         self.store = BlockStore(layout)
-        self.aggregator = Aggregator(layout, state, rule, self.store, clock=clock, executor=executor)
+        self.aggregator = Aggregator(
+            layout, state, rule, self.store, clock=clock, executor=executor,
+            keep=None if journal is None else journal.pool,
+        )  # fmt: skip
         self.verification = Verification(
-            layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator, gate=config.gate,
-            auditor=Auditor(config.audit, random_bytes(32)), precision=welcome.precision, clock=clock, bus=bus,
-            wake=self._wake.set, exact=update.uplink_codec.exact,
+            layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator, gate=context.checks.gate,
+            auditor=Auditor(context.checks.audit, random_bytes(32)), precision=greeting.message.precision,
+            clock=clock, bus=bus, wake=self.lifecycle.wake.set, exact=update.uplink_codec.exact,
         )  # fmt: skip
         self.results = Results(
             layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator,
-            scheduler=self.scheduler, loader=loader, sampler=self.sampler,
-            judging=self.verification, clock=clock, wake=self._wake.set, warn=self._warn,
+            scheduler=self.scheduler, loader=loader, sampler=self.sampler, judging=self.verification, clock=clock,
+            wake=self.lifecycle.wake.set, warn=self._warn,
             fail=self.fail, verdicts=self.verdicts,
         )  # fmt: skip
         if update.codec != "raw":
             self.results.intake = Intake(layout, update.uplink_codec)
         self.results.on_counted = self._counted
         self.verification.count, self.verification.discard = self.results.count, self.results.discard
-        self.verification.revoke = self._revoke
+        self.verification.revoke = self.revoke
         self.verification.has_delivered = lambda worker: self.pacing.leaf_s(worker) is not None
         self.verification.quarantine = self._quarantine
         self._look_again: asyncio.TimerHandle | None = None
@@ -134,7 +158,20 @@ class Training(Hosting):
     def progress(self) -> int:
         return self.version
 
+    @property
+    def accepts(self) -> bool:
+        return not self.lifecycle.ends
+
+    def totals(self) -> Counts:
+        return self.history.counts.plus(self.counts())
+
+    def downlink_bytes(self) -> tuple[int, int]:
+        raw, encoded = self.history.downlink_bytes
+        made = self.downlink
+        return (raw, encoded) if made is None else (raw + made.raw_bytes, encoded + made.encoded_bytes)
+
     def counts(self) -> Counts:
+        """What became of the work of this phase so far."""
         results = self.results
         return Counts(
             results.leaves, results.leaves_wasted, results.refused[VerdictCode.STALE],
@@ -145,33 +182,43 @@ class Training(Hosting):
 
     async def run(self) -> None:
         """Commit steps until the end, a stop or a failure (which is raised)."""
-        self._last_commit = self.clock()
-        while self.version < self.total_steps and not self._stopping:
+        self._last_commit = self.context.clock()
+        while self.version < self.total_steps and not self.lifecycle.stopping:
             if self.version not in self.ledger.open_steps:
                 # Nothing of this step is leased yet, so nothing can come of it while its order is being computed.
                 await self._ordering.wait(self.version, self.total_steps)
             self._open_steps()
             self._receive()
-            self._schedule()
+            self.schedule()
             if not await self._collect():
                 break
             await self._commit()
-        if self._failure is not None:
-            raise self._failure
+        if self.lifecycle.failure is not None:
+            raise self.lifecycle.failure
 
     def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
-        super().retune(codec, downlink, inner_steps)
+        self.roster.retune(codec, downlink)
         if self.results.intake is not None:
             self.results.intake.allow(make_codec(codec))
         if self.downlink is not None:
             self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
+
+    def stop(self) -> None:
+        if self.lifecycle.stop():
+            self.roster.tell_stop(self.context.config.grace_s)
+
+    def fail(self, error: BaseException) -> None:
+        self.lifecycle.fail(error)
+
+    def _warn(self, text: str) -> None:
+        self.context.bus.publish(Warned(text=text))
 
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""
         if self._look_again is not None:
             self._look_again.cancel()
         self._closing = True
-        await self.loader.aclose()
+        await self.context.loader.aclose()
         await self.aggregator.aclose()
 
     def _open_steps(self) -> None:
@@ -179,19 +226,19 @@ class Training(Hosting):
 
         A step whose order is still being computed is opened when that is there (``_order_came``).
         """
-        now = self.clock()
+        now = self.context.clock()
         for step in range(self.version, min(self.version + 1 + AHEAD, self.total_steps)):
             if not self._ordering.ready(step, self.total_steps):
                 return
             if step not in self.ledger.open_steps:
                 plan = self.sampler.plan(step)
                 self.ledger.open(step, plan.num_leaves, now)
-                self.loader.open(plan)
+                self.context.loader.open(plan)
 
     def _order_came(self) -> None:
-        if not self._closing and self._failure is None and not self._stopping:
+        if not self._closing and self.lifecycle.failure is None and not self.lifecycle.stopping:
             self._open_steps()
-            self._schedule()
+            self.schedule()
 
     def _receive(self) -> None:
         """Have a place for results of the current step, if it is open: before any worker is told of its version."""
@@ -199,51 +246,51 @@ class Training(Hosting):
             plan, growing = self.sampler.plan(self.version), self.growing
             rate_factor = 1.0 if growing is None else growing.plan.rate_factor(self.version)
             self.aggregator.begin(plan, rate_factor=rate_factor, measure=growing is not None)
-            self.ledger.begin(self.version, self.clock())
+            self.ledger.begin(self.version, self.context.clock())
 
     async def _collect(self) -> bool:
         """Reduce what arrives until the step is complete. False where the run ends before that."""
-        while self._failure is None:
+        while self.lifecycle.failure is None:
             if self.ledger.complete(self.version) and not self.verification.holding:
                 return True
             if await self.aggregator.reduce():
                 continue
             if await self.results.settle() or await self.verification.settle():
-                self._schedule()
+                self.schedule()
                 continue
-            self._wake.clear()
-            if not self._stopping:
-                await self._wake.wait()
+            self.lifecycle.wake.clear()
+            if not self.lifecycle.stopping:
+                await self.lifecycle.wake.wait()
                 continue
-            if not any(grant.step == self.version for held in self.sessions for grant in self.ledger.held(held)):
+            if not any(grant.step == self.version for held in self.roster.sessions for grant in self.ledger.held(held)):
                 return False  # nobody works on this step: what is left of it is done after the resume
             try:
-                async with asyncio.timeout(max(0.0, self._stop_at - self.clock())):
-                    await self._wake.wait()
+                async with asyncio.timeout(max(0.0, self.lifecycle.stop_at - self.context.clock())):
+                    await self.lifecycle.wake.wait()
             except TimeoutError:
                 return False
         return False
 
     async def _commit(self) -> None:
-        began = self.clock()
-        if self.journaling is not None:
-            await self.journaling.room()
-        waited = self.clock() - began
+        began = self.context.clock()
+        if self.journal is not None:
+            await self.journal.room()
+        waited = self.context.clock() - began
         step, applied, phases_s = await self.aggregator.commit()
-        if self.journaling is not None:
+        if self.journal is not None:
             phases_s["journal"] = waited + step.copy_s
-        began = self.clock()
+        began = self.context.clock()
         pieces = None
         if self.downlink is not None:
             pieces = await self._advance(self.downlink, applied.changed)
         failpoint("publish.before")
         self.version += 1
         self.ledger.close(step.plan.step)
-        self.loader.close_step(step.plan.step)
+        self.context.loader.close_step(step.plan.step)
         self._receive()
         self._publish(applied.changed, pieces)
         failpoint("publish.after")
-        self._note(step, applied, phases_s | {"publish": self.clock() - began})
+        self._note(step, applied, phases_s | {"publish": self.context.clock() - began})
 
     async def _advance(self, downlink: Downlink, changed: Sequence[int]) -> Sequence[Piece]:
         """What tells workers of the update that was applied just now. Raises UpdateFailed: then the parameters are of
@@ -262,12 +309,12 @@ class Training(Hosting):
         self.publisher.begin(self.version, self.rule.loss_scale)
         self.verdicts.committed(self.version)
         if pieces is not None and self.downlink is not None:
-            self.downlink.send(self.sessions.values(), self.version, pieces)
+            self.downlink.send(self.roster.sessions.values(), self.version, pieces)
         else:
-            for session in self.sessions.values():
+            for session in self.roster.sessions.values():
                 self.publisher.send(session, changed)
-        if self._keeps_residuals:
-            for member in tuple(self.membership.members.values()):
+        if self.roster.keeps_residuals:
+            for member in tuple(self.roster.membership.members.values()):
                 if member.standing is Standing.DRAINING:
                     self._let_go(member.worker_id)  # it has the verdicts that it waited for
 
@@ -286,23 +333,23 @@ class Training(Hosting):
             return  # the thread has ended
         number, pieces = copying.result()
         if number == self.downlink.sent:  # else a commit came between
-            here = [session for session in due if self.sessions.get(session.worker_id) is session]
+            here = [session for session in due if self.roster.sessions.get(session.worker_id) is session]
             self.downlink.send_lacking(here, self.version, pieces)
         self._send_lacking()
 
     def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
-        plan, now = step.plan, self.clock()
+        plan, now = step.plan, self.context.clock()
         loss = self.last_loss = step.mean(step.losses)
         self.samples_applied += plan.num_samples
         seconds, self._last_commit = now - self._last_commit, now
         self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
-        self.contributions.steps_skipped += applied.skipped
+        self.roster.contributions.steps_skipped += applied.skipped
         if applied.skipped and self.rule.scale is None:
             self._warn(f"step {self.version} was skipped: its gradient is not finite")
-        if self._nonfinite >= self.config.max_nonfinite_steps:
+        if self._nonfinite >= self.context.checks.max_nonfinite_steps:
             self.fail(NonFinite(self.version, self._nonfinite))
-        if self.bus.active or self.journaling is not None:
-            sent, received = self._traffic()
+        if self.context.bus.active or self.journal is not None:
+            sent, received = self.roster.traffic_since()
             event = StepCommitted(
                 step=self.version,
                 epoch=plan.epoch,
@@ -315,49 +362,52 @@ class Training(Hosting):
                 loss_scale=self.rule.loss_scale,
                 skipped=applied.skipped,
                 seconds=seconds,
-                num_workers=len(self.sessions),
+                num_workers=len(self.roster.sessions),
                 bytes_sent=sent,
                 bytes_received=received,
                 phases_s=phases_s,
             )
-            if self.journaling is not None:  # it publishes the event when the step is durable
-                self.journaling.append(self.version, step, event, self.samples_applied)
+            if self.journal is not None:  # it publishes the event when the step is durable
+                self.journal.append(self.version, step, event, self.samples_applied)
             else:
-                self.bus.publish(event)
+                self.context.bus.publish(event)
                 failpoint("commit.after")
         if self.growing is not None and not applied.skipped:
             grown = self.growing.observe(plan, step.halves)
             if grown is not None:
                 self.total_steps = grown.total_steps
-                self.bus.publish(grown)
-        self.on_commit(Commit(step=self.version, before=self.version - 1))
+                self.context.bus.publish(grown)
+        self._on_commit(Commit(step=self.version, before=self.version - 1))
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def _takes_work(self, worker: str, does: bool) -> None:
+    def overran(self, worker: str) -> None:
+        self.pacing.overran(worker)
+
+    def takes_work(self, worker: str, does: bool) -> None:
         self.scheduler.takes_work(worker, does)
 
-    def _schedule(self, only: str | None = None) -> None:
+    def schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
-        if self._failure is not None:
+        if self.lifecycle.failure is not None:
             return
         if not self.begun:
-            ready = self.membership.num_ready
-            if ready < self.config.min_workers:
-                self.bus.publish(Waiting(reason=f"{ready} of {self.config.min_workers} workers"))
+            ready = self.roster.membership.num_ready
+            if ready < self.context.config.min_workers:
+                self.context.bus.publish(Waiting(reason=f"{ready} of {self.context.config.min_workers} workers"))
                 return
             self.begun = True
-        if only is not None and not self.membership.is_ready(only):
+        if only is not None and not self.roster.membership.is_ready(only):
             return
         steps = self.ledger.open_steps
-        if self._stopping:
+        if self.lifecycle.stopping:
             steps = steps[:1]
-        now = self.clock()
-        for grant in self.verification.leases(self.membership.ready_ids, self.pacing.deadline_s):
+        now = self.context.clock()
+        for grant in self.verification.leases(self.roster.membership.ready_ids, self.pacing.deadline_s):
             self.scheduler.send(grant)
-        self.scheduler.holds_back = self.verification.num_held >= most_held(self.config)
-        for worker, lease in self.scheduler.leases(steps, now, has_credit=self._has_credit, again=only is None):
-            self.sessions[worker].post_lease(lease.message, lease.buffers)
+        self.scheduler.holds_back = self.verification.num_held >= most_held(self.context.config)
+        for worker, lease in self.scheduler.leases(steps, now, has_credit=self.roster.has_credit, again=only is None):
+            self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
         self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
 
@@ -367,46 +417,50 @@ class Training(Hosting):
             self._look_again.cancel()
             self._look_again = None
         if math.isfinite(at):
-            self._look_again = asyncio.get_running_loop().call_later(max(at - now, 0.001), self._schedule)
+            self._look_again = asyncio.get_running_loop().call_later(max(at - now, 0.001), self.schedule)
 
     def _data_came(self) -> None:
-        if self._failure is None:
+        if self.lifecycle.failure is None:
             for worker, lease in self.scheduler.read():
-                self.sessions[worker].post_lease(lease.message, lease.buffers)
+                self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
             self._lease_anew()
 
     def _lease_anew(self) -> None:
         if self.scheduler.gave_back:
             self.scheduler.gave_back = False
-            asyncio.get_running_loop().call_soon(self._schedule)
+            asyncio.get_running_loop().call_soon(self.schedule)
 
-    # -- session.Host --------------------------------------------------------------------------------------
+    # -- WorkSource and Scheduling --------------------------------------------------------------------------
+
+    def authorizes(self, session: Session, lease: int) -> bool:
+        grant = self.ledger.get(lease)
+        return grant is not None and grant.worker == session.worker_id
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
-        return self.results.place(session, result, spec, member=self.sessions.get(session.worker_id) is session)
+        return self.results.place(session, result, spec, member=self.roster.sessions.get(session.worker_id) is session)
 
     def arrived(self, session: Session, result: Result) -> None:
         self.results.arrived(session, result)
 
     def done(self, session: Session, done: Done) -> None:
-        known = self.membership.members.get(session.worker_id)
+        known = self.roster.member(session.worker_id)
         owed = known is not None and done.lease in known.owes
-        member_s = 0.0 if known is None else self.clock() - known.joined_at
+        member_s = 0.0 if known is None else self.context.clock() - known.joined_at
         other = self.results.done(session, done, owed=owed, member_s=member_s)
-        member = self._answered(session, done.lease)
+        member = self.roster.answered(session, done.lease)
         if member is not None:
-            self._note_coding(session, member, done)
+            self.roster.note_coding(session, member, done)
         if other is not None:
-            self.scheduler.overtaken(other, self.clock())
-            self._revoke(other, "another worker was faster")
-            self._liveness.await_answer(other.worker)
+            self.scheduler.overtaken(other, self.context.clock())
+            self.revoke(other, "another worker was faster")
+            self.roster.await_answer(other.worker)
         self._let_go(session.worker_id)
-        self._schedule(None if self.verification.holding else session.worker_id)
+        self.schedule(None if self.verification.holding else session.worker_id)
 
     def _counted(self, session: Session, grant: Grant, done: Done) -> None:
         """A block counts: credit to whoever did it."""
         self.ledger.places.delivered(session.worker_id)
-        member, step = self.membership.members.get(session.worker_id), self.aggregator.step
+        member, step = self.roster.member(session.worker_id), self.aggregator.step
         if member is not None and step is not None:
             member.leaves += grant.block.num_leaves
             member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
@@ -415,18 +469,18 @@ class Training(Hosting):
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
         """A worker was proven wrong: nothing of its that does not count yet will."""
-        if self._put_out(worker, session, reason):
+        if self.roster.quarantine(worker, session, reason):
             self.results.invalidate(worker)
             self.verification.invalidate(worker)
 
     def failed(self, session: Session, failed: Failed) -> None:
-        self._answered(session, failed.lease)
+        self.roster.answered(session, failed.lease)
         self.results.failed(session, failed)
         self._let_go(session.worker_id)
-        self._schedule()
+        self.schedule()
 
     def draining(self, session: Session, drain: Drain) -> None:
-        member = self.membership.members.get(session.worker_id)
+        member = self.roster.member(session.worker_id)
         if member is not None:
             member.standing = Standing.DRAINING
         for number, grant in enumerate(self.ledger.held(session.worker_id)):
@@ -436,38 +490,40 @@ class Training(Hosting):
             in_time = drain.grace_s == 0 or late_s is None or late_s <= drain.grace_s
             if session.receiving != grant.lease and (number or not in_time):
                 self.ledger.give_back(grant.lease)
-                self._revoke(grant, "draining")
+                self.revoke(grant, "draining")
         self._let_go(session.worker_id)
-        self._schedule()
+        self.schedule()
 
-    def _revoke(self, grant: Held, reason: str) -> None:
-        super()._revoke(grant, reason)
+    def revoke(self, grant: Held, reason: str) -> None:
+        if grant.lease not in self.scheduler.unread:  # else it was not sent: it waits for its data
+            self.roster.revoke(grant, reason)
         self._let_go(grant.worker)  # that may have been the last it held
 
     def _let_go(self, worker: str) -> None:
         """Say goodbye to one that wants to leave and holds no lease any more."""
-        member, session = self.membership.members.get(worker), self.sessions.get(worker)
+        member, session = self.roster.member(worker), self.roster.sessions.get(worker)
         if member is None or session is None or member.standing is not Standing.DRAINING:
             return
         if self.ledger.num_held(worker):
             return
-        if self._keeps_residuals and (member.owes or self.verdicts.owed(worker)):
+        if self.roster.keeps_residuals and (member.owes or self.verdicts.owed(worker)):
             # What its codec has left out depends on verdicts that are still to come, while somebody is there to finish
             # the step. Else it would wait for whoever comes next.
-            if self.membership.num_ready or self._stopping:
+            if self.roster.membership.num_ready or self.lifecycle.stopping:
                 return
             self.verdicts.presume(worker)
         session.say_goodbye(ByeCode.LEAVING, "drained")
 
     def tick(self, now: float) -> None:
-        super().tick(now)
-        if self._stopping and now >= self._stop_at and self.verification.recomputation is not None:
+        self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
+        self.schedule()
+        if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self.verification.recomputation is not None:
             self.verification.recomputation.give_up()
-        if self._keeps_residuals:
-            for member in tuple(self.membership.members.values()):
+        if self.roster.keeps_residuals:
+            for member in tuple(self.roster.membership.members.values()):
                 self._let_go(member.worker_id)  # whoever could have finished the step may be gone
 
-    def _introduce(self, session: Session) -> None:
+    def introduce(self, session: Session, awaited: Sequence[int]) -> None:
         self.ledger.returned(session.worker_id)
         self.ledger.places.joined(session.worker_id, session.place)
         said = session.ready
@@ -478,19 +534,25 @@ class Training(Hosting):
             self.publisher.welcome(session)
         else:
             self.downlink.join(session)
+        self.verdicts.returned(session.worker_id, awaited)
 
-    def _was_sent(self, grant: Held) -> bool:
-        return grant.lease not in self.scheduler.unread
-
-    def _forget(self, session: Session) -> None:
+    def release(self, session: Session) -> None:
         self.results.left(session)
         if self.downlink is not None:
             self.downlink.forget(session)
 
-    def _take_back(self, session: Session) -> int:
+    def take_back(self, session: Session) -> int:
         grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
         self.scheduler.forget(session.worker_id)
         self.verification.left(session.worker_id)
-        if failed_work is not None and self._failure is None:
+        if failed_work is not None and self.lifecycle.failure is None:
             self.results.blame(failed_work, f"{failed_work.attempts} workers vanished while they computed this leaf")
         return len(grants)
+
+    def departed(self, worker: str) -> None:
+        self.verdicts.left(worker)
+        self.lifecycle.wake.set()
+        if not self.lifecycle.ends and self.progress < self.total_steps:
+            if not self.roster.sessions:
+                self.context.bus.publish(Waiting(reason="no workers"))
+            self.schedule()

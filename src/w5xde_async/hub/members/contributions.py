@@ -25,7 +25,6 @@ class Contributions:
         self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
         self.steps_skipped = 0  #: without an update: their gradient was not finite
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
-        self.downlink_bytes = (0, 0)  #: of the phases before, raw and encoded
 
     def close(self, session: Session) -> None:
         """A link has ended: keep its byte counts."""

@@ -1,8 +1,9 @@
 """One worker's connection, as the coordinator sees it: handshake, frames in, frames out.
 
-A session owns its link and its outbox and knows nothing of training: it asks its ``Host`` what to do. Results are
-received straight into the memory that the host lends, once an open lease authorizes them at exactly the layout's size;
-results that nothing authorizes any more (their lease was given to another) are received into scratch and dropped.
+A session owns its link and its outbox and knows nothing of training: it asks ``Admission`` who may join, and
+``WorkSource`` what to do with results. Results are received straight into the memory that the work source lends, once
+an open lease authorizes them at exactly the layout's size; results that no lease authorizes any more (it was given to
+another) are received into scratch and dropped.
 
 The outbox is bounded by what is put into it: the leases a worker may hold, one version of the parameters (a newer
 version takes the place of what is still unsent of an older one) and small messages.
@@ -47,7 +48,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Host", "Session", "quarantined"]
+__all__ = ["Admission", "Session", "WorkSource", "quarantined"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ _TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no l
 _GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
 
 
-class Host(Protocol):
-    """What a session needs of the training."""
+class Admission(Protocol):
+    """What a session needs of the list of members: it lets workers in, and is told who came and who left."""
 
     def admit(self, session: Session) -> Refusal | None:
         """A worker has proved itself; None lets it in."""
@@ -74,6 +75,13 @@ class Host(Protocol):
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
 
+    def left(self, session: Session, reason: str, *, clean: bool) -> None:
+        """The session has ended, whoever ended it; ``clean``: after a goodbye."""
+
+
+class WorkSource(Protocol):
+    """What a session needs of whoever hands out work."""
+
     def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
 
@@ -86,21 +94,22 @@ class Host(Protocol):
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete."""
 
-    def done(self, session: Session, done: Done) -> None: ...
+    def done(self, session: Session, done: Done) -> None:
+        """A lease is done. Raises RemoteError where what the worker says cannot be true."""
 
-    def failed(self, session: Session, failed: Failed) -> None: ...
+    def failed(self, session: Session, failed: Failed) -> None:
+        """The job raised on a leaf of a lease."""
 
-    def draining(self, session: Session, drain: Drain) -> None: ...
-
-    def left(self, session: Session, reason: str, *, clean: bool) -> None: ...
+    def draining(self, session: Session, drain: Drain) -> None:
+        """The worker wants to leave."""
 
 
 class Session:
     """One connection from its first byte to its last."""
 
     def __init__(
-        self, link: Link, host: Host, *, token: str | Credentials, handshake_s: float, incarnation: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, link: Link, admission: Admission, work: WorkSource, *, token: str | Credentials, handshake_s: float,
+        incarnation: int, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """``token``: the run's secret ("" for none), or all that decides who may join."""
         self.link, self.incarnation = link, incarnation
@@ -111,7 +120,7 @@ class Session:
         self.receiving_s = 0.0  # spent in the middle of receiving results
         self.result_bytes = 0  # of those results
         self._header_at = 0.0  # when the header of the last one came
-        self.current_version = -1  # the version that the host has published
+        self.current_version = -1  # the version that was published
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
         self.seen_bytes = 0
         self.admitted_at = 0.0
@@ -123,7 +132,7 @@ class Session:
         self.identity = ""  # the name that the worker has proved
         self.code_free = False  # it computes with the coordinator's program
         self.ready: Ready | None = None  # what it said of itself when its model was built
-        self._host, self._handshake_s = host, handshake_s
+        self._admission, self._work, self._handshake_s = admission, work, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
         self.outbox = Outbox(link, clock=clock)
         self._clock = clock
@@ -190,7 +199,7 @@ class Session:
             self.link.abort() if reason and not clean else None
             try:
                 if member or reason:
-                    self._host.left(self, reason, clean=clean)
+                    self._admission.left(self, reason, clean=clean)
             finally:
                 self.ended.set()
 
@@ -242,12 +251,12 @@ class Session:
             refused = quarantined(why)
             await self._refuse(RefusalCode.QUARANTINED, refused.reason, refused.hint)
             return False
-        refusal = self._host.admit(self)
+        refusal = self._admission.admit(self)
         if refusal is not None:
             await self._say(encode(refusal))
             return False
         self.link.caps = SESSION_CAPS
-        message, buffers = self._host.welcome()
+        message, buffers = self._admission.welcome()
         await self.link.send(encode(message, buffers))
         return True
 
@@ -273,20 +282,20 @@ class Session:
                 if placed is not None:
                     self._garbage = 0
                     self._aggregating = True
-                    self._host.arrived(self, message)
+                    self._work.arrived(self, message)
                     self._aggregating = False
                 continue
             self.state = advance(COORDINATOR, self.state, message)
             if type(message) is Done:
-                if not self._host.authorizes(self, message.lease):
+                if not self._work.authorizes(self, message.lease):
                     self._talk()
                 self._aggregating = True
-                self._host.done(self, message)
+                self._work.done(self, message)
                 self._aggregating = False
             elif type(message) is Failed:
-                if not self._host.authorizes(self, message.lease):
+                if not self._work.authorizes(self, message.lease):
                     self._talk()
-                self._host.failed(self, message)
+                self._work.failed(self, message)
             elif type(message) is Heartbeat:
                 self._talk()
                 self.last_message = _printable(message.activity, 200)
@@ -294,7 +303,7 @@ class Session:
                 self._talk()
                 self.report = message
             elif type(message) is Drain:
-                self._host.draining(self, message)
+                self._work.draining(self, message)
             elif type(message) is Bye:
                 self._end_reason = self._end_reason or _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH
@@ -302,11 +311,11 @@ class Session:
                 if self.code_free:
                     raise RemoteError("it asked for the program twice on one link")
                 self.code_free = True
-                self._host.program(self, message)
+                self._admission.program(self, message)
             elif type(message) is Ready:
                 self.ready = message
-                await self._host.make_room(self)
-                refusal = self._host.joined(self, message)
+                await self._admission.make_room(self)
+                refusal = self._admission.joined(self, message)
                 if refusal is not None:
                     await self._say(encode(refusal))
                     self._end_reason = refusal.reason
@@ -325,7 +334,7 @@ class Session:
         if type(message) is not Result or len(specs) != 1:
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
         self._header_at = self._clock()
-        view, authorized = self._host.place(self, message, specs[0])
+        view, authorized = self._work.place(self, message, specs[0])
         if view is not None:
             self.receiving = message.lease
             return (view,)
