@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,12 +73,12 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 #: For each field type, values that must not pass for it.
 WRONG: dict[Any, list[Any]] = {
     int: [-1, 1 << 63, True, 1.0, "1", None],
-    float: [1, True, "1.0", None],
+    float: [True, "1.0", None],
     bool: [0, 1, None, "true"],
     str: [b"x", 1, None],
     bytes: ["x", 1, None],
     tuple[int, ...]: [(-1,), (1.0,), (True,), 1, None, "12"],
-    tuple[float, ...]: [(1,), ("1",), 1.0, None],
+    tuple[float, ...]: [("1",), (None,), 1.0, None],
     tuple[str, ...]: [(b"x",), (1,), "xy", None],
 }
 SAMPLES: dict[Any, Callable[[str, int], Any]] = {
@@ -123,7 +124,7 @@ def test_a_field_of_the_wrong_type_never_becomes_a_message(cls: type[Message]):
     for place, (name, kind) in enumerate(hints(cls).items()):
         for value in WRONG[kind]:
             with pytest.raises(MalformedFrame, match=rf"{cls.__name__}\.{name} "):
-                cls.parse((*right[:place], value, *right[place + 1 :]))
+                cls.parse(msgpack.packb((*right[:place], value, *right[place + 1 :])))
 
 
 @by_name
@@ -135,7 +136,7 @@ def test_a_value_out_of_bounds_never_becomes_a_message(cls: type[Message]):
             continue
         for value in EXTREMES.get(kind, []):
             with pytest.raises(MalformedFrame, match=rf"{cls.__name__}\.{name} "):
-                cls.parse((*right[:place], value, *right[place + 1 :]))
+                cls.parse(msgpack.packb((*right[:place], value, *right[place + 1 :])))
 
 
 @pytest.mark.parametrize("name", ["heartbeat_s", "silence_s"])
@@ -147,7 +148,7 @@ def test_no_time_of_nothing_keeps_a_worker_busy(name: str):
 
 def test_bounds_are_of_fields_that_there_are():
     with pytest.raises(ValueError, match="no field nonce"):
-        messages._message(99, nonce=lambda value: True)(type("Other", (Message,), {"__annotations__": {"x": int}}))
+        messages._message(99, nonce=bytes)(type("Other", (Message,), {"__annotations__": {"x": int}}))
     assert 99 not in MESSAGES
 
 
@@ -156,7 +157,7 @@ def test_too_few_or_too_many_fields_never_become_a_message(cls: type[Message]):
     right = sample(cls).fields()
     for values in (right[:-1], (*right, 1)):
         with pytest.raises(MalformedFrame, match="fields"):
-            cls.parse(values)
+            cls.parse(msgpack.packb(values))
 
 
 @by_name

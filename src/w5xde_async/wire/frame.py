@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgpack
+import msgspec
+from msgspec import DecodeError, Meta, Raw
 
 from w5xde_async.errors import FrameTooLarge, MalformedFrame, ProtocolViolation
 from w5xde_async.wire.messages import MESSAGES, Message
-from w5xde_async.wire.packed import unpack
 
 __all__ = [
     "DTYPE_BYTES",
@@ -51,6 +52,10 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 MAX_AXES = 16
+_Count = Annotated[int, Meta(ge=0)]
+_RawSpec = tuple[str, str, Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)], str, _Count]
+#: The fields stay as they are until the message is known whose they are.
+_HEADER = msgspec.msgpack.Decoder(tuple[int, Raw, tuple[_RawSpec, ...]])
 _MAX_SPAN = 1 << 46  # product of the extents but for zeros, beside which the byte count says nothing of them
 
 
@@ -109,16 +114,10 @@ def header_length(prefix: Buffer, caps: Caps) -> int:
 
 def decode_header(header: Buffer, caps: Caps) -> tuple[Message, tuple[BufferSpec, ...]]:
     """Parse and check one header. Raises MalformedFrame, FrameTooLarge; never anything else."""
-    size = len(header)
     try:
-        parsed: Any = unpack(header, max_str_len=size, max_bin_len=size, max_array_len=size, max_map_len=size)
-    except (ValueError, RecursionError, msgpack.UnpackException, UnicodeDecodeError) as error:
-        raise MalformedFrame(f"header is not msgpack of this protocol ({type(error).__name__})") from None
-    if type(parsed) is not tuple or len(parsed) != 3:
-        raise MalformedFrame("header is not [type, fields, buffers]")
-    kind, fields, raw_specs = parsed
-    if type(kind) is not int or type(fields) is not tuple or type(raw_specs) is not tuple:
-        raise MalformedFrame("header is not [type, fields, buffers]")
+        kind, fields, raw_specs = _HEADER.decode(header)
+    except (DecodeError, ValueError, RecursionError) as error:
+        raise MalformedFrame(f"header is not [type, fields, buffers] in msgpack ({type(error).__name__})") from None
     cls = MESSAGES.get(kind)
     if cls is None:
         raise MalformedFrame(f"unknown message type {kind}")
@@ -127,27 +126,17 @@ def decode_header(header: Buffer, caps: Caps) -> tuple[Message, tuple[BufferSpec
     return cls.parse(fields), tuple([_spec(cls.__name__, raw, caps) for raw in raw_specs])
 
 
-def _spec(message: str, raw: Any, caps: Caps) -> BufferSpec:
-    if type(raw) is not tuple or len(raw) != 5:
-        raise MalformedFrame(f"{message}: a buffer is not [name, dtype, shape, codec, nbytes]")
+def _spec(message: str, raw: _RawSpec, caps: Caps) -> BufferSpec:
     name, dtype, shape, codec, nbytes = raw
-    if type(name) is not str or type(dtype) is not str or type(codec) is not str:
-        raise MalformedFrame(f"{message}: buffer name, dtype and codec are strings")
     itemsize = DTYPE_BYTES.get(dtype)
     if itemsize is None:
         raise MalformedFrame(f"{message}: unknown dtype of buffer {name[:64]!r}")
-    if type(shape) is not tuple or len(shape) > MAX_AXES:
-        raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
     numel = span = 1
     for extent in shape:
-        if type(extent) is not int or extent < 0:
-            raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
         numel *= extent
         span *= extent or 1
     if span > _MAX_SPAN:
         raise MalformedFrame(f"{message}: shape of buffer {name[:64]!r}")
-    if type(nbytes) is not int or nbytes < 0:
-        raise MalformedFrame(f"{message}: byte count of buffer {name[:64]!r}")
     if nbytes > caps.buffer_bytes:
         raise FrameTooLarge(f"{message}: buffer {name[:64]!r}", nbytes, caps.buffer_bytes)
     if codec == "raw" and nbytes != numel * itemsize:

@@ -10,11 +10,14 @@ when).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, dataclass_transform, get_type_hints
+
+from msgspec import DecodeError, Meta, Raw, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
@@ -54,50 +57,37 @@ PROTOCOL_VERSION = 3
 _MAX_INT = (1 << 63) - 1
 
 
-def _int(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_INT
-
-
-def _number(value: Any) -> bool:
-    # Without a bound a float may be NaN or infinite (a loss may be).
-    return type(value) is float
-
-
-_Check = Callable[[Any], bool]
-
-
-def _at_most(most: int) -> _Check:
+def _at_most(most: int) -> Any:
     """A whole number from 0 to ``most``."""
-    return lambda value: type(value) is int and 0 <= value <= most
+    return Annotated[int, Meta(ge=0, le=most)]
 
 
-def _between(least: float, most: float) -> _Check:
+def _between(least: float, most: float) -> Any:
     """A finite number in that range; NaN is in none."""
-    return lambda value: type(value) is float and least <= value <= most
+    return Annotated[float, Meta(ge=least, le=most)]
 
 
-def _text(most: int) -> _Check:
+def _text(most: int) -> Any:
     """Text of at most that many characters."""
-    return lambda value: type(value) is str and len(value) <= most
+    return Annotated[str, Meta(max_length=most)]
 
 
-def _data(most: int) -> _Check:
+def _data(most: int) -> Any:
     """At most that many bytes."""
-    return lambda value: type(value) is bytes and len(value) <= most
+    return Annotated[bytes, Meta(max_length=most)]
 
 
-def _texts(count: int, most: int) -> _Check:
+def _array_of(item: Any) -> Any:
+    return tuple.__class_getitem__((item, ...))
+
+
+def _texts(count: int, most: int) -> Any:
     """At most ``count`` different texts, printable, of at most ``most`` characters."""
+    return Annotated[_array_of(_text(most)), Meta(max_length=count, extra={"check": _distinct_and_printable})]
 
-    def check(value: Any) -> bool:
-        return (
-            type(value) is tuple
-            and len(value) <= count
-            and all(type(text) is str and len(text) <= most and text.isprintable() for text in value)
-            and len(set(value)) == len(value)
-        )
 
-    return check
+def _distinct_and_printable(texts: tuple[str, ...]) -> bool:
+    return len(set(texts)) == len(texts) and all(map(str.isprintable, texts))
 
 
 #: Longest texts: of a name, of a sentence, of an error's own words, of a traceback.
@@ -108,16 +98,19 @@ _SECONDS = _between(0.0, 1e9)
 _BYTES = _at_most(1 << 60)
 
 
-_CHECKS: dict[Any, Callable[[Any], bool]] = {
-    int: _int,
-    float: _number,
-    bool: lambda v: type(v) is bool,
-    str: lambda v: type(v) is str,
-    bytes: lambda v: type(v) is bytes,
-    tuple[int, ...]: lambda v: type(v) is tuple and all(map(_int, v)),
-    tuple[float, ...]: lambda v: type(v) is tuple and all(map(_number, v)),
-    tuple[str, ...]: lambda v: type(v) is tuple and all(type(item) is str for item in v),
+_WHOLE = _at_most(_MAX_INT)
+#: What may stand for a field of these types. A float without a bound may be NaN or infinite (a loss may be).
+_TYPES: dict[Any, Any] = {
+    int: _WHOLE,
+    float: float,
+    bool: bool,
+    str: str,
+    bytes: bytes,
+    tuple[int, ...]: _array_of(_WHOLE),
+    tuple[float, ...]: tuple[float, ...],
+    tuple[str, ...]: tuple[str, ...],
 }
+_PLACE = re.compile(r"\$\[(\d+)\]")
 
 
 class Message:
@@ -125,24 +118,35 @@ class Message:
 
     __slots__ = ()
     TYPE: ClassVar[int]
-    _checks: ClassVar[tuple[tuple[str, Callable[[Any], bool]], ...]]
+    _names: ClassVar[tuple[str, ...]]
     _getter: ClassVar[Callable[[Any], Any]]
+    _decode: ClassVar[Callable[[Any], tuple[Any, ...]]]
+    _checks: ClassVar[tuple[tuple[int, Callable[[Any], bool]], ...]]  # what no type says, by place
 
     def fields(self) -> tuple[Any, ...]:
         """Field values in wire order."""
         values = type(self)._getter(self)
-        return values if len(self._checks) > 1 else (values,)
+        return values if len(self._names) > 1 else (values,)
 
     @classmethod
-    def parse(cls, values: tuple[Any, ...]) -> Self:
-        """Build from wire values. Raises MalformedFrame naming the field that is wrong."""
-        checks = cls._checks
-        if len(values) != len(checks):
-            raise MalformedFrame(f"{cls.__name__} has {len(checks)} fields, not {len(values)}")
-        for value, (name, check) in zip(values, checks, strict=True):
-            if not check(value):
-                raise MalformedFrame(f"{cls.__name__}.{name} has a value of the wrong type or range")
+    def parse(cls, packed: Raw | bytes) -> Self:
+        """Build from the msgpack array of the fields. Raises MalformedFrame naming the field that is wrong."""
+        try:
+            values = cls._decode(packed)
+        except (DecodeError, ValueError, RecursionError) as error:
+            found = _PLACE.search(str(error))
+            if found is not None:
+                raise cls._malformed(int(found[1])) from None
+            text = f"{cls.__name__} has {len(cls._names)} fields; this is something else ({type(error).__name__})"
+            raise MalformedFrame(text) from None
+        for place, check in cls._checks:
+            if not check(values[place]):
+                raise cls._malformed(place)
         return cls(*values)
+
+    @classmethod
+    def _malformed(cls, place: int) -> MalformedFrame:
+        return MalformedFrame(f"{cls.__name__}.{cls._names[place]} has a value of the wrong type or range")
 
 
 MESSAGES: dict[int, type[Message]] = {}
@@ -152,8 +156,8 @@ _M = TypeVar("_M", bound="Message")
 
 
 @dataclass_transform(frozen_default=True)
-def _message(kind: int, **bounds: _Check) -> Callable[[type[_M]], type[_M]]:
-    """Register a message under its number. ``bounds``: of fields whose type alone allows too much."""
+def _message(kind: int, **bounds: Any) -> Callable[[type[_M]], type[_M]]:
+    """Register a message under its number. ``bounds``: types for fields whose own allow too much."""
 
     def register(cls: type[_M]) -> type[_M]:
         made: Any = dataclass(frozen=True, slots=True)(cls)
@@ -162,8 +166,11 @@ def _message(kind: int, **bounds: _Check) -> Callable[[type[_M]], type[_M]]:
         if unknown := set(bounds) - set(names):
             raise ValueError(f"{cls.__name__} has no field {min(unknown)}")
         made.TYPE = kind
-        made._checks = tuple((name, bounds.get(name) or _CHECKS[hints[name]]) for name in names)
-        made._getter = staticmethod(attrgetter(*names))
+        types = tuple(bounds.get(name) or _TYPES[hints[name]] for name in names)
+        extras = [(place, _extra(of)) for place, of in enumerate(types)]
+        made._names, made._getter = tuple(names), staticmethod(attrgetter(*names))
+        made._decode = staticmethod(msgpack.Decoder(tuple.__class_getitem__(types)).decode)
+        made._checks = tuple((place, check) for place, check in extras if check is not None)
         if kind in MESSAGES:
             raise ValueError(f"message number {kind} is taken")
         MESSAGES[kind] = made
@@ -171,6 +178,12 @@ def _message(kind: int, **bounds: _Check) -> Callable[[type[_M]], type[_M]]:
         return result
 
     return register
+
+
+def _extra(of: Any) -> Callable[[Any], bool] | None:
+    """The check that stands beside a type."""
+    metas = (meta.extra for meta in getattr(of, "__metadata__", ()) if meta.extra)
+    return next((extra["check"] for extra in metas), None)
 
 
 class VerdictCode(IntEnum):
