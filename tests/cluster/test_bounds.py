@@ -11,6 +11,7 @@ from tests.support.scripted import Scripted, scripted, settle
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.memory_bound import most_held, most_vectors
+from w5xde_async.coordinator.sync import verification
 from w5xde_async.wire.messages import Lease
 
 LEAVES = 64
@@ -22,8 +23,8 @@ async def test_a_slow_first_audit_keeps_no_more_vectors_than_stated(monkeypatch:
         made, dataset=TensorDataset(*(column.repeat(16, 1) for column in made.dataset.tensors)), batch_size=LEAVES
     )
     monkeypatch.setattr(support, "job", lambda: many)
+    monkeypatch.setattr(verification, "_PATIENCE_S", 0.0)  # the clock stands: no first result is waited for
     async with scripted(norm_gate=6.0, min_workers=2, max_workers=2, prefetch_leaves=LEAVES) as run:
-        run.training.verification.has_delivered = lambda worker: True  # the clock stands
         store = run.training.store
         quick, slow = await run.worker("quick"), await run.worker("slow")
         await slow.lease()

@@ -25,6 +25,7 @@ from w5xde_async.wire.messages import Failed, Lease, Result, Verdict, VerdictCod
 @pytest.fixture(autouse=True, params=["on the loop", "in the thread"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are weighed and compared on the loop, big ones in the aggregator's thread."""
+    monkeypatch.setattr(verification, "_PATIENCE_S", 0.0)  # the clock stands: no first result is waited for
     if request.param == "in the thread":
         monkeypatch.setattr(verification, "INLINE_WEIGH_BYTES", 0)
 
@@ -32,7 +33,6 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @asynccontextmanager
 async def judged(**config: Any) -> AsyncIterator[Run]:
     async with scripted(norm_gate=6.0, **config) as run:
-        run.training.verification.has_delivered = lambda worker: True  # the clock stands
         yield run
 
 
@@ -154,12 +154,12 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
     class Nobody:
         asked = 0
 
-        async def judge(self, plan: Any, block: Any) -> None:
+        async def recompute(self, plan: Any, block: Any) -> None:
             self.asked += 1
 
-    async with judged(min_workers=2) as run:
+    recomputation = Nobody()
+    async with judged(min_workers=2, recomputation=recomputation) as run:
         a, b = await run.worker("a"), await run.worker("b")
-        referee = run.training.verification.recomputation = Nobody()  # type: ignore[assignment]
         mine = await a.lease()
         run.training.roster.membership.members[b.worker_id].standing = Standing.LATE
         await odd(a, mine)
@@ -170,7 +170,7 @@ async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_b
             await a.beat()
             await b.beat()
         await until(lambda: mine.lease in verdicts(a))
-        assert referee.asked == 1
+        assert recomputation.asked == 1
         assert verdicts(a)[mine.lease] is VerdictCode.REJECTED
         run.training.roster.membership.members[b.worker_id].standing = Standing.READY
         await work(a, b, until=lambda: run.training.version >= 1)

@@ -74,7 +74,7 @@ class _Readable(Session):
 class Run:
     """The coordinator's side. ``now`` is its clock."""
 
-    def __init__(self, *, term: int = 1, **config: Any) -> None:
+    def __init__(self, *, term: int = 1, recomputation: Any = None, **config: Any) -> None:
         self.now = 1000.0
         self.events: list[Event] = []
         bus = Bus()
@@ -95,7 +95,9 @@ class Run:
             checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
         )  # fmt: skip
         greeting = Greeting(message=welcome, layout=prepared.layout)
-        self.training = SyncTraining(context, greeting, prepared.rule, sampler=prepared.sampler, first_step=0)
+        self.training = SyncTraining(
+            context, greeting, prepared.rule, sampler=prepared.sampler, first_step=0, recomputation=recomputation
+        )
         self._tasks: list[asyncio.Task[Any]] = []
         self._incarnation = 0
 

@@ -6,8 +6,7 @@ from w5xde_async.plan.attempts import Places
 
 
 def places(present: list[str], delivered: list[str]) -> Places:
-    made = Places()
-    made.present = lambda: present
+    made = Places(lambda: present)
     for worker in {*present, *delivered, *(f"dead-{n}" for n in range(9))}:
         made.joined(worker, "one host")
     for worker in delivered:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from w5xde_async.plan.audit import AuditConfig, Auditor, Choice, Deviation, HeldBlock, Why
+from w5xde_async.plan.audit import AuditConfig, Auditor, Choice, HeldBlock, Why
 from w5xde_async.plan.tree import Block
 
 KEY = b"k" * 32
@@ -54,26 +52,6 @@ def test_an_equal_machine_looks_first_then_whoever_holds_least() -> None:
     assert auditor.choose(block, choices) == "b"
     block.asked.add("b")
     assert auditor.choose(block, choices) is None
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "wrong"),
-    [
-        (0.0, 0.5, {"s"}),
-        (0.5, 0.0, {"y"}),  # who sent the bucket that differs most, not who finished the block
-        (0.5, 0.5, {"y", "s"}),
-        (0.005, 0.009, set()),
-        (math.inf, 0.0, {"y"}),
-        (math.nan, 0.0, {"y"}),
-        (0.0, math.inf, {"s"}),
-    ],
-)
-def test_who_is_further_from_the_referee_than_the_tolerance_is_wrong(own: float, other: float, wrong: set[str]) -> None:
-    block = held("x", b0="x", b1="y")
-    block.second = "s"
-    mine, theirs = Deviation(own, 0.0, 1, False), Deviation(other, 0.0, 0, False)
-    assert set(Auditor(AuditConfig(), KEY).wrong(block, mine, theirs, 0.01)) == wrong
-    assert set(Auditor(AuditConfig(), KEY).wrong(block, mine, None, 0.01)) == wrong - {"s"}
 
 
 def test_tolerances() -> None:

@@ -77,7 +77,7 @@ async def test_a_referee_that_hangs_is_left_to_itself(monkeypatch: pytest.Monkey
     rule: Any = Rule()
     plan: Any = Plan()
     judge = Hangs(anything, loader, anything, rule)
-    judging = asyncio.create_task(judge.judge(plan, Block(0, 1)))
+    judging = asyncio.create_task(judge.recompute(plan, Block(0, 1)))
     await begun.wait()
     if how == "the run ends":
         judge.give_up()

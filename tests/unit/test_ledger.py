@@ -322,10 +322,9 @@ def test_who_comes_back_did_not_die() -> None:
 
 
 def test_no_leaf_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> None:
-    book = ledger(1, max_failures=3, max_deaths=2)
+    book = ledger(1, max_failures=3, max_deaths=2, present=lambda: "abcde")
     for worker, place in zip("abcde", ("here", "here", "here", "here", "there"), strict=True):
         book.places.joined(worker, place)
-    book.places.present = lambda: "abcde"
     for worker in "abc":
         assert book.fail(grant(book, worker).lease, 0) is None
         assert book.lose(worker)[1] is None
@@ -339,12 +338,11 @@ def test_no_leaf_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
 @pytest.mark.parametrize("delivered", ["h", "abch"])
 def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_not_tried(delivered: str) -> None:
     """All at one place. Three that have delivered are believed at once."""
-    book = ledger(1, max_failures=3)
+    book = ledger(1, max_failures=3, present=lambda: "abch")
     for worker in "abch":
         book.places.joined(worker, "here")
     for worker in delivered:
         book.places.delivered(worker)
-    book.places.present = lambda: "abch"
     for worker in "ab":
         assert book.fail(grant(book, worker).lease, 0) is None
     third = book.fail(grant(book, "c").lease, 0)

@@ -96,11 +96,11 @@ def test_a_submission_has_no_deadline_and_the_oldest_lease_of_a_worker_has() -> 
 
 
 def test_the_time_of_a_lease_begins_when_its_version_is_there() -> None:
-    ledger = StreamLedger(total_steps=3)
+    waits = True
+    ledger = StreamLedger(total_steps=3, waits=lambda lease: waits)
     grant = ledger.grant("a", now=0.0, deadline_s=5.0)
-    ledger.waits = lambda lease: True
     assert ledger.overdue(100.0) == []
-    ledger.waits = lambda lease: False
+    waits = False
     assert ledger.overdue(104.9) == []
     assert ledger.overdue(105.0) == [grant]
 
@@ -125,10 +125,9 @@ def test_a_worker_that_loses_its_link_time_and_again_blames_no_step() -> None:
 
 
 def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> None:
-    ledger = StreamLedger(total_steps=1, max_failures=2)
+    ledger = StreamLedger(total_steps=1, max_failures=2, present=lambda: "abc")
     for worker, place in zip("abc", ("here", "here", "there"), strict=True):
         ledger.places.joined(worker, place)
-    ledger.places.present = lambda: "abc"
     for worker in "ab":
         grant = ledger.grant(worker, now=0.0, deadline_s=5.0)
         assert grant is not None
@@ -141,11 +140,10 @@ def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
 
 def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_not_tried() -> None:
     """All at one place: of three nothing is known but that they fail."""
-    ledger = StreamLedger(total_steps=1, max_failures=3)
+    ledger = StreamLedger(total_steps=1, max_failures=3, present=lambda: "abch")
     for worker in "abch":
         ledger.places.joined(worker, "here")
     ledger.places.delivered("h")
-    ledger.places.present = lambda: "abch"
     for worker in "abc":
         grant = ledger.grant(worker, now=0.0, deadline_s=5.0, others="abch")
         assert grant is not None

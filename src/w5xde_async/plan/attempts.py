@@ -20,9 +20,9 @@ _REMEMBERED = 4096  # places of workers, those that have left among them
 class Places:
     """Where workers run. One of which nothing was said is a place by itself."""
 
-    def __init__(self) -> None:
-        #: Workers that take work now.
-        self.present: Callable[[], Iterable[str]] = tuple
+    def __init__(self, present: Callable[[], Iterable[str]] = tuple) -> None:
+        """``present``: workers that take work now."""
+        self._present = present
         self._places: dict[str, Hashable] = {}
         self._delivered: dict[str, None] = {}  # workers whose results counted; bounded as ``_places`` is
 
@@ -58,7 +58,7 @@ class Places:
             return False
         if sum(tried.values()) >= most:
             return True
-        return not any(worker in self._delivered and worker not in tried for worker in self.present())
+        return not any(worker in self._delivered and worker not in tried for worker in self._present())
 
     def of(self, worker: str) -> Hashable:
         """Where a worker runs, or ran."""
@@ -66,7 +66,7 @@ class Places:
 
     def untried(self, tried: Iterable[str]) -> bool:
         """Whether somebody is present at a place where none of ``tried`` was."""
-        return self._elsewhere(self.present(), tried)
+        return self._elsewhere(self._present(), tried)
 
     def leaves(self, worker: str, tried: Collection[str], others: Iterable[str]) -> bool:
         """Whether ``worker`` leaves it to ``others``: it, or its place, has failed on it, and one of them has not."""

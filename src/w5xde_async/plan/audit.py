@@ -1,4 +1,4 @@
-"""Which blocks are computed a second time, by whom, and what follows when the two do not agree.
+"""Which blocks are computed a second time, and by whom. What follows from it: ``plan.verification``.
 
 A finished block is **held** (nothing of it counts yet) while another worker computes it too:
 
@@ -8,8 +8,7 @@ A finished block is **held** (nothing of it counts yet) while another worker com
   not finite  it holds an infinity or a NaN
 
 The last three say nothing against a worker: data may be odd and training may diverge. What counts is whether a second
-computation comes to the same; if it does the block counts as it is, to the bit. Where it does not, a **referee** (the
-coordinator itself) computes the block a third time, and who is further from the referee than ``tolerance`` is wrong.
+computation comes to the same.
 
 Chance is drawn from a key that only the coordinator knows, so that a worker cannot tell beforehand which of its blocks
 will be looked at; an audit's lease looks like any other. Pure: no clock, no tensors, no randomness of its own.
@@ -18,8 +17,7 @@ will be looked at; an audit's lease looks like any other. Pure: no clock, no ten
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -145,12 +143,3 @@ class Auditor:
         """What two honest results may differ by. bf16 and fp16 keep 8 and 11 bits: ten times as much."""
         tolerance = self.config.tolerance * (10.0 if reduced_precision else 1.0)
         return tolerance / 100.0 if equal_cpus else tolerance
-
-    def wrong(self, held: HeldBlock, own: Deviation, other: Deviation | None, tolerance: float) -> Collection[str]:
-        """Workers that are wrong, by how far each is from the referee; ``other`` is the second computation's."""
-        found: set[str] = set()
-        if not own.relative <= tolerance or math.isnan(own.relative):
-            found.add(held.suppliers.get(own.bucket, held.worker))
-        if other is not None and held.second and not other.relative <= tolerance:
-            found.add(held.second)
-        return found

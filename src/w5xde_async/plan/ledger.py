@@ -101,15 +101,20 @@ class Ledger:
         max_failures: int = 3,
         max_deaths: int = 8,
         first_lease: int = 1,
+        present: Callable[[], Iterable[str]] = tuple,
+        allowed_s: Callable[[Grant], float] = lambda grant: grant.deadline_s,
     ) -> None:
-        """``first_lease``: leases are numbered from here on; terms that do not overlap make them unique in a run."""
+        """``first_lease``: leases are numbered from here on; terms that do not overlap make them unique in a run.
+
+        ``present``: workers that take work now. ``allowed_s``: how long a lease may take, where that has changed since
+        it was given.
+        """
         self.num_buckets = num_buckets
         self.max_open_steps = max_open_steps
         self.max_failures = max_failures
         self.max_deaths = max_deaths
-        self.places = Places()
-        #: How long a lease may take, where that has changed since it was given.
-        self.allowed_s: Callable[[Grant], float] = lambda grant: grant.deadline_s
+        self.places = Places(present)
+        self._allowed_s = allowed_s
         self._steps: dict[int, OpenStep] = {}
         self._grants: dict[int, Grant] = {}
         self._next_lease = first_lease
@@ -426,7 +431,7 @@ class Ledger:
         current = next(iter(self._steps.values()), None)
         if current is None:
             return []
-        return [grant for grant in current.leases.values() if self.began_at(grant) + self.allowed_s(grant) <= now]
+        return [grant for grant in current.leases.values() if self.began_at(grant) + self._allowed_s(grant) <= now]
 
     def validate(self) -> None:
         """Raise AssertionError where an invariant does not hold (for tests and the simulator)."""

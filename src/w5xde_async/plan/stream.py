@@ -86,13 +86,16 @@ class StreamLedger:
 
     def __init__(
         self, *, total_steps: int, done: DoneSteps | None = None, max_failures: int = 3, max_deaths: int = 8,
-        first_lease: int = 1,
+        first_lease: int = 1, present: Callable[[], Iterable[str]] = tuple,
+        waits: Callable[[StreamGrant], bool] = lambda grant: False,
+        allowed_s: Callable[[StreamGrant], float] = lambda grant: grant.deadline_s,
     ) -> None:  # fmt: skip
-        """``done`` belongs to this object from now on. ``first_lease``: see ``plan.ledger.Ledger``."""
+        """``done`` belongs to this object from now on. ``waits``: whether a lease cannot be begun yet (its version is
+        not there), so that its time has not begun either. The others: see ``plan.ledger.Ledger``."""
         self.total_steps = total_steps
         self.done = done or DoneSteps()
         self.max_failures, self.max_deaths = max_failures, max_deaths
-        self.places = Places()
+        self.places = Places(present)
         self._next_lease = first_lease
         self._cursor = self.done.floor
         self._free: list[int] = []  # heap of steps below the cursor
@@ -109,10 +112,7 @@ class StreamLedger:
         self._past: dict[int, tuple[StreamGrant, bool]] = {}
         self._twins: dict[int, int] = {}  # lease -> the other one on its step
         self._ended: deque[int] = deque()
-        #: Whether a lease cannot be begun yet (its version is not there): its time has not begun either.
-        self.waits: Callable[[StreamGrant], bool] = lambda grant: False
-        #: How long a lease may take, where that has changed since it was given.
-        self.allowed_s: Callable[[StreamGrant], float] = lambda grant: grant.deadline_s
+        self._waits, self._allowed_s = waits, allowed_s
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class StreamLedger:
         return [
             (grant, place)
             for leases in self._held.values()
-            if not self.waits(self._grants[leases[0]])
+            if not self._waits(self._grants[leases[0]])
             for place, grant in enumerate(self._grants[lease] for lease in leases)
             if grant.step >= 0 and grant.lease not in self._twins
         ]
@@ -344,9 +344,9 @@ class StreamLedger:
         found = []
         for worker, leases in self._held.items():
             grant = self._grants[leases[0]]
-            if self.waits(grant):
+            if self._waits(grant):
                 self._since[worker] = now
-            elif self.began_at(grant) + self.allowed_s(grant) <= now:
+            elif self.began_at(grant) + self._allowed_s(grant) <= now:
                 found.append(grant)
         return found
 

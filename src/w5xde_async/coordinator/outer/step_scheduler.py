@@ -48,6 +48,7 @@ class Assigning(ABC):
         self.ledger = StreamLedger(
             total_steps=self.total_steps, done=DoneSteps.of_state(done.state_dict()),
             max_failures=context.checks.max_leaf_failures, first_lease=(greeting.message.term << 32) + 1,
+            present=lambda: self.roster.present, waits=self._waits, allowed_s=self._allowed_s,
         )  # fmt: skip
         self.sampler, self.inner_schedule, self.version = sampler, schedule, version
         self._ordering = EpochPrefetch(sampler)
@@ -69,7 +70,6 @@ class Assigning(ABC):
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
         self._by_version: list[tuple[int, int]] = []  # heap of (that version, lease), some that have ended among them
         self._idle: dict[str, None] = {}  # workers for which nothing was left to lease
-        self.ledger.waits, self.ledger.allowed_s = self._waits, self._allowed_s
         self._submitting = Pacing(context.config.pacing)  # what submissions under rules of local steps take
         self.num_backups = 0
         self._begun = False

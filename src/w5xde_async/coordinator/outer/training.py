@@ -20,7 +20,7 @@ from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.outer.step_scheduler import Assigning
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink
 from w5xde_async.coordinator.parameters.owner import Submission, Updating
-from w5xde_async.coordinator.parameters.receive_buffers import Intake
+from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, NonFinite, RunContext
 from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
@@ -77,9 +77,8 @@ class OuterTraining(Assigning):
         config, layout, state, clock = context.config, context.layout, context.state, context.clock
         self.samples_applied, self.last_loss = history.samples, history.loss
         self.history, self._on_commit = history, hooks.on_commit
-        self.ledger.places.present = lambda: self.roster.present
         update, self.rule = config.update, rule
-        self.intake = Intake(layout, update.uplink_codec)
+        self.intake = ReceiveBuffers(layout, update.uplink_codec)
         self.downlink: Downlink = Downlink(layout, state, update.downlink_codec)
         self.downlink.wake = self.lifecycle.wake.set
         self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)

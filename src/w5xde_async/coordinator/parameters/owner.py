@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
-from w5xde_async.coordinator.parameters.receive_buffers import Intake, Part
+from w5xde_async.coordinator.parameters.receive_buffers import Part, ReceiveBuffers
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
@@ -57,7 +57,7 @@ class Updating:
     """Rule, parameters and what is published of them."""
 
     def __init__(
-        self, layout: Layout, state: FlatState, rule: OuterRule, intake: Intake, downlink: Downlink, *,
+        self, layout: Layout, state: FlatState, rule: OuterRule, intake: ReceiveBuffers, downlink: Downlink, *,
         clock: Callable[[], float] = time.monotonic, executor: Executor | None = None,
     ) -> None:  # fmt: skip
         """``executor`` runs one call at a time, in order; it belongs to this object from now on."""

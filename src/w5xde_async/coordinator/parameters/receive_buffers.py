@@ -21,7 +21,7 @@ from w5xde_async.updates.forms import forms_of
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Result
 
-__all__ = ["Intake", "Part"]
+__all__ = ["Part", "ReceiveBuffers"]
 
 
 class Part(NamedTuple):
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     data: Tensor
 
 
-class Intake:
+class ReceiveBuffers:
     """The bytes of the leases under way. ``codec``: the one that workers were told to use."""
 
     def __init__(self, layout: Layout, codec: Codec) -> None:

@@ -35,13 +35,12 @@ def make_training(
     )  # fmt: skip
     executor = runtime.executor(1, "w5xde-aggregate")
     if isinstance(prepared.rule, SyncRule):
-        training = SyncTraining(
+        return SyncTraining(
             context, Greeting(message=message, layout=prepared.layout), prepared.rule, sampler=prepared.sampler,
             first_step=prepared.first_step, growing=prepared.growing, journal=journal, history=history, hooks=hooks,
+            recomputation=Recomputation(prepared.job, context.loader, prepared.state, prepared.rule),
             executor=executor, random_bytes=runtime.random_bytes,
         )  # fmt: skip
-        training.verification.recomputation = Recomputation(prepared.job, context.loader, prepared.state, prepared.rule)
-        return training
     inner = prepared.inner
     buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
     return OuterTraining(

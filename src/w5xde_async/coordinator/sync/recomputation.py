@@ -56,7 +56,7 @@ class Recomputation:
         """Wait for no computation any more: the run is to end."""
         self._given_up.set()
 
-    async def judge(self, plan: StepPlan, block: Block) -> ReferenceResult | None:
+    async def recompute(self, plan: StepPlan, block: Block) -> ReferenceResult | None:
         """The block's result; None where it cannot be computed here or takes too long, or its data is gone.
 
         A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
@@ -75,7 +75,7 @@ class Recomputation:
         try:
             await asyncio.wait(either, timeout=_LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
             if not computing.done():
-                logger.warning("referee is not waited for any longer step=%d start=%d", plan.step, block.start)
+                logger.warning("recomputation is not waited for any longer step=%d start=%d", plan.step, block.start)
                 computing.add_done_callback(_forget)
                 return None
             return computing.result()
@@ -83,7 +83,7 @@ class Recomputation:
             computing.add_done_callback(_forget)
             raise
         except (W5xdeError, RuntimeError, MemoryError, ValueError) as error:
-            logger.warning("referee failed step=%d start=%d error=%s", plan.step, block.start, error)
+            logger.warning("recomputation failed step=%d start=%d error=%s", plan.step, block.start, error)
             return None
         finally:
             given_up.cancel()

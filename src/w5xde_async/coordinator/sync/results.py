@@ -15,19 +15,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
-from w5xde_async.coordinator.parameters.receive_buffers import Intake
-from w5xde_async.coordinator.sync.recomputation import ReferenceResult
+from w5xde_async.codecs.codec import Codec
+from w5xde_async.coordinator.parameters.aggregator import StepState
+from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
+from w5xde_async.coordinator.sync.context import SyncContext
+from w5xde_async.coordinator.sync.recomputation import Recomputation, ReferenceResult
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Verification
-from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LeafFailed, RemoteError
 from w5xde_async.hub.members.session import Session
-from w5xde_async.hub.work.block_store import AuditKey, BlockStore, Destination, SlotKey, Supplier
+from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Supplier
 from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.hub.work.verdicts import Verdicts
-from w5xde_async.params.layout import Layout
-from w5xde_async.plan.ledger import FailedWork, Grant, Ledger
+from w5xde_async.plan.ledger import FailedWork, Grant
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
@@ -50,25 +50,28 @@ class Results:
     """The way of the current step's results from sessions to slots."""
 
     def __init__(
-        self, *, layout: Layout, ledger: Ledger, store: BlockStore, aggregator: Aggregator,
-        scheduler: LeaseScheduler, loader: Loader, sampler: Steps, judging: Verification,
-        clock: Callable[[], float], wake: Callable[[], None],
-        warn: Callable[[str], None], fail: Callable[[BaseException], None], verdicts: Verdicts,
+        self, context: SyncContext, *, scheduler: LeaseScheduler, sampler: Steps, verdicts: Verdicts,
+        verification: Verification, recomputation: Recomputation | None, receive_buffers: ReceiveBuffers | None,
+        fail: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
-        #: A block counts: its session, lease and DONE.
-        self.on_counted: Callable[[Session, Grant, Done], None] = lambda session, grant, done: None
+        """``receive_buffers``: for results that a codec wrote. ``fail`` ends the run."""
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.leaves = 0  #: leaves that were computed and used
         self.leaves_wasted = 0  #: leaves that were computed and not used
         self.leaves_audited = 0  #: leaves that were computed a second time, to compare
-        self._layout, self._ledger, self._store, self._aggregator = layout, ledger, store, aggregator
-        self._scheduler, self._loader, self._sampler, self._judging = scheduler, loader, sampler, judging
-        self._clock, self._wake, self._warn, self._fail = clock, wake, warn, fail
-        self._verdicts = verdicts
-        self.intake: Intake | None = None  #: of results that a codec wrote
+        self._layout, self._ledger, self._store = context.run.layout, context.ledger, context.store
+        self._context, self._aggregator, self._scheduler = context, context.aggregator, scheduler
+        self._loader, self._sampler, self._verdicts = context.run.loader, sampler, verdicts
+        self._verification, self._recomputation, self._fail = verification, recomputation, fail
+        self._receive_buffers = receive_buffers
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
-        self._claims = Claims(layout)
+        self._claims = Claims(context.run.layout)
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
+
+    def allow(self, codec: Codec) -> None:
+        """Results may come in this codec too."""
+        if self._receive_buffers is not None:
+            self._receive_buffers.allow(codec)
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
         """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
@@ -77,12 +80,12 @@ class Results:
             raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
         bucket = buckets[result.bucket]
         dtype = str(self._layout.groups[bucket.group].result_dtype).removeprefix("torch.")
-        coded = self.intake is not None and spec.codec != "raw"
+        coded = self._receive_buffers is not None and spec.codec != "raw"
         if not coded and (spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw"):
             raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
         if coded:
-            assert self.intake is not None
-            self.intake.check(result, spec)  # whatever becomes of it: what is dropped takes scratch of its size
+            assert self._receive_buffers is not None
+            self._receive_buffers.check(result, spec)  # in any case: what is dropped takes scratch of its size
         grant = self._ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id or not member:
             return Destination(None, self._ledger.past(session.worker_id, result.lease) is not None)
@@ -93,8 +96,8 @@ class Results:
                 self._verdicts.turned_away(grant.lease, session.worker_id)
             return Destination(None, True)
         if coded:
-            assert self.intake is not None
-            return self.intake.place(session, result, spec)
+            assert self._receive_buffers is not None
+            return self._receive_buffers.place(session, result, spec)
         return Destination(memory, True)
 
     def _slots_of(self, grant: Grant) -> Block | AuditKey:
@@ -103,11 +106,11 @@ class Results:
 
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
-        if self.intake is not None and self.intake.receives(session):
+        if self._receive_buffers is not None and self._receive_buffers.receives(session):
             slot = self._store.writes(session)
             assert slot is not None
             # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
-            self.intake.read(session, result, self._store.vector(slot.of).buckets[slot.bucket])
+            self._receive_buffers.read(session, result, self._store.vector(slot.of).buckets[slot.bucket])
         grant = self._ledger.get(result.lease)
         if grant is None or grant.worker != session.worker_id:
             self._store.abandon(session)
@@ -120,17 +123,17 @@ class Results:
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""
-        if self.intake is not None:
-            self.intake.left(session)
+        if self._receive_buffers is not None:
+            self._receive_buffers.left(session)
         self._store.abandon(session)
 
     def _counts_at_once(self, block: Block, bucket: int, *, present: bool) -> None:
         """A slot of a block is filled: it counts, unless the whole block is looked at first."""
-        if not self._judging.active and self._store.count(block, bucket, present=present):
-            self._wake()
+        if not self._verification.active and self._store.count(block, bucket, present=present):
+            self._context.wake()
 
-    def done(self, session: Session, done: Done, *, owed: bool, member_s: float) -> Grant | None:
-        """A lease is done. Returns the other lease on its block, void from now on, where there was one.
+    def done(self, session: Session, done: Done, *, owed: bool, member_s: float) -> FinishedBlock | None:
+        """A lease is done. The block that it has finished.
 
         ``owed``: the lease was taken from the worker, and this is the first that it says of it. ``member_s``: since it
         joined.
@@ -139,7 +142,7 @@ class Results:
         if grant is None or grant.worker != session.worker_id:
             past = self._ledger.past(session.worker_id, done.lease)
             if owed and past is not None and len(done.losses) == past.block.num_leaves:
-                now = self._clock()
+                now = self._context.run.clock()
                 self._scheduler.observe_late(past, min(done.compute_s, now - past.granted_at), now)
             if self._ledger.is_duplicate(done.lease):
                 self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
@@ -149,7 +152,7 @@ class Results:
         self._current(grant)
         self._verdicts.confirmed(session.worker_id, grant.step)
         block = grant.block
-        elapsed_s = self._clock() - self._ledger.began_at(grant)
+        elapsed_s = self._context.run.clock() - self._ledger.began_at(grant)
         done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
         of = self._slots_of(grant)
         lacking = set(self._store.missing(of)) - set(done.absent)
@@ -165,49 +168,44 @@ class Results:
             self._ledger.fill(done.lease, bucket)
             if isinstance(of, Block):
                 self._counts_at_once(of, bucket, present=False)
-        self._scheduler.observe(grant, done.compute_s, self._clock())
+        self._scheduler.observe(grant, done.compute_s, self._context.run.clock())
         if self._ledger.is_audit(done.lease):
             self._ledger.finish(done.lease)
             self.leaves_audited += block.num_leaves
-            self._judging.seconded(session, done)
-            self._wake()
+            self._verification.seconded(done)
+            self._context.wake()
             return None
-        other = self._ledger.finish(done.lease)
+        overtaken = self._ledger.finish(done.lease)
         self._verdicts.finished(done.lease, session.worker_id)
-        candidate = FinishedBlock(session, grant, done, self._store.close(block))
-        if self._judging.passes(candidate):
-            self.count(candidate)
         if done.splits and session.worker_id not in self._halved:
             self._halved[session.worker_id] = None
             if len(self._halved) > _MOST_NAMED:
                 del self._halved[next(iter(self._halved))]
-            self._warn(
+            self._context.warn(
                 f"{session.name} lacks memory for a whole microbatch and computes it in 2^{done.splits} pieces: the "
                 "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
             )
-        self._wake()
-        return other
+        self._context.wake()
+        return FinishedBlock(session, grant, done, self._store.close(block), overtaken)
 
-    def count(self, candidate: FinishedBlock) -> None:
+    def count(self, finished: FinishedBlock) -> None:
         """A finished block counts from now on."""
-        session, grant, done = candidate.session, candidate.grant, candidate.done
-        step, block = self._aggregator.step, grant.block
+        grant, step, block = finished.grant, self._aggregator.step, finished.grant.block
         assert step is not None
-        if self._judging.active:
+        if self._verification.active:
             for bucket in range(len(self._layout.result_buckets)):
-                self._store.count(block, bucket, present=bucket in candidate.suppliers)
+                self._store.count(block, bucket, present=bucket in finished.suppliers)
         self._loader.finished(grant.step, block)
-        step.note(block, done)
+        step.note(block, finished.done)
         self.leaves += block.num_leaves
-        self.on_counted(session, grant, done)
 
-    def discard(self, candidate: FinishedBlock, reason: str) -> None:
+    def discard(self, finished: FinishedBlock, reason: str) -> None:
         """A finished block did not hold: it is leased again."""
-        self._ledger.reopen(candidate.grant.step, candidate.grant.block, candidate.grant.worker)
-        self._count_refused(candidate.done, VerdictCode.REJECTED)
-        for bucket, (_, lease) in candidate.suppliers.items():
+        self._ledger.reopen(finished.grant.step, finished.grant.block, finished.grant.worker)
+        self._count_refused(finished.done, VerdictCode.REJECTED)
+        for bucket, (_, lease) in finished.suppliers.items():
             self._verdicts.dropped(lease, bucket)
-        self._verdicts.decided(candidate.done.lease, VerdictCode.REJECTED, reason)
+        self._verdicts.decided(finished.done.lease, VerdictCode.REJECTED, reason)
 
     def invalidate(self, worker: str) -> None:
         """What this worker has sent of blocks that are not finished is computed by others."""
@@ -254,46 +252,50 @@ class Results:
         failed_work = self._ledger.fail(failed.lease, leaf)
         self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
         if failed_work is None:
-            self._warn(f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again")
+            self._context.warn(
+                f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again"
+            )
             return
         traceback = failed.traceback[-8000:]
-        if self._judging.recomputation is None:
+        if self._recomputation is None:
             self.blame(failed_work, traceback)
-        elif (taken := self._ledger.take_over(failed_work.step, failed_work.leaf, now=self._clock())) is not None:
+            return
+        taken = self._ledger.take_over(failed_work.step, failed_work.leaf, now=self._context.run.clock())
+        if taken is not None:
             self._doubts.append(_Doubt(failed_work, traceback, taken))
-            self._wake()
+            self._context.wake()
 
     async def settle(self) -> bool:
         """Compute here what too many workers have failed on: whose word is that? False when there was nothing.
 
         What the coordinator can compute counts, and the run goes on; what it fails on as well ends the run.
         """
-        step, referee = self._aggregator.step, self._judging.recomputation
-        if not self._doubts or step is None or referee is None:
+        step, recomputation = self._aggregator.step, self._recomputation
+        if not self._doubts or step is None or recomputation is None:
             return False
         failed_work, traceback, grant = self._doubts.pop(0)
-        judgement = await referee.judge(step.plan, grant.block)
-        if judgement is None:
+        reference = await recomputation.recompute(step.plan, grant.block)
+        if reference is None:
             self.blame(failed_work, traceback)
             return True
         failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
-        self._warn(
+        self._context.warn(
             f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
             f"{traceback[-300:].strip()}"
         )
-        await self._count_own(step, grant, judgement)
+        await self._count_own(step, grant, reference)
         return True
 
-    async def _count_own(self, step: StepState, grant: Grant, judgement: ReferenceResult) -> None:
+    async def _count_own(self, step: StepState, grant: Grant, reference: ReferenceResult) -> None:
         """What the coordinator computed itself counts."""
         block, store = grant.block, self._store
         vector, everything = store.vector(block), range(len(self._layout.result_buckets))
         # Where blocks are verified nothing of this one has been added yet: what workers have sent of it is not needed.
-        missing = everything if self._judging.active else store.missing(block)
+        missing = everything if self._verification.active else store.missing(block)
 
         def copy() -> None:
             for bucket in missing:
-                vector.buckets[bucket].copy_(judgement.vector.buckets[bucket])
+                vector.buckets[bucket].copy_(reference.vector.buckets[bucket])
 
         await self._aggregator.submit(copy)
         for bucket, (_, lease) in store.close(block).items():
@@ -301,11 +303,11 @@ class Results:
                 self._verdicts.dropped(lease, bucket)
         for bucket in missing:
             self._ledger.fill(grant.lease, bucket)
-            store.count(block, bucket, present=bucket in judgement.present)
+            store.count(block, bucket, present=bucket in reference.present)
         self._ledger.finish(grant.lease)
         self._loader.finished(grant.step, block)
-        names, metrics = judgement.metric_names, judgement.metrics
-        done = Done(grant.lease, judgement.losses, names, metrics, judgement.untouched, (), 0, 0.0, 0.0)
+        names, metrics = reference.metric_names, reference.metrics
+        done = Done(grant.lease, reference.losses, names, metrics, reference.untouched, (), 0, 0.0, 0.0)
         step.note(block, done)
         self.leaves += block.num_leaves
 

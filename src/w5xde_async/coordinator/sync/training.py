@@ -24,10 +24,12 @@ from w5xde_async.coordinator.memory_bound import most_held
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
 from w5xde_async.coordinator.parameters.publisher import Publisher
-from w5xde_async.coordinator.parameters.receive_buffers import Intake
+from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
+from w5xde_async.coordinator.sync.context import SyncContext
+from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
-from w5xde_async.coordinator.sync.verification import Machine, Verification
+from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.errors import UpdateFailed
@@ -43,6 +45,7 @@ from w5xde_async.plan.ledger import Grant, Ledger
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Steps
+from w5xde_async.plan.verification import Audit, Count, Discard, Quarantine, Recompute
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
 from w5xde_async.updates.sync import Applied, SyncRule
@@ -78,6 +81,7 @@ class SyncTraining:
         sampler: Steps,
         first_step: int,
         growing: BatchGrowth | None = None,
+        recomputation: Recomputation | None = None,
         journal: StepJournal | None = None,
         history: History | None = None,
         hooks: Hooks | None = None,
@@ -86,7 +90,8 @@ class SyncTraining:
     ) -> None:
         """``executor`` runs updates and additions, one at a time (default: a thread).
 
-        ``growing``: of a batch that grows; its plan takes the place of ``sampler``.
+        ``growing``: of a batch that grows; its plan takes the place of ``sampler``. ``recomputation``: who computes
+        what workers do not agree about, or fail on.
         """
         history, hooks = history or History(), hooks or Hooks()
         config, bus, clock, layout = context.config, context.bus, context.clock, context.layout
@@ -100,24 +105,21 @@ class SyncTraining:
             num_buckets=len(layout.result_buckets),
             max_failures=context.checks.max_leaf_failures,
             first_lease=(greeting.message.term << 32) + 1,  # no lease of another term has the same number
+            present=lambda: self.roster.present,
+            allowed_s=self._allowed_s,
         )
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader)
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader, at_most_half=growing is not None)
         self.roster = Roster(
             self, self.ledger, greeting, config, bus, clock,
             contributions=history.contributions, on_quarantine=hooks.on_quarantine,
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=first_step)
         loader.on_ready, loader.on_error = self._data_came, self.fail
-        self.ledger.places.present = lambda: self.roster.present
         self.growing, self.rule = growing, rule
         self.sampler: Steps = sampler if growing is None else growing.plan
         self._ordering = EpochPrefetch(self.sampler)
         self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
         self.version = first_step
-        self.ledger.allowed_s = lambda grant: self.pacing.allowed_s(
-            grant.worker, grant.block.num_leaves, grant.deadline_s
-        )
-        self.scheduler.at_most_half = growing is not None
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
         update = config.update
@@ -131,24 +133,17 @@ class SyncTraining:
             layout, state, rule, self.store, clock=clock, executor=executor,
             keep=None if journal is None else journal.pool,
         )  # fmt: skip
+        self._recomputation = recomputation
+        shared = SyncContext(context, self.ledger, self.store, self.aggregator, self.lifecycle.wake.set)
         self.verification = Verification(
-            layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator, gate=context.checks.gate,
-            auditor=Auditor(context.checks.audit, random_bytes(32)), precision=greeting.message.precision,
-            clock=clock, bus=bus, wake=self.lifecycle.wake.set, exact=update.uplink_codec.exact,
+            shared, auditor=Auditor(context.checks.audit, random_bytes(32)), pacing=self.pacing,
+            numerics=Numerics(greeting.message.precision, update.uplink_codec.exact), recomputation=recomputation,
         )  # fmt: skip
         self.results = Results(
-            layout=layout, ledger=self.ledger, store=self.store, aggregator=self.aggregator,
-            scheduler=self.scheduler, loader=loader, sampler=self.sampler, judging=self.verification, clock=clock,
-            wake=self.lifecycle.wake.set, warn=self._warn,
-            fail=self.fail, verdicts=self.verdicts,
+            shared, scheduler=self.scheduler, sampler=self.sampler, verdicts=self.verdicts,
+            verification=self.verification, recomputation=recomputation, fail=self.fail,
+            receive_buffers=None if update.codec == "raw" else ReceiveBuffers(layout, update.uplink_codec),
         )  # fmt: skip
-        if update.codec != "raw":
-            self.results.intake = Intake(layout, update.uplink_codec)
-        self.results.on_counted = self._counted
-        self.verification.count, self.verification.discard = self.results.count, self.results.discard
-        self.verification.revoke = self.revoke
-        self.verification.has_delivered = lambda worker: self.pacing.leaf_s(worker) is not None
-        self.verification.quarantine = self._quarantine
         self._look_again: asyncio.TimerHandle | None = None
         self.begun = False  #: the first lease was given
         self._nonfinite = 0
@@ -198,8 +193,7 @@ class SyncTraining:
 
     def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
         self.roster.retune(codec, downlink)
-        if self.results.intake is not None:
-            self.results.intake.allow(make_codec(codec))
+        self.results.allow(make_codec(codec))
         if self.downlink is not None:
             self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
 
@@ -255,7 +249,7 @@ class SyncTraining:
                 return True
             if await self.aggregator.reduce():
                 continue
-            if await self.results.settle() or await self.verification.settle():
+            if await self.results.settle() or await self._settle():
                 self.schedule()
                 continue
             self.lifecycle.wake.clear()
@@ -270,6 +264,31 @@ class SyncTraining:
             except TimeoutError:
                 return False
         return False
+
+    async def _settle(self) -> bool:
+        """Do what is decided of held blocks, one after the other. False when there was nothing."""
+        settled = False
+        while (ruling := await self.verification.next_ruling()) is not None:
+            self._perform(ruling)
+            settled = True
+        return settled
+
+    def _perform(self, ruling: Ruling) -> None:
+        """Do what was decided of a finished block."""
+        block = ruling.block
+        if ruling.void is not None:
+            self.revoke(ruling.void, "the block is done anew")
+        for decision in ruling.decisions:
+            match decision:
+                case Count():
+                    self.results.count(block)
+                    self._credit(block)
+                case Discard(reason):
+                    self.results.discard(block, reason)
+                case Quarantine(worker, reason):
+                    self._quarantine(worker, block.session if worker == block.session.worker_id else None, reason)
+                case Audit() | Recompute():
+                    pass  # the block is held: its audit is leased with the next leases, or it is recomputed
 
     async def _commit(self) -> None:
         began = self.context.clock()
@@ -403,13 +422,19 @@ class SyncTraining:
         if self.lifecycle.stopping:
             steps = steps[:1]
         now = self.context.clock()
-        for grant in self.verification.leases(self.roster.membership.ready_ids, self.pacing.deadline_s):
+        for grant in self.verification.leases(self.roster.membership.ready_ids):
             self.scheduler.send(grant)
-        self.scheduler.holds_back = self.verification.num_held >= most_held(self.context.config)
-        for worker, lease in self.scheduler.leases(steps, now, has_credit=self.roster.has_credit, again=only is None):
+        for worker, lease in self.scheduler.leases(
+            steps, now, has_credit=self.roster.has_credit, again=only is None,
+            hold_back=self.verification.num_held >= most_held(self.context.config),
+        ):  # fmt: skip
             self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
         self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
+
+    def _allowed_s(self, grant: Grant) -> float:
+        """How long a lease may take, by what is known of its worker now."""
+        return self.pacing.allowed_s(grant.worker, grant.block.num_leaves, grant.deadline_s)
 
     def _look_again_at(self, at: float, now: float) -> None:
         """Schedule again at that time, and at no other that was said before."""
@@ -426,8 +451,7 @@ class SyncTraining:
             self._lease_anew()
 
     def _lease_anew(self) -> None:
-        if self.scheduler.gave_back:
-            self.scheduler.gave_back = False
+        if self.scheduler.gave_back():
             asyncio.get_running_loop().call_soon(self.schedule)
 
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
@@ -446,19 +470,22 @@ class SyncTraining:
         known = self.roster.member(session.worker_id)
         owed = known is not None and done.lease in known.owes
         member_s = 0.0 if known is None else self.context.clock() - known.joined_at
-        other = self.results.done(session, done, owed=owed, member_s=member_s)
+        finished = self.results.done(session, done, owed=owed, member_s=member_s)
+        if finished is not None and (ruling := self.verification.finished(finished)) is not None:
+            self._perform(ruling)
         member = self.roster.answered(session, done.lease)
         if member is not None:
             self.roster.note_coding(session, member, done)
-        if other is not None:
+        if finished is not None and (other := finished.overtaken) is not None:
             self.scheduler.overtaken(other, self.context.clock())
             self.revoke(other, "another worker was faster")
             self.roster.await_answer(other.worker)
         self._let_go(session.worker_id)
         self.schedule(None if self.verification.holding else session.worker_id)
 
-    def _counted(self, session: Session, grant: Grant, done: Done) -> None:
-        """A block counts: credit to whoever did it."""
+    def _credit(self, finished: FinishedBlock) -> None:
+        """A block counts: its worker's figures tell of it."""
+        session, grant, done = finished.session, finished.grant, finished.done
         self.ledger.places.delivered(session.worker_id)
         member, step = self.roster.member(session.worker_id), self.aggregator.step
         if member is not None and step is not None:
@@ -471,7 +498,8 @@ class SyncTraining:
         """A worker was proven wrong: nothing of its that does not count yet will."""
         if self.roster.quarantine(worker, session, reason):
             self.results.invalidate(worker)
-            self.verification.invalidate(worker)
+            for ruling in self.verification.invalidate(worker):
+                self._perform(ruling)
 
     def failed(self, session: Session, failed: Failed) -> None:
         self.roster.answered(session, failed.lease)
@@ -517,8 +545,8 @@ class SyncTraining:
     def tick(self, now: float) -> None:
         self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
         self.schedule()
-        if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self.verification.recomputation is not None:
-            self.verification.recomputation.give_up()
+        if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self._recomputation is not None:
+            self._recomputation.give_up()
         if self.roster.keeps_residuals:
             for member in tuple(self.roster.membership.members.values()):
                 self._let_go(member.worker_id)  # whoever could have finished the step may be gone

@@ -37,7 +37,8 @@ class Sendable(NamedTuple):
 class LeaseScheduler:
     """Grants leases and pairs them with their data. Knows no sessions."""
 
-    def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader) -> None:
+    def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader, *, at_most_half: bool = False) -> None:
+        """``at_most_half``: no lease holds leaves of both halves of its step, which are measured."""
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[Grant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, Grant] = {}  #: leases whose data had not been read, some that have ended among them
@@ -55,9 +56,8 @@ class LeaseScheduler:
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
         self._ahead = pacing.config.leases_ahead
         self.num_backups = 0
-        self.holds_back = False  #: nothing more of the current step is leased: too much of it waits for judgement
-        self.at_most_half = False  #: no lease holds leaves of both halves of its step, which are measured
-        self.gave_back = False  #: a lease was too large to be sent: its leaves are to be leased anew
+        self._at_most_half = at_most_half
+        self._gave_back = False
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
     def takes_work(self, worker: str, does: bool) -> None:
@@ -99,21 +99,33 @@ class LeaseScheduler:
         self._fresh.append(grant)
 
     def leases(
-        self, steps: Sequence[int], now: float, *, has_credit: Callable[[str], bool], again: bool = False
+        self,
+        steps: Sequence[int],
+        now: float,
+        *,
+        has_credit: Callable[[str], bool],
+        again: bool = False,
+        hold_back: bool = False,
     ) -> Iterator[tuple[str, Sendable]]:
         """Leases to send now, on ``steps`` (the current one first), to workers that have credit.
 
-        ``again``: who could be given nothing the last times may get something now.
+        ``again``: who could be given nothing the last times may get something now. ``hold_back``: nothing more of the
+        current step is leased, since too much of it waits for verification.
         """
         if again:
             self._look_again()
         for worker in self._ledger.eased():
             self._queue(worker)
         if steps:
-            self._grant(steps, now, has_credit)
+            self._grant(steps, now, has_credit, hold_back)
             self._back_up(steps[0], now, has_credit)
         fresh, self._fresh = self._fresh, []
         yield from self._send(fresh)
+
+    def gave_back(self) -> bool:
+        """Whether a lease was too large to be sent since the last call: its leaves are to be leased anew."""
+        gave_back, self._gave_back = self._gave_back, False
+        return gave_back
 
     def read(self) -> Iterator[tuple[str, Sendable]]:
         """Leases to send now because their data has come."""
@@ -132,7 +144,7 @@ class LeaseScheduler:
             self.unread.pop(grant.lease, None)
             if data.too_large and self._untouched(grant):
                 self._ledger.give_back(grant.lease)
-                self.gave_back = True
+                self._gave_back = True
                 continue
             message = Lease(
                 grant.lease, grant.step, grant.step, grant.block.start, data.samples, grant.deadline_s, data.packed,
@@ -185,11 +197,11 @@ class LeaseScheduler:
             self._queue(worker, queue, held)
         return None
 
-    def _grant(self, steps: Sequence[int], now: float, has_credit: Callable[[str], bool]) -> None:
+    def _grant(self, steps: Sequence[int], now: float, has_credit: Callable[[str], bool], hold_back: bool) -> None:
         for room in range(self._pacing.config.leases_ahead):
             for step in steps:
                 current = step == steps[0]
-                if current and self.holds_back:
+                if current and hold_back:
                     continue
                 # Leases of a later step do not count: what an earlier one needs now must find a place.
                 queue, up_to = (self._current, step) if current else (self._any, None)
@@ -206,7 +218,7 @@ class LeaseScheduler:
         free, step_leaves = ledger.free_leaves(step), ledger.num_leaves(step)
         leaves = pacing.block_leaves(worker, free, step_leaves=step_leaves)
         leaves = min(leaves, self._loader.max_block_leaves)
-        if self.at_most_half:
+        if self._at_most_half:
             leaves = min(leaves, max(1, right_half(step_leaves)))
         if current and pacing.unequal:
             leaves = min(leaves, self._most_in_time(worker, step, free, now))

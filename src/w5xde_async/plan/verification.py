@@ -1,0 +1,205 @@
+"""What becomes of a finished block: the decisions, from plain numbers.
+
+Every finished block is looked at before anything of it counts. Most count at once. The others are **held**
+(``plan.audit.Why`` names the reasons): another worker computes them too (``Audit``), and where the two do not agree, or
+nobody else can, the coordinator does (``Recompute``), whose word is not in question. Who is proven wrong is put out of
+the run (``Quarantine``); what does not hold is computed again (``Discard``).
+
+A block that counts, counts as it came: nothing is scaled or left out, so an honest run has the same bits with and
+without this.
+
+Results that a lossy codec wrote are never alike: what was left out before is in them. So nothing is compared, and the
+coordinator's own computation only tells how large the block's gradient is, and whether it is finite.
+
+Pure: whoever calls has measured norms and deviations, and does what is decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from w5xde_async.plan.audit import Deviation, HeldBlock, Why
+
+__all__ = [
+    "Audit",
+    "Count",
+    "Decision",
+    "Discard",
+    "Measured",
+    "Quarantine",
+    "Recompute",
+    "Size",
+    "is_far_larger",
+    "when_compared",
+    "when_finished",
+    "when_nobody_else_can",
+    "when_not_recomputed",
+    "when_recomputed",
+    "when_recomputed_beside_a_lossy_result",
+]
+
+_LOSSY_FACTOR = 10.0  # an odd result in a lossy codec may be that much larger than the gradient and than usual ones
+_MOST_STRIKES = 3  # of those that are larger, in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """The block counts as it came."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The block does not hold: its leaves are leased again. Its worker is told the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Another worker computes the block too; until then it does not count."""
+
+    why: Why
+
+    @property
+    def reason(self) -> str:
+        return self.why.value
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The coordinator computes the block too; until then it does not count."""
+
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The worker was proven wrong: it is put out of the run."""
+
+    worker: str
+    reason: str
+
+
+Decision = Count | Discard | Audit | Recompute | Quarantine
+
+
+class Size(NamedTuple):
+    """The norm of one kind of sums (gradients, or means of buffers), as of a mean over the block's samples.
+
+    ``bound``: the largest usual one, by median and spread of the last ones; None while none is known.
+    """
+
+    norm: float
+    bound: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A finished block in numbers. ``finite``: every norm and every loss is so. ``sizes``: by role."""
+
+    finite: bool
+    sizes: Mapping[str, Size]
+
+    @property
+    def oddity(self) -> Why | None:
+        """What is unusual about it."""
+        if not self.finite:  # a loss alone too: honest gradients of such a loss are not finite either, mostly
+            return Why.NOT_FINITE
+        for norm, bound in self.sizes.values():
+            if bound is None:
+                return Why.FIRST
+            if norm > bound:
+                return Why.NORM
+        return None
+
+
+def when_finished(
+    block: Measured, *, others: bool, sampled: bool, exact: bool, done_again: bool
+) -> Count | Audit | Recompute:
+    """A block is finished.
+
+    ``others``: another worker is here that could compute it. ``sampled``: it was drawn by chance. ``exact``: two honest
+    results of it are alike. ``done_again``: nobody could say what was wrong with it the last time.
+    """
+    if not others:
+        return Count("no other worker is here")
+    why = None if done_again else block.oddity
+    if why is None:
+        return Audit(Why.SAMPLED) if sampled and exact else Count("nothing is unusual about it")
+    return Audit(why) if exact else Recompute(why, why.value)
+
+
+def when_nobody_else_can(why: Why, *, others: bool, can_recompute: bool) -> Count | Recompute:
+    """No other worker can compute a held block: it counts where there is none, or where it was not odd.
+
+    ``others``: some are here, or were asked. ``can_recompute``: the coordinator can.
+    """
+    if why in (Why.NORM, Why.NOT_FINITE) and others and can_recompute:
+        return Recompute(why, "no other worker can compute it")
+    return Count("no other worker can compute it")
+
+
+def when_compared(why: Why, between: Deviation, tolerance: float, *, may_overflow: bool) -> Count | Recompute:
+    """Another worker has computed it too. ``may_overflow``: one of the two may, where the other does not, by rights."""
+    overflow = may_overflow and why is Why.NOT_FINITE and math.isinf(between.relative)
+    if between.relative <= tolerance or overflow:
+        return Count("another worker computed the same")
+    return Recompute(why, f"another worker computed something else ({between})")
+
+
+def when_not_recomputed(between: Deviation | None) -> Discard:
+    """The coordinator cannot compute it either. ``between``: it and what another worker computed."""
+    return Discard("it is odd" if between is None else "another worker computed something else")
+
+
+def when_recomputed(
+    held: HeldBlock, own: Deviation, second: Deviation | None, tolerance: float
+) -> list[Count | Discard | Quarantine]:
+    """The coordinator has computed it. ``own``, ``second``: how far the block, and the second computation, are off."""
+    decisions: list[Count | Discard | Quarantine] = []
+    wrong: dict[str, Deviation] = {}
+    if own.relative <= tolerance:
+        decisions.append(Count("the coordinator computed the same"))
+    else:
+        decisions.append(Discard(f"the coordinator computed something else ({own})"))
+        wrong[held.suppliers.get(own.bucket, held.worker)] = own
+    if second is not None and held.second and not second.relative <= tolerance:
+        wrong[held.second] = second
+    for worker, found in wrong.items():
+        reason = f"its result for step {held.step} is not what the block gives ({found})"
+        decisions.append(Quarantine(worker, reason))
+    return decisions
+
+
+def is_far_larger(sizes: Mapping[str, Size], true: Mapping[str, float]) -> bool:
+    """Whether a lossy result is larger than one may be whose gradient is of the ``true`` sizes, by role."""
+    return any(size.norm > _LOSSY_FACTOR * max(true.get(role, 0.0), size.bound or 0.0) for role, size in sizes.items())
+
+
+def when_recomputed_beside_a_lossy_result(
+    held: HeldBlock, not_finite: Sequence[int], *, true_is_finite: bool, strikes: int
+) -> list[Count | Discard | Quarantine]:
+    """The coordinator has computed, without a codec, what a worker has sent by a lossy one.
+
+    ``not_finite``: buckets of the result that hold an infinity or a NaN. ``strikes``: results of the worker in a row,
+    this one among them, that were far larger than their blocks give.
+    """
+    if not true_is_finite:
+        return [Count("training diverges")]  # nobody is to blame
+    if not_finite:
+        worker = held.suppliers.get(not_finite[0], held.worker)
+        reason = f"its result for step {held.step} is not finite, and the block is"
+        return [Discard("it is not finite, and the block is"), Quarantine(worker, reason)]
+    if not strikes:
+        return [Count("it is about as large as what the coordinator computed")]
+    decisions: list[Count | Discard | Quarantine] = [Discard("it is far larger than what the block gives")]
+    if strikes >= _MOST_STRIKES:
+        reason = f"{strikes} results in a row, the last for step {held.step}, were far larger than their blocks give"
+        decisions.append(Quarantine(held.worker, reason))
+    return decisions

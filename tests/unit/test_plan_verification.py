@@ -1,0 +1,165 @@
+"""What becomes of a finished block: numbers in, decisions out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from w5xde_async.plan.audit import Deviation, HeldBlock, Why
+from w5xde_async.plan.tree import Block
+from w5xde_async.plan.verification import (
+    Audit,
+    Count,
+    Decision,
+    Discard,
+    Measured,
+    Quarantine,
+    Recompute,
+    Size,
+    is_far_larger,
+    when_compared,
+    when_finished,
+    when_nobody_else_can,
+    when_not_recomputed,
+    when_recomputed,
+    when_recomputed_beside_a_lossy_result,
+)
+
+USUAL = Measured(True, {"grad": Size(1.0, 2.0), "mean": Size(1.0, 2.0)})
+LARGE = Measured(True, {"grad": Size(1.0, 2.0), "mean": Size(2.1, 2.0)})
+FIRST = Measured(True, {"grad": Size(1.0, None)})
+NOT_FINITE = Measured(False, {"grad": Size(math.inf, 2.0)})
+
+
+def held(worker: str = "a", why: Why = Why.NORM, **suppliers: str) -> HeldBlock:
+    named = {int(key[1:]): who for key, who in suppliers.items()} or {0: worker}
+    return HeldBlock(3, Block(4, 8), worker, why, named)
+
+
+def deviation(relative: float, bucket: int = 0) -> Deviation:
+    return Deviation(relative, 0.0, bucket, False)
+
+
+def finished(
+    block: Measured, *, others: bool = True, sampled: bool = False, exact: bool = True, done_again: bool = False
+) -> Decision:
+    return when_finished(block, others=others, sampled=sampled, exact=exact, done_again=done_again)
+
+
+def put_out(decisions: list[Count | Discard | Quarantine]) -> set[str]:
+    return {one.worker for one in decisions if isinstance(one, Quarantine)}
+
+
+@pytest.mark.parametrize(("block", "why"), [(LARGE, Why.NORM), (FIRST, Why.FIRST), (NOT_FINITE, Why.NOT_FINITE)])
+def test_what_is_odd_is_held(block: Measured, why: Why) -> None:
+    assert block.oddity is why
+    assert finished(block) == Audit(why)
+    assert finished(block, sampled=True) == Audit(why), "its oddity is the reason"
+    assert finished(block, exact=False) == Recompute(why, why.value), "no two lossy results are alike"
+    assert isinstance(finished(block, others=False), Count), "a lone worker is trusted"
+    assert isinstance(finished(block, done_again=True), Count), "nobody could say what was wrong with it"
+
+
+def test_what_is_usual_counts_unless_it_is_drawn() -> None:
+    assert USUAL.oddity is None
+    assert isinstance(finished(USUAL), Count)
+    assert finished(USUAL, sampled=True) == Audit(Why.SAMPLED)
+    assert finished(LARGE, sampled=True, done_again=True) == Audit(Why.SAMPLED)
+    assert isinstance(finished(USUAL, sampled=True, exact=False), Count), "there is nothing to compare"
+    assert isinstance(finished(USUAL, sampled=True, others=False), Count)
+
+
+@pytest.mark.parametrize("why", Why)
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("can", [False, True])
+def test_what_nobody_else_can_compute_is_recomputed_here_where_it_is_odd(why: Why, others: bool, can: bool) -> None:
+    decision = when_nobody_else_can(why, others=others, can_recompute=can)
+    odd = why in (Why.NORM, Why.NOT_FINITE)
+    assert isinstance(decision, Recompute if odd and others and can else Count)
+
+
+def test_two_that_agree_count_and_two_that_differ_are_recomputed() -> None:
+    assert isinstance(when_compared(Why.NORM, deviation(0.01), 0.01, may_overflow=False), Count)
+    differ = when_compared(Why.NORM, deviation(0.02), 0.01, may_overflow=False)
+    assert isinstance(differ, Recompute)
+    assert "relative L2 distance 0.02" in differ.reason
+    assert isinstance(when_compared(Why.NORM, deviation(math.nan), 0.01, may_overflow=False), Recompute)
+
+
+@pytest.mark.parametrize(
+    ("why", "relative", "may_overflow", "counts"),
+    [
+        (Why.NOT_FINITE, math.inf, True, True),
+        (Why.NOT_FINITE, math.inf, False, False),
+        (Why.NORM, math.inf, True, False),
+        (Why.NOT_FINITE, 0.5, True, False),
+    ],
+)
+def test_one_of_two_unlike_machines_may_overflow(why: Why, relative: float, may_overflow: bool, counts: bool) -> None:
+    decision = when_compared(why, deviation(relative), 0.01, may_overflow=may_overflow)
+    assert isinstance(decision, Count) is counts
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "wrong"),
+    [
+        (0.0, 0.5, {"s"}),
+        (0.5, 0.0, {"y"}),  # who sent the bucket that differs most, not who finished the block
+        (0.5, 0.5, {"y", "s"}),
+        (0.005, 0.009, set()),
+        (math.inf, 0.0, {"y"}),
+        (math.nan, 0.0, {"y"}),
+        (0.0, math.inf, {"s"}),
+    ],
+)
+def test_who_is_further_off_than_the_tolerance_is_wrong(own: float, other: float, wrong: set[str]) -> None:
+    block = held("x", b0="x", b1="y")
+    block.second = "s"
+    mine, theirs = Deviation(own, 0.0, 1, False), Deviation(other, 0.0, 0, False)
+    decisions = when_recomputed(block, mine, theirs, 0.01)
+    assert put_out(decisions) == wrong
+    assert put_out(when_recomputed(block, mine, None, 0.01)) == wrong - {"s"}
+    assert isinstance(decisions[0], Count if own <= 0.01 else Discard)
+    assert len(decisions) == 1 + len(wrong), "the block first, then each that is wrong, once"
+
+
+def test_what_nobody_can_settle_is_done_again() -> None:
+    assert when_not_recomputed(None) == Discard("it is odd")
+    assert when_not_recomputed(deviation(1.0)) == Discard("another worker computed something else")
+
+
+# -- lossy codecs
+
+
+def beside(not_finite: tuple[int, ...] = (), *, finite: bool = True, strikes: int = 0) -> list[Decision]:
+    block = held("a", b0="a", b1="b")
+    return [*when_recomputed_beside_a_lossy_result(block, not_finite, true_is_finite=finite, strikes=strikes)]
+
+
+def test_a_lossy_result_counts_where_training_diverges_or_it_is_of_a_fit_size() -> None:
+    assert [type(one) for one in beside((1,), finite=False)] == [Count]
+    assert [type(one) for one in beside()] == [Count]
+
+
+def test_a_lossy_result_that_is_not_finite_puts_out_who_sent_that_bucket() -> None:
+    discarded, quarantined = beside((1, 0))
+    assert isinstance(discarded, Discard)
+    assert isinstance(quarantined, Quarantine)
+    assert quarantined.worker == "b"
+
+
+def test_the_third_far_too_large_result_in_a_row_puts_its_worker_out() -> None:
+    assert [[type(one) for one in beside(strikes=strikes)] for strikes in (1, 2, 3)] == [
+        [Discard], [Discard], [Discard, Quarantine],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("norm", "bound", "true", "larger"),
+    [(99.0, 10.0, 1.0, False), (101.0, 10.0, 1.0, True), (101.0, 1.0, 11.0, False), (11.0, None, 1.0, True)],
+)
+def test_far_larger_is_beyond_the_gradient_and_beyond_what_is_usual(
+    norm: float, bound: float | None, true: float, larger: bool
+) -> None:
+    assert is_far_larger({"grad": Size(norm, bound)}, {"grad": true}) is larger
