@@ -248,14 +248,14 @@ async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped():
 async def test_a_slow_reader_is_not_a_dead_one():
     async with scripted() as run:
         slow = await run.worker("slow", ready=False, limit_bytes=1024)
-        slow.link._stream.inbound.frozen = True
+        slow.link._memory.inbound.frozen = True
         await slow.link.send(ready(run))
         await settle()
         for _ in range(40):
             await slow.beat()
             await run.pass_time(1.0)
-            slow.link._stream.inbound.data.clear()  # a kilobyte has got through
-            slow.link._stream.inbound.changed()
+            slow.link._memory.inbound.data.clear()  # a kilobyte has got through
+            slow.link._memory.inbound.changed()
             await settle()
         assert not slow.ended()
 

@@ -13,8 +13,8 @@ from tests.simulator.model import IntegerEngine
 
 from w5xde_async.coordinator.parameters import aggregator
 from w5xde_async.net import outbox
-from w5xde_async.worker import connection
 from w5xde_async.worker import service as worker
+from w5xde_async.worker.executors import in_place
 
 __all__ = ["in_virtual_world"]
 
@@ -32,7 +32,7 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
     try:
         put(worker, "Engine", IntegerEngine)
         if knobs.random() < 0.5:  # results one by one, as those of a big model
-            put(connection, "_TOGETHER_BYTES", 0)
+            put(in_place, "_TOGETHER_BYTES", 0)
         if knobs.random() < 0.5:  # additions and updates in the aggregator's thread, as those of a big model
             put(aggregator, "_INLINE_ADD_BYTES", 0)
             put(aggregator, "_INLINE_UPDATE_BYTES", -1)
