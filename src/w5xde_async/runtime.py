@@ -34,6 +34,9 @@ class Listening(Protocol):
     @property
     def port(self) -> int: ...
 
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection that was accepted elsewhere like one of its own, until that has ended."""
+
     async def stop_accepting(self) -> None:
         """Accept no further link; those that are open stay."""
 

@@ -62,6 +62,7 @@ class _Link:
     bytes_sent = bytes_received = 0
     figures = None
     certificate = b""
+    encrypted = False
 
     def __init__(self, peer: str) -> None:
         self.peer = peer

@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 import sys
+import tempfile
 from contextlib import suppress
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from w5xde_async.errors import LinkLost, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.net import endpoint
 from w5xde_async.net.endpoint import DEFAULT_PORT, connect, format_address, listen, parse_address
-from w5xde_async.net.link import Link
+from w5xde_async.net.link import FramedLink, Link
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat
 
@@ -353,3 +354,67 @@ async def test_stop_accepting_keeps_the_links_that_stand():
         await connect("127.0.0.1", listener.port, timeout_s=1)
     await beat(link)
     await asyncio.gather(link.aclose(), listener.aclose())
+
+
+async def test_a_connection_that_was_accepted_elsewhere_has_the_limits_and_the_end_of_the_others():
+    begun = asyncio.Event()
+
+    async def handler(link: Link) -> None:
+        begun.set()
+        await echo(link)
+
+    listener = await listen("127.0.0.1", 0, handler, max_links=1)
+    returned = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal returned
+        await listener.serve(reader, writer)
+        returned += 1
+
+    with tempfile.TemporaryDirectory() as folder:  # a Unix socket's path is short
+        async with await asyncio.start_unix_server(handle, f"{folder}/socket"):
+            first = FramedLink(*await asyncio.open_unix_connection(f"{folder}/socket"))
+            await beat(first)
+            assert begun.is_set()
+            assert listener.num_links == 1
+            for _ in range(2):  # one too many, whichever door it came by
+                second = FramedLink(*await asyncio.open_unix_connection(f"{folder}/socket"))
+                with pytest.raises(LinkLost):
+                    await second.recv()
+                await second.aclose()
+            third = await connect("127.0.0.1", listener.port, timeout_s=5)
+            with pytest.raises(LinkLost):
+                await third.recv()
+            await third.aclose()
+            await beat(first)
+            await listener.aclose()
+            with pytest.raises(LinkLost):
+                await first.recv()
+            late = FramedLink(*await asyncio.open_unix_connection(f"{folder}/socket"))
+            with pytest.raises(LinkLost):
+                await late.recv()
+            await asyncio.gather(first.aclose(), late.aclose())
+    async with asyncio.timeout(5):
+        while returned < 4:  # noqa: ASYNC110 - the handlers end in turns of their own
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_connection_that_was_accepted_elsewhere_is_closed_whenever_its_task_is_cancelled(turns: int):
+    async def handler(link: Link) -> None:
+        await link.recv()
+
+    listener = await listen("127.0.0.1", 0, handler)
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    serving = asyncio.create_task(listener.serve(reader, writer))
+    await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert listener.num_links == 0
+    with theirs:
+        assert await asyncio.to_thread(theirs.recv, 1) == b""
+    await listener.aclose()

@@ -174,3 +174,32 @@ async def test_cancelled_at_any_turn_nothing_is_left(turns: int):
     await asyncio.sleep(0.01)
     with far:
         assert far.recv(1) == b""
+
+
+class PushingTransport(asyncio.Transport):
+    """Takes everything at once, and is told what the network brings."""
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+async def test_what_is_pushed_before_the_reader_has_its_turn_is_read_next():
+    channel = TransportChannel("peer")
+    channel.connection_made(PushingTransport())
+
+    def push(data: bytes) -> None:
+        channel.get_buffer(-1)[: len(data)] = data
+        channel.buffer_updated(len(data))
+
+    for least, size in ((1, 100_000), (5, 5)):
+        view = memoryview(bytearray(size))
+        receiving = asyncio.create_task(channel.receive(view, least))
+        await asyncio.sleep(0)
+        push(b"first")
+        push(b"second")
+        got = await receiving
+        rest = memoryview(bytearray(11 - got))
+        assert await channel.receive(rest, len(rest)) == len(rest)
+        assert bytes(view[:got]) + bytes(rest) == b"firstsecond"
+    channel.abort()

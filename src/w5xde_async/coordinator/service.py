@@ -35,6 +35,7 @@ from w5xde_async.job import Job, shown_end
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
+from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Listening, Runtime
 from w5xde_async.telemetry.events import Bus, RunStarted, Subscriber, Warned
 from w5xde_async.telemetry.notebook import html_table
@@ -228,6 +229,29 @@ class Coordinator:
         for session in (*self._training.roster.sessions.values(), *self._training.roster.joining):
             if self._access.credentials.revoked(session.identity, session.worker_id):
                 session.abort("its access was revoked")
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a worker over a connection that the application has accepted, until it ends; then it is closed.
+
+        Fits ``asyncio.start_server`` and ``asyncio.start_unix_server``. For such a connection holds what holds for
+        those of the port: the limits on links and on strangers of one address, the handshake with its deadline, and
+        the proof of the token. Encryption is the application's matter: what protects the bytes is a Unix socket's
+        file mode, a tunnel, or TLS of the application's own server. Over TLS the proof is bound to the coordinator's
+        certificate, so the server must show that one (``TlsFiles``). A coordinator without a token takes workers from
+        this machine alone. Whatever the peer does ends this connection and raises nothing; cancelled, it is cut off.
+
+        Raises UsageError before ``start``, and for a peer elsewhere where no token is asked.
+        """
+        address = writer.get_extra_info("peername")
+        host = str(address[0]).removeprefix("::ffff:") if isinstance(address, tuple) else ""
+        try:
+            listening = self._listening
+            if host and not is_loopback(host) and self._access is not None and not self._access.credentials.required:
+                raise UsageError(f"{host} is another machine, and this coordinator asks for no token: give it one")
+        except UsageError:
+            writer.close()
+            raise
+        await listening.serve(reader, writer)
 
     async def aclose(self) -> None:
         """Stop in good order and free everything. May be called twice; a failure of the run is not raised again."""

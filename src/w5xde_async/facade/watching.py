@@ -110,6 +110,10 @@ class WatchedLink:
         return self._link.bytes_received
 
     @property
+    def encrypted(self) -> bool:
+        return self._link.encrypted
+
+    @property
     def certificate(self) -> bytes:
         return self._link.certificate
 
@@ -219,8 +223,8 @@ class WatchedWorker(Worker):
         self._traffic = traffic
         self._on_piece, self._on_welcome, self._gathered = on_piece, on_welcome, gathered
 
-    async def _try_to_join(self, left_s: float) -> Joined:
-        joined = await super()._try_to_join(left_s)
+    async def _try_to_join(self, left_s: float, given: Link | None = None) -> Joined:
+        joined = await super()._try_to_join(left_s, given)
         self._traffic.add(joined.link)
         welcome, layout = joined.welcome, joined.layout
         if self._on_welcome is not None:

@@ -13,7 +13,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -151,7 +151,7 @@ async def listen(
 @dataclass(slots=True)
 class _Accepted:
     host: str
-    sock: socket.socket
+    sock: socket.socket | None = None
     link: FramedLink | None = None  # None during the TLS handshake
 
     def is_stranger(self) -> bool:
@@ -180,6 +180,7 @@ class Listener:
         # Address -> links from it that were strangers when somebody last looked; nobody looks at more than a crowd.
         self._strangers: dict[str, dict[asyncio.Task[None], _Accepted]] = {}
         self._warn_at = 0.0
+        self._stopped = False
         loop = asyncio.get_running_loop()
         name = f"accept {format_address(self.host, self.port)}"
         self._accepting = [loop.create_task(self._accept(sock), name=name) for sock in socks]
@@ -189,8 +190,29 @@ class Listener:
         """Links being handled now, handshakes included."""
         return len(self._links)
 
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection that somebody else has accepted; returns when it has ended.
+
+        The limits are those of the port, and so is the end: once the port is closed, the connection is closed at once.
+        An address without a host, as a Unix socket has, counts as one host. Cancelled, it ends the connection first.
+        """
+        link = FramedLink(reader, writer)
+        address = writer.get_extra_info("peername")
+        host = address[0] if isinstance(address, tuple) else ""
+        if self._stopped or not self._has_room(host, link.peer):
+            link.abort()
+            return
+        task = self._begin(_Accepted(host, link=link), self._serve_link(link), link.peer)
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task])
+            raise
+
     async def stop_accepting(self) -> None:
         """Close the port; links that stand go on."""
+        self._stopped = True
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
@@ -221,18 +243,28 @@ class Listener:
                 continue
             exhausted = False
             peer = format_address(*address[:2])
-            strangers = self._count_strangers(address[0])
-            if len(self._links) >= self._max_links or strangers >= self._max_strangers:
-                now = loop.time()
-                if now >= self._warn_at:  # a flood of them must not become one of lines
-                    self._warn_at = now + REFUSALS_SAID_S
-                    _log.warning("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
+            if self._has_room(address[0], peer):
+                accepted = _Accepted(address[0], sock)
+                self._begin(accepted, self._serve_socket(sock, peer, accepted), peer)
+            else:
                 sock.close()
-                continue
-            accepted = _Accepted(address[0], sock)
-            task = loop.create_task(self._serve(sock, peer, accepted), name=f"link {peer}")
-            self._links[task] = self._strangers.setdefault(accepted.host, {})[task] = accepted
-            task.add_done_callback(self._ended)
+
+    def _has_room(self, host: str, peer: str) -> bool:
+        """Whether one link more from ``host`` may be served."""
+        strangers = self._count_strangers(host)
+        if len(self._links) < self._max_links and strangers < self._max_strangers:
+            return True
+        now = asyncio.get_running_loop().time()
+        if now >= self._warn_at:  # a flood of them must not become one of lines
+            self._warn_at = now + REFUSALS_SAID_S
+            _log.warning("accept refused peer=%s links=%d strangers=%d", peer, len(self._links), strangers)
+        return False
+
+    def _begin(self, accepted: _Accepted, serving: Coroutine[Any, Any, None], peer: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(serving, name=f"link {peer}")
+        self._links[task] = self._strangers.setdefault(accepted.host, {})[task] = accepted
+        task.add_done_callback(self._ended)
+        return task
 
     def _count_strangers(self, host: str) -> int:
         """Links from ``host`` that have not been let in, or no more than there may be."""
@@ -244,8 +276,10 @@ class Listener:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         accepted = self._links.pop(task)
-        if accepted.link is None:
-            accepted.sock.close()  # a task that was cancelled before it began has not
+        if accepted.link is not None:  # a task that was cancelled before it began has closed neither
+            accepted.link.abort()
+        elif accepted.sock is not None:
+            accepted.sock.close()
         host = accepted.host
         strangers = self._strangers.get(host)
         if strangers is not None:
@@ -253,20 +287,23 @@ class Listener:
             if not strangers:
                 del self._strangers[host]
 
-    async def _serve(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
+    async def _serve_socket(self, sock: socket.socket, peer: str, accepted: _Accepted) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 channel = await _attach(sock, peer, tls=self._tls, bulk=self._bulk, server_hostname=None)
         except (OSError, LinkLost) as error:
             _log.info("accept failed peer=%s reason=%s", peer, _why(error))
             return
-        link = accepted.link = FramedLink(*channel.pair())
+        accepted.link = FramedLink(*channel.pair())
+        await self._serve_link(accepted.link)
+
+    async def _serve_link(self, link: FramedLink) -> None:
         try:
             await self._on_link(link)
         except W5xdeError as error:
-            _log.info("link ended peer=%s reason=%s", peer, error)
+            _log.info("link ended peer=%s reason=%s", link.peer, error)
         except Exception:
-            _log.exception("link failed peer=%s", peer)
+            _log.exception("link failed peer=%s", link.peer)
         except BaseException:
             link.abort()
             raise

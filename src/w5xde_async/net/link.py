@@ -65,6 +65,10 @@ class Link(Protocol):
         """The peer's certificate (DER) under TLS, else empty: what the proof of the handshake is bound to."""
 
     @property
+    def encrypted(self) -> bool:
+        """Whether TLS protects the connection, whosever certificate it is."""
+
+    @property
     def figures(self) -> Figures | None:
         """Round trip and retransmissions by the kernel; None where it does not say."""
 
@@ -92,12 +96,13 @@ class Link(Protocol):
 class FramedLink:
     """The link over any pair of a reader and a writer, which it owns from now on."""
 
-    __slots__ = ("_reader", "_receiving", "_refused", "_sending", "_writer", "caps", "certificate")
+    __slots__ = ("_reader", "_receiving", "_refused", "_sending", "_writer", "caps", "certificate", "encrypted")
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.caps = HANDSHAKE_CAPS
         self._reader, self._writer = our_pair(reader, writer)
         tls = writer.get_extra_info("ssl_object")
+        self.encrypted = tls is not None
         self.certificate: bytes = b"" if tls is None else tls.getpeercert(binary_form=True) or b""
         self._sending = self._receiving = False
         self._refused = ""  # why nothing more is read, though the connection still stands

@@ -44,7 +44,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._gone = self._loop.create_future()
         self._tls = self._paused = False
-        self._reading: asyncio.Future[None] | None = None
+        self._reading: asyncio.Future[int] | None = None  # how much the receive under way has been given
         self._target: memoryview | None = None  # the caller's memory, lent to the transport
         self._got = self._least = 0
         self._pushed = memoryview(bytearray(READ_AHEAD_BYTES))  # what came while nobody was receiving
@@ -77,18 +77,17 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         self.bytes_received += nbytes
         if self.lost is not None:
             return
+        self._got += nbytes
         if self._target is None:
             self._end += nbytes
             if READ_AHEAD_BYTES - self._end < PUSH_BYTES:
                 self._transport.pause_reading()
                 self._paused = True
-            return
-        self._got += nbytes
         if self._got < self._least:
             return
         self._target = None
         if self._reading is not None and not self._reading.done():
-            self._reading.set_result(None)
+            self._reading.set_result(self._got)
 
     def eof_received(self) -> bool:
         self._end_with(CLOSED_BY_PEER)
@@ -108,24 +107,28 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
     # -- what the pair calls
 
     async def receive(self, view: memoryview, least: int) -> int:
-        held = self._end - self._start
-        if held:
-            got = min(held, len(view))
-            view[:got] = self._pushed[self._start : self._start + got]
-            self._start += got
-            if got >= least:
-                return got
-        else:
-            got = 0
+        got = self._take(view)
+        if got >= least:
+            return got
         self._check()
-        self._target, self._got, self._least = view, got, least
+        if lent := len(view) - got >= PUSH_BYTES:
+            self._target = view
+        self._got, self._least = got, least
         self._reading = self._loop.create_future()
         try:
             self._resume()
-            await self._reading
+            given = await self._reading
         finally:
             self._reading = self._target = None
-        return self._got
+        return given if lent else got + self._take(view[got:])
+
+    def _take(self, view: memoryview) -> int:
+        """Copy what came while nobody was receiving; how many bytes."""
+        got = min(self._end - self._start, len(view))
+        if got:
+            view[:got] = self._pushed[self._start : self._start + got]
+            self._start += got
+        return got
 
     def writelines(self, chunks: Iterable[Buffer]) -> None:
         if self.lost is not None:

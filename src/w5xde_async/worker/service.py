@@ -45,7 +45,7 @@ from w5xde_async.errors import (
 from w5xde_async.job import Job
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import Invitation, check_strength
-from w5xde_async.net.link import Link
+from w5xde_async.net.link import FramedLink, Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.net.tls import client_context, is_loopback
 from w5xde_async.params.layout import Layout
@@ -84,9 +84,15 @@ class Worker:
     """
 
     def __init__(
-        self, server: str, *, job: Job | None = None, config: WorkerConfig | None = None, runtime: Runtime | None = None
+        self,
+        server: str = "",
+        *,
+        job: Job | None = None,
+        config: WorkerConfig | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        """``server`` is ``host:port`` or a join string, whose secret and certificate then count.
+        """``server`` is ``host:port`` or a join string, whose secret and certificate then count; leave it out if you
+        give ``run`` a connection.
 
         Without ``job`` it computes with the coordinator's program. ``runtime``: where clock, threads, links and random
         bytes come from, if not from this machine. Raises UsageError for a bad address, TLS files that
@@ -100,10 +106,10 @@ class Worker:
                 config, token=told.secret or config.token, identity=told.identity, certificate=told.certificate
             )
         else:
-            self.host, self.port = parse_address(server)
+            self.host, self.port = parse_address(server) if server else ("", 0)
         self.config = config
         asked = config.certificate or config.tls.ca is not None or config.tls.cert is not None
-        secure = not config.insecure and (asked or not is_loopback(self.host))
+        secure = bool(server) and not config.insecure and (asked or not is_loopback(self.host))
         if secure and not (config.certificate or config.tls.ca is not None or config.token):
             raise UsageError(
                 f"nothing tells {self.host} from another machine that answers in its place: give the coordinator's "
@@ -143,14 +149,36 @@ class Worker:
         self._heard = ""  # what the last coordinator said that it did
         self._in_vain = 0  # links in a row that ended without a goodbye and without a lease that was applied
 
-    async def run(self) -> Departure:
+    async def run(
+        self, reader: asyncio.StreamReader | None = None, writer: asyncio.StreamWriter | None = None
+    ) -> Departure:
         """Work until the run is finished or ``drain`` was called.
 
+        With ``reader`` and ``writer`` (both or neither: a connection to the coordinator that the application has, of
+        ``asyncio.open_unix_connection``, say) it works over this connection and makes no other. It owns the
+        connection from the call on and has closed it at the return. If the connection is lost or the coordinator
+        stops, LinkLost is raised and the leases go to other workers; to go on, make a new Worker. The token is proved
+        as everywhere, over TLS bound to the certificate that the other side shows. Encryption is the application's
+        matter; nothing here checks for it.
+
         Raises Unreachable (nobody answered for ``connect_timeout_s``), Refused (with the reason), RunFailed, UsageError
-        (no lease fits in its memory limit).
+        (no lease fits in its memory limit); over a given connection LinkLost and RemoteError too.
         """
+        if (reader is None) != (writer is None):
+            raise UsageError("a connection is a reader and a writer: give both or neither")
         if self._running:
             raise UsageError("this worker has run before; make a new Worker to run again")
+        if reader is None or writer is None:
+            if not self.host:
+                raise UsageError("this worker has no address: give Worker one, or give run a connection")
+            return await self._work(None)
+        link = FramedLink(reader, writer)
+        try:
+            return await self._work(link)
+        finally:
+            link.abort()  # where it did not come to a goodbye
+
+    async def _work(self, given: Link | None) -> Departure:
         self._running = True
         loop = asyncio.get_running_loop()
         if self._sandboxed:
@@ -161,13 +189,15 @@ class Worker:
         try:
             await loop.run_in_executor(self._compute, self._set_threads)
             while True:
-                departure = await self._one_connection()
+                departure = await self._one_connection(given)
                 if departure is not None:
                     if departure is Departure.FINISHED and self._encoder is not None:
                         self._encoder = None  # nobody has a use for what was left out any more
                         await loop.run_in_executor(None, forget, self.config.data_dir, str(self._encoder_key[0]))
                     self._kept_in = self.config.data_dir
                     return departure
+                if given is not None:
+                    raise LinkLost(given.peer, "the coordinator stopped before the run was finished")
         finally:
             if lifetime is not None:
                 lifetime.cancel()
@@ -216,11 +246,11 @@ class Worker:
 
     # -- connections ---------------------------------------------------------------------------------------
 
-    async def _one_connection(self) -> Departure | None:
-        """From connecting to the end of that link; None: connect again."""
+    async def _one_connection(self, given: Link | None) -> Departure | None:
+        """From connecting to the end of that link; None: connect again. ``given``: the one link that there is."""
         if self._leaving():
             return Departure.DRAINED
-        self._joining = asyncio.create_task(self._join(), name="join")
+        self._joining = asyncio.create_task(self._join(given), name="join")
         try:
             joined = await self._joining
         except Refused as error:
@@ -257,10 +287,14 @@ class Worker:
         except LinkLost as error:
             if self._leaving():
                 return Departure.DRAINED
+            if given is not None:
+                raise
             logger.warning("coordinator lost, connecting again reason=%s was_at=%s", error.reason, connection.heard)
             self._in_vain += 1
             return None
         except RemoteError as error:
+            if given is not None:
+                raise
             logger.warning("coordinator broke the protocol, connecting again reason=%s", error)
             self._in_vain += 1
             return None
@@ -274,8 +308,13 @@ class Worker:
                 self.leases_stale += connection.leases.num_stale
             await link.aclose()
 
-    async def _join(self) -> Joined:
-        """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over."""
+    async def _join(self, given: Link | None) -> Joined:
+        """Reach the coordinator and be let in; tried again with jitter until ``connect_timeout_s`` is over.
+
+        With ``given`` it is tried once, over that link.
+        """
+        if given is not None:
+            return await self._try_to_join(self.config.connect_timeout_s, given)
         if self._in_vain:
             await asyncio.sleep(_pause_s(self._in_vain))
         clock, limit = self._runtime.clock, self.config.connect_timeout_s
@@ -295,8 +334,8 @@ class Worker:
             raise Unreachable(format_address(self.host, self.port), reason, limit, self._heard) from error
         raise LocalError("retrying ended without a result")
 
-    async def _try_to_join(self, left_s: float) -> Joined:
-        link = await self._runtime.connect(self.host, self.port, timeout_s=min(left_s, 10.0), ssl=self._tls)
+    async def _try_to_join(self, left_s: float, given: Link | None = None) -> Joined:
+        link = given or await self._runtime.connect(self.host, self.port, timeout_s=min(left_s, 10.0), ssl=self._tls)
         try:
             self._check_certificate(link)
             async with asyncio.timeout(min(left_s, 20.0)):
@@ -308,10 +347,11 @@ class Worker:
             return joined
         except BaseException as error:
             link.abort()
-            self._explain(error, link)
+            if given is None:
+                self._explain(error, link)
             if isinstance(error, TimeoutError):
                 raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
-            if isinstance(error, Refused) and error.code in _TRY_AGAIN:
+            if given is None and isinstance(error, Refused) and error.code in _TRY_AGAIN:
                 raise _NotNow(error.reason) from None
             raise
 

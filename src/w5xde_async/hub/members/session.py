@@ -218,7 +218,9 @@ class Session:
             return False
         if not 16 <= len(hello.nonce) <= 64:
             raise MalformedFrame("the nonce has between 16 and 64 bytes")
-        nonce, auth, binding = os.urandom(NONCE_BYTES), self._credentials.required, self._credentials.binding
+        nonce, auth = os.urandom(NONCE_BYTES), self._credentials.required
+        # A connection that an application handed in without TLS shows no certificate: the worker binds to none either.
+        binding = self._credentials.binding if self.link.encrypted else b""
         try:
             secret = self._credentials.secret_of(hello.identity) if auth else b""
         except UsageError:
