@@ -248,7 +248,7 @@ async def test_a_worker_that_takes_nothing_gets_no_more_and_is_dropped():
 async def test_a_slow_reader_is_not_a_dead_one():
     async with scripted() as run:
         slow = await run.worker("slow", ready=False, limit_bytes=1024)
-        slow.link._memory.inbound.frozen = True
+        slow.link.freeze()
         await slow.link.send(ready(run))
         await settle()
         for _ in range(40):

@@ -15,7 +15,7 @@ from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import nn
 
-from w5xde_async.coordinator.parameters.delta_publisher import Downlink
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
 from w5xde_async.coordinator.parameters.owner import Submission, Updating
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.hub.members.roster import Roster
@@ -102,15 +102,20 @@ class Watch:
         self.published: dict[int, bytes] = {}
         self.held: list[tuple[int, bytes]] = []
         self.counted: set[str] = set()
-        send, send_lacking, apply, offer = Downlink.send, Downlink.send_lacking, Published.apply, Updating.offer
+        send, send_lacking, apply, offer = (
+            DeltaPublisher.send,
+            DeltaPublisher.send_lacking,
+            Published.apply,
+            Updating.offer,
+        )
 
-        def sent(downlink: Downlink, sessions: Any, version: int, pieces: Any) -> None:
-            self.published[version] = digest(downlink._published)
-            send(downlink, sessions, version, pieces)
+        def sent(publisher: DeltaPublisher, sessions: Any, version: int, pieces: Any) -> None:
+            self.published[version] = digest(publisher._published)
+            send(publisher, sessions, version, pieces)
 
-        def sent_lacking(downlink: Downlink, sessions: Any, version: int, pieces: Any) -> None:
-            assert self.published.setdefault(version, digest(downlink._published)) == digest(downlink._published)
-            send_lacking(downlink, sessions, version, pieces)
+        def sent_lacking(publisher: DeltaPublisher, sessions: Any, version: int, pieces: Any) -> None:
+            assert self.published.setdefault(version, digest(publisher._published)) == digest(publisher._published)
+            send_lacking(publisher, sessions, version, pieces)
 
         def applied(published: Published, version: Version) -> None:
             apply(published, version)
@@ -122,8 +127,8 @@ class Watch:
                 self.counted.add(given.worker)
             return outcome
 
-        monkeypatch.setattr(Downlink, "send", sent)
-        monkeypatch.setattr(Downlink, "send_lacking", sent_lacking)
+        monkeypatch.setattr(DeltaPublisher, "send", sent)
+        monkeypatch.setattr(DeltaPublisher, "send_lacking", sent_lacking)
         monkeypatch.setattr(Published, "apply", applied)
         monkeypatch.setattr(Updating, "offer", offered)
 

@@ -77,7 +77,7 @@ class Scene:
 
     def idle(self) -> bool:
         """The worker that goes on has no more to do, and all that it sent is judged."""
-        worker, ledger, turns = self.fast.worker_id, self.training.ledger, self.training.turns
+        worker, ledger, turns = self.fast.worker_id, self.training.ledger, self.training.local_steps
         owing = any(turns.owes(worker, fragment) for fragment in (0, 1)) or turns.fragments_asked(worker)
         return ledger.exhausted and not ledger.num_held(worker) and not owing
 

@@ -13,7 +13,7 @@ from tests.support.oracle import BATCH, PLAIN, applied, job
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.coordinator.parameters.delta_publisher import Downlink
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.job import Job
@@ -73,18 +73,18 @@ async def test_what_breaks_off_between_an_update_and_its_version_is_not_saved(
     from dataclasses import replace
 
     update, path = replace(PLAIN[rule], downlink="lz4"), tmp_path / "run"
-    advance, calls = Downlink.advance, 0
+    advance, calls = DeltaPublisher.advance, 0
 
-    def fail(downlink: Downlink, changed: Any) -> Any:
+    def fail(publisher: DeltaPublisher, changed: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise ValueError("planted")
-        return advance(downlink, changed)
+        return advance(publisher, changed)
 
     config = settings(update=update, checkpoint_every=1)
     with monkeypatch.context() as patched:
-        patched.setattr(Downlink, "advance", fail)
+        patched.setattr(DeltaPublisher, "advance", fail)
         async with Coordinator(job(), run_dir=path, config=config) as coordinator:
             working = asyncio.create_task(Worker(coordinator.address, job=job(), config=QUICK_WORKER).run())
             with pytest.raises(UpdateFailed, match="planted"):

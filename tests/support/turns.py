@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from w5xde_async.coordinator.outer.local_step_schedule import Turns
+from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.quorum import QuorumConfig
@@ -18,7 +18,7 @@ def strided(pieces: Sequence[tuple[int, int]], num_fragments: int) -> tuple[Frag
 
 def taking_turns(num_fragments: int, period: int) -> Iterator[list[int]]:
     """The fragments that one worker, which nothing delays, is to submit after each inner step from the first on."""
-    turns = Turns(
+    turns = LocalStepSchedule(
         num_fragments=num_fragments, inner_steps=period, pacing=Pacing(PacingConfig()), quorum=QuorumConfig()
     )  # fmt: skip
     turns.join("one", 0)

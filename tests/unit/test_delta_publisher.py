@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from w5xde_async.codecs.registry import codec
-from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
 from w5xde_async.errors import FrameTooLarge
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState
@@ -78,9 +78,8 @@ class Run:
         self.state = FlatState(LAYOUT)
         for group in self.state.groups:
             group.copy_(torch.arange(group.numel()))
-        self.downlink = Downlink(LAYOUT, self.state, codec(name))
         self.woken = 0
-        self.downlink.wake = self._wake
+        self.publisher = DeltaPublisher(LAYOUT, self.state, codec(name), wake=self._wake)
         self.version = 0
         self.bits: dict[int, list[torch.Tensor]] = {}
         self._keep()
@@ -89,30 +88,30 @@ class Run:
         self.woken += 1
 
     def _keep(self) -> None:
-        self.bits[self.version] = [group.clone() for group in self.downlink._published.groups]
+        self.bits[self.version] = [group.clone() for group in self.publisher._published.groups]
 
     def advance(self, changed: list[int]) -> list[Piece]:
         torch.manual_seed(self.version)
         for number in changed:
             piece = self.state.bucket(LAYOUT.buckets[number])
             piece.add_(torch.randn(piece.numel()))
-        pieces = self.downlink.advance(changed)
+        pieces = self.publisher.advance(changed)
         self.version += 1
         self._keep()
         return pieces
 
     def commit(self, *workers: Worker, changed: list[int] | None = None) -> None:
         pieces = self.advance(TRAINED if changed is None else changed)
-        self.downlink.send([worker.session for worker in workers], self.version, pieces)
+        self.publisher.send([worker.session for worker in workers], self.version, pieces)
 
     def join(self, *workers: Worker) -> None:
         for worker in workers:
-            self.downlink.join(worker.session)
+            self.publisher.join(worker.session)
         self.send_lacking()
 
     def send_lacking(self) -> list[Session]:
-        due = self.downlink.due
-        self.downlink.send_lacking(due, self.version, self.downlink.whole(self.downlink.lacks(due)))
+        due = self.publisher.due
+        self.publisher.send_lacking(due, self.version, self.publisher.whole(self.publisher.lacks(due)))
         return due
 
     def check(self, worker: Worker) -> None:
@@ -135,7 +134,7 @@ def test_who_follows_holds_every_version(name: str) -> None:
         worker.pass_all()
         assert (worker.unsent, worker.published.version) == (set(), run.version)
         run.check(worker)
-    assert run.downlink.due == []
+    assert run.publisher.due == []
 
 
 def test_deltas_wait_behind_the_whole_and_nothing_is_taken_back() -> None:
@@ -165,7 +164,7 @@ def test_versions_that_are_whole_do_not_wait_for_each_other(name: str) -> None:
     worker.pass_all()
     run.check(worker)  # it can work, at an older version
     assert 0 <= worker.published.version < 7
-    assert run.downlink.due == [worker]
+    assert run.publisher.due == [worker]
     run.send_lacking()
     assert worker.unsent == set(TRAINED)  # the others have not changed
     worker.pass_all()
@@ -188,7 +187,7 @@ def test_deltas_that_wait_are_no_more_than_the_model() -> None:
         waiting = sum(len(chunk) for chunks, _, _ in stalled.waiting for chunk in chunks[1:])
         assert waiting <= WHOLE_BYTES
     assert 4 < len(set(stalled.kinds)) < 40
-    assert run.downlink.due == []  # what it has been promised comes first
+    assert run.publisher.due == []  # what it has been promised comes first
     stalled.pass_all()
     run.check(stalled)
     assert run.send_lacking() == [stalled]
@@ -203,7 +202,7 @@ def test_versions_without_anything_in_them_do_not_pile_up() -> None:
     run.join(worker)
     worker.pass_all()
     for _ in range(1100):
-        run.downlink.send([worker.session], run.version, [])
+        run.publisher.send([worker.session], run.version, [])
         run.version += 1
     assert len(worker.waiting) == 1024
 
@@ -226,15 +225,15 @@ def test_who_is_not_told_lacks_it_until_it_asks() -> None:
     run.join(worker)
     worker.pass_all()
     run.commit(changed=TRAINED[:2])
-    assert run.downlink.lacks([worker.session]) == TRAINED[:2]
-    assert run.downlink.due == []
+    assert run.publisher.lacks([worker.session]) == TRAINED[:2]
+    assert run.publisher.due == []
     run.commit(worker, changed=TRAINED[1:2])  # it lacks one more than this has
-    assert run.downlink.due == [worker]
+    assert run.publisher.due == [worker]
     run.send_lacking()
     worker.pass_all()
     run.check(worker)
     run.commit(changed=TRAINED[:2])
-    run.downlink.catch_up(worker.session)
+    run.publisher.catch_up(worker.session)
     assert run.send_lacking() == [worker]
     worker.pass_all()
     assert worker.published.version == run.version
@@ -245,11 +244,11 @@ def test_what_left_for_one_that_is_gone_wakes_nobody() -> None:
     run, worker = Run("raw"), Worker()
     run.join(worker)
     run.commit(worker)
-    run.downlink.forget(worker.session)
+    run.publisher.forget(worker.session)
     woken = run.woken
     worker.pass_all()
-    run.downlink.catch_up(worker.session)
-    assert (run.woken, run.downlink.due) == (woken, [])
+    run.publisher.catch_up(worker.session)
+    assert (run.woken, run.publisher.due) == (woken, [])
 
 
 def test_what_overtaken_versions_brought_does_not_pile_up() -> None:

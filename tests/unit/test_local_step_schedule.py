@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from tests.support.turns import taking_turns
 
-from w5xde_async.coordinator.outer.local_step_schedule import Turns
+from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.updates.quorum import QuorumConfig
 
 
-def turns(*workers: str) -> Turns:
-    made = Turns(num_fragments=2, inner_steps=2, pacing=Pacing(PacingConfig()), quorum=QuorumConfig(part=1.0))
+def turns(*workers: str) -> LocalStepSchedule:
+    made = LocalStepSchedule(
+        num_fragments=2, inner_steps=2, pacing=Pacing(PacingConfig()), quorum=QuorumConfig(part=1.0)
+    )
     for worker in workers:
         made.join(worker, 0)
         made.granted(worker, 0.0)
@@ -19,7 +21,7 @@ def turns(*workers: str) -> Turns:
     return made
 
 
-def submit(made: Turns, worker: str, lease: int, fragment: int) -> int:
+def submit(made: LocalStepSchedule, worker: str, lease: int, fragment: int) -> int:
     made.asked(worker, lease, fragment)
     return made.take_samples(worker, fragment)
 

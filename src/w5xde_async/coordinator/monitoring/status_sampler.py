@@ -173,7 +173,7 @@ def _reason_in_rounds(training: OuterTraining, session: Session, member: Member)
         return _reason_of_network(session) or ""
     if training.ledger.complete:
         return "the end of the run"
-    return "the next version" if training.turns.of(member.worker_id).blocked else "a lease"
+    return "the next version" if training.local_steps.of(member.worker_id).blocked else "a lease"
 
 
 def _reason_of_standing(member: Member) -> str | None:

@@ -1,4 +1,4 @@
-"""Under a rule of local steps: how many steps each worker takes on its own, and when it is asked for its Delta.
+"""Under a rule of local steps: how many steps each worker takes on its own, and when it submits its pseudo-gradient.
 
 Pure bookkeeping of counts; knows no sessions and sends nothing. A **fragment** is what is asked for at once: the whole
 model (``local``, ``async-local``), or one part of it after the other (``streaming``).
@@ -13,7 +13,7 @@ from w5xde_async.plan.pacing import Pacing
 from w5xde_async.updates.delayed import inner_steps
 from w5xde_async.updates.quorum import Quorum, QuorumConfig
 
-__all__ = ["Pace", "Turns"]
+__all__ = ["LocalStepSchedule", "Pace"]
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Pace:
     blocked: bool = False  # it gets nothing before its submission is judged
 
 
-class Turns:
+class LocalStepSchedule:
     """Counts by worker, and a quorum by fragment."""
 
     def __init__(self, *, num_fragments: int, inner_steps: int, pacing: Pacing, quorum: QuorumConfig) -> None:

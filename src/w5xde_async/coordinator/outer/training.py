@@ -17,12 +17,12 @@ from functools import partial
 
 from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.compute.inner import Schedule
-from w5xde_async.coordinator.outer.step_scheduler import Assigning
-from w5xde_async.coordinator.parameters.delta_publisher import Downlink
+from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
 from w5xde_async.coordinator.parameters.owner import Submission, Updating
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
-from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, NonFinite, RunContext
+from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
 from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Greeting, Roster
@@ -32,10 +32,11 @@ from w5xde_async.hub.work.claims import Claims, seen
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.plan.ledger import FailedWork
 from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
-from w5xde_async.plan.stream import StreamGrant
+from w5xde_async.plan.stream import DoneSteps, StreamGrant, StreamLedger
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.telemetry.events import StepCommitted, Waiting
+from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule
@@ -48,7 +49,7 @@ __all__ = ["OuterTraining"]
 _MOST_SHOWN = 32  # sample indices in a warning
 
 
-class OuterTraining(Assigning):
+class OuterTraining:
     """One run, from where ``rule`` stands to ``total_steps`` of the sampler."""
 
     def __init__(
@@ -65,24 +66,40 @@ class OuterTraining(Assigning):
     ) -> None:
         """``schedule`` is what inner optimizers are set to, under rules of local steps alone."""
         history, hooks = history or History(), hooks or Hooks()
-        super().__init__(
-            context, greeting, sampler=sampler, done=rule.done, version=rule.version, schedule=schedule
+        config, layout, clock, update = context.config, context.layout, context.clock, context.config.update
+        self.context, self.total_steps, self.rule, self.version = context, context.total_steps, rule, rule.version
+        self.samples_applied, self.last_loss = history.samples, history.loss
+        self.history, self._on_commit = history, hooks.on_commit
+        self.lifecycle = Lifecycle(clock, config.grace_s)
+        self.pacing = Pacing(config.pacing)
+        self.ledger = StreamLedger(
+            total_steps=self.total_steps, done=DoneSteps.of_state(rule.done.state_dict()),
+            max_failures=context.checks.max_leaf_failures, first_lease=(greeting.message.term << 32) + 1,
+            present=lambda: self.roster.present, waits=lambda grant: self.scheduler.waits(grant),
+            allowed_s=lambda grant: self.scheduler.allowed_s(grant),
         )  # fmt: skip
         self.roster = Roster(
-            self, self.ledger, greeting, context.config, context.bus, context.clock,
+            self, self.ledger, greeting, config, context.bus, clock,
             contributions=history.contributions, on_quarantine=hooks.on_quarantine,
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=rule.version)
-        context.loader.on_ready, context.loader.on_error = self._data_came, self.fail
-        config, layout, state, clock = context.config, context.layout, context.state, context.clock
-        self.samples_applied, self.last_loss = history.samples, history.loss
-        self.history, self._on_commit = history, hooks.on_commit
-        update, self.rule = config.update, rule
         self.intake = ReceiveBuffers(layout, update.uplink_codec)
-        self.downlink: Downlink = Downlink(layout, state, update.downlink_codec)
-        self.downlink.wake = self.lifecycle.wake.set
-        self.aggregator = Updating(layout, state, rule, self.intake, self.downlink, clock=clock, executor=executor)
-        self._on_demand = update.rule in ("async", "async-local") and not self.downlink.deltas
+        self.publisher = DeltaPublisher(
+            layout, context.state, update.downlink_codec, wake=self.lifecycle.wake.set
+        )  # fmt: skip
+        self.aggregator = Updating(
+            layout, context.state, rule, self.intake, self.publisher, clock=clock, executor=executor
+        )  # fmt: skip
+        self.scheduler = StepScheduler(
+            context, self.roster, self.lifecycle, self.ledger, self.pacing, self.publisher,
+            sampler=sampler, inner_schedule=schedule, version=rule.version,
+        )  # fmt: skip
+        context.loader.on_ready, context.loader.on_error = self.scheduler.data_came, self.fail
+        self._sampler, self._inner_schedule = sampler, schedule
+        self.local_steps, self._fragments = self.scheduler.local_steps, self.scheduler.fragments
+        self._local, self._streams = update.local, update.rule == "streaming"
+        self._with_quorum = update.rule in ("local", "streaming")
+        self._on_demand = update.rule in ("async", "async-local") and not self.publisher.deltas
         self._inbox: deque[Submission] = deque()  # bounded by the leases that are open
         self._reports = StepReports()
         self._claims = Claims(layout)
@@ -111,14 +128,14 @@ class OuterTraining(Assigning):
 
     def downlink_bytes(self) -> tuple[int, int]:
         raw, encoded = self.history.downlink_bytes
-        return raw + self.downlink.raw_bytes, encoded + self.downlink.encoded_bytes
+        return raw + self.publisher.raw_bytes, encoded + self.publisher.encoded_bytes
 
     def counts(self) -> Counts:
         """What became of the work of this phase so far."""
         refused = self._refused
         return Counts(
             self._leaves, self._leaves_wasted, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
-            refused[VerdictCode.REJECTED], self.num_backups,
+            refused[VerdictCode.REJECTED], self.scheduler.num_backups,
         )  # fmt: skip
 
     # -- the run -------------------------------------------------------------------------------------------
@@ -130,12 +147,12 @@ class OuterTraining(Assigning):
         self.schedule()
         while self.lifecycle.failure is None and not self._ended():
             self.lifecycle.wake.clear()
-            if due := self.downlink.due:
+            if due := self.publisher.due:
                 await self._send_lacking(due)
             elif self._inbox:
                 await self._judge(self._inbox.popleft())
             else:
-                fragment, look = self.turns.closing(self.context.clock()) if self._with_quorum else (None, None)
+                fragment, look = self.local_steps.closing(self.context.clock()) if self._with_quorum else (None, None)
                 if fragment is not None:
                     await self._commit(fragment)
                 else:
@@ -154,7 +171,7 @@ class OuterTraining(Assigning):
             return
         with self.lifecycle.failure_set_aside():
             try:
-                for fragment in range(len(self._buckets)):
+                for fragment in range(len(self._fragments)):
                     if self.rule.pending(fragment):
                         await self._commit(fragment)
                 if self._accepted:  # steps of which no fragment was left to commit
@@ -183,9 +200,9 @@ class OuterTraining(Assigning):
     def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
         self.roster.retune(codec, downlink)
         self.intake.allow(make_codec(codec))
-        if self.downlink.deltas:
-            self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
-        self.turns.inner_steps = max(inner_steps, 1)
+        if self.publisher.deltas:
+            self.aggregator.submit(partial(self.publisher.change, make_codec(downlink)))
+        self.local_steps.inner_steps = max(inner_steps, 1)
 
     def stop(self) -> None:
         if self.lifecycle.stop():
@@ -193,6 +210,9 @@ class OuterTraining(Assigning):
         for worker in self.roster.sessions:
             self._give_back_unbegun(worker)
         self.schedule()
+
+    def _warn(self, text: str) -> None:
+        self.context.bus.publish(Warned(text=text))
 
     def fail(self, error: BaseException) -> None:
         self.lifecycle.fail(error)
@@ -208,19 +228,19 @@ class OuterTraining(Assigning):
 
     async def _send_lacking(self, due: Sequence[Session]) -> None:
         """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
-        pieces = await self.aggregator.submit(partial(self.downlink.whole, self.downlink.lacks(due)))
+        pieces = await self.aggregator.submit(partial(self.publisher.whole, self.publisher.lacks(due)))
         here = [session for session in due if self.roster.sessions.get(session.worker_id) is session]
         new = [session for session in here if session.current_version < 0]
         for session in new:
-            self.turns.of(session.worker_id).blocked = False
-        self.downlink.send_lacking(here, self.version, pieces)
+            self.local_steps.of(session.worker_id).blocked = False
+        self.publisher.send_lacking(here, self.version, pieces)
         if new:
             self.schedule()  # who is new may back others up
         else:
-            self._schedule_after(session.worker_id for session in here)
+            self.scheduler.schedule_after(session.worker_id for session in here)
 
     async def _judge(self, given: Submission) -> None:
-        counted = sum(self._plan(step).num_samples for step in given.steps)
+        counted = sum(self.scheduler.plan(step).num_samples for step in given.steps)
         session = self.roster.sessions.get(given.worker)
         code, reason = VerdictCode.REJECTED, "it does not decode"
         outcome: Outcome | None = None
@@ -242,8 +262,8 @@ class OuterTraining(Assigning):
         # Where fragments stream its worker keeps what was refused for the next one, unless nothing can come of it.
         finite = outcome is not None and (code is VerdictCode.STALE or math.isfinite(outcome.norm))
         kept = given.samples if self._streams and not accepted and finite else 0
-        self.turns.answered(given.worker, given.lease, self.context.clock(), kept=kept)
-        leaves = sum(self._plan(step).num_leaves for step in given.steps)
+        self.local_steps.answered(given.worker, given.lease, self.context.clock(), kept=kept)
+        leaves = sum(self.scheduler.plan(step).num_leaves for step in given.steps)
         if not counts and not given_up:
             self._reports.forget(given.steps)
         if counts:
@@ -251,8 +271,7 @@ class OuterTraining(Assigning):
             self._leaves += leaves
             self.samples_applied += counted
             for step in given.steps:
-                self._plans.pop(step, None)
-                self.context.loader.close_step(step)
+                self.scheduler.computed(step)
         if accepted:
             self._contributors.add(given.worker)
             self.ledger.places.delivered(given.worker)
@@ -260,17 +279,17 @@ class OuterTraining(Assigning):
             self._refused[code] += 1
             self._leaves_wasted += leaves
             if self._on_demand and session is not None:
-                self.downlink.catch_up(session)  # what it has is too old: nobody else would tell it
+                self.publisher.catch_up(session)  # what it has is too old: nobody else would tell it
         self.verdicts.decided(given.lease, code, reason)
         if given_up and outcome is not None:
             await self._give_up(given_up, outcome)
         if self.rule.due:
             await self._commit(0)
         elif not accepted and self._local and not self._with_quorum:
-            self._unblock(given.worker)
-        self._unjudged[given.worker] -= 1  # not before: what is leased meanwhile would be of an old version
+            self.scheduler.unblock(given.worker)
+        self.scheduler.judged(given.worker)  # not before: what is leased meanwhile would be of an old version
         self._let_go(given.worker)
-        self._schedule_after((given.worker,))
+        self.scheduler.schedule_after((given.worker,))
 
     def _most_tries(self, outcome: Outcome) -> int:
         """Of a step whose results are refused. The norm gate learns anew after a while, and then it may count."""
@@ -281,8 +300,8 @@ class OuterTraining(Assigning):
         """Nothing that workers make of these steps can count: the run goes on without them."""
         await self.aggregator.submit(partial(self.rule.skip, steps))
         for step in steps:
-            plan = self._plans.pop(step, None) or self.sampler.plan(step)
-            self.context.loader.close_step(step)
+            plan = self.scheduler.whole_plan(step)
+            self.scheduler.computed(step)
             samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
             shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
             self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
@@ -311,24 +330,25 @@ class OuterTraining(Assigning):
     async def _commit(self, fragment: int) -> None:
         waited = self.context.clock() - self._last_commit
         if self.context.config.update.compensation:
-            self.rule.oldest = self._oldest_needed()
+            self.rule.oldest = self.scheduler.oldest_needed()
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
         self.verdicts.version = self.version
+        self.scheduler.published(self.version)
         now = self.context.clock()
         if self._with_quorum:
             at_work = [w for w in self.roster.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]
-            self.turns.closed(fragment, now, at_work)
+            self.local_steps.closed(fragment, now, at_work)
         contributors = sorted(worker for worker in self._contributors if worker in self.roster.sessions)
         told = (
             [self.roster.sessions[worker] for worker in contributors]
             if self._on_demand
             else list(self.roster.sessions.values())
         )
-        self.downlink.send(told, self.version, pieces)
+        self.publisher.send(told, self.version, pieces)
         for worker in contributors:
-            self._unblock(worker)
+            self.scheduler.unblock(worker)
         self._contributors.clear()
         failpoint("publish.after")
         if self._accepted or not self._streams:
@@ -343,17 +363,9 @@ class OuterTraining(Assigning):
             self._note(applied, waited, steps)
             self._follow()
         if self._on_demand:
-            self._schedule_after(contributors)
+            self.scheduler.schedule_after(contributors)
         else:
             self.schedule()
-
-    def _unblock(self, worker: str) -> None:
-        if worker in self.roster.sessions:
-            pace = self.turns.of(worker)
-            pace.blocked = False
-            # Where rounds close, what it is leased after it was asked needs a later version anyway (``_ask``).
-            if not self._with_quorum:
-                pace.min_version = self.version
 
     def _note(self, applied: Applied | None, waited: float, steps: Sequence[int]) -> None:
         now = self.context.clock()
@@ -369,7 +381,7 @@ class OuterTraining(Assigning):
         if self.context.bus.active:
             sent, received = self._recent_traffic()
             event = StepCommitted(
-                step=self.progress, epoch=max(0, self.progress - 1) // self.sampler.steps_per_epoch,
+                step=self.progress, epoch=max(0, self.progress - 1) // self._sampler.steps_per_epoch,
                 loss=summary.loss, metrics=summary.metrics, samples=summary.samples, leaves=summary.leaves,
                 learning_rate=self._learning_rate(applied, steps), loss_scale=1.0,
                 skipped=applied is not None and applied.skipped, seconds=seconds,
@@ -397,8 +409,8 @@ class OuterTraining(Assigning):
 
     def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
         """Of the workers' optimizers where they have some, else of our own."""
-        if self.inner_schedule is not None:
-            return self.inner_schedule.rows(max(steps), 1)[0][0]
+        if self._inner_schedule is not None:
+            return self._inner_schedule.rows(max(steps), 1)[0][0]
         return 0.0 if applied is None else applied.learning_rate
 
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
@@ -406,6 +418,9 @@ class OuterTraining(Assigning):
     def authorizes(self, session: Session, lease: int) -> bool:
         grant = self.ledger.get(lease)
         return grant is not None and grant.worker == session.worker_id
+
+    def schedule(self, only: str | None = None) -> None:
+        self.scheduler.schedule(only)
 
     def takes_work(self, worker: str, does: bool) -> None:
         self.pacing.takes_work(worker, does)
@@ -416,14 +431,13 @@ class OuterTraining(Assigning):
     def introduce(self, session: Session, awaited: Sequence[int]) -> None:
         self.ledger.returned(session.worker_id)
         self.ledger.places.joined(session.worker_id, session.place)
-        self.turns.join(session.worker_id, self.version)
-        self.turns.of(session.worker_id).blocked = True  # until it is being sent the parameters
-        self.downlink.join(session)
+        self.scheduler.joined(session.worker_id)
+        self.publisher.join(session)
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:
         self.intake.left(session)
-        self.downlink.forget(session)
+        self.publisher.forget(session)
 
     def take_back(self, session: Session) -> int:
         worker = session.worker_id
@@ -431,10 +445,7 @@ class OuterTraining(Assigning):
             self.intake.drop(grant.lease)
         self._reports.forget(self.ledger.carried(worker))
         returned, failed_work = self.ledger.lose(worker, died=session.vanished)
-        self._waiting.pop(worker, None)
-        self.turns.leave(worker)
-        self.pacing.forget(worker)
-        self._submitting.forget(worker)
+        self.scheduler.left(worker)
         self._skipped.pop(worker, None)
         if worker in self._senders:
             self._senders.discard(worker)
@@ -453,7 +464,7 @@ class OuterTraining(Assigning):
 
     def revoke(self, grant: Held, reason: str) -> None:
         self.intake.drop(grant.lease)  # what came of it already
-        if self._was_sent(grant):
+        if self.scheduler.was_sent(grant):
             self.roster.revoke(grant, reason)
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
@@ -469,8 +480,8 @@ class OuterTraining(Assigning):
     def _wanted(self, grant: StreamGrant) -> Sequence[int]:
         """Buckets that a lease's result may have."""
         if not self._local:
-            return self._buckets[0]
-        return () if grant.step >= 0 else self._buckets[self.turns.of(grant.worker).asked[grant.lease]]
+            return self._fragments[0]
+        return () if grant.step >= 0 else self._fragments[self.local_steps.of(grant.worker).asked[grant.lease]]
 
     def arrived(self, session: Session, result: Result) -> None:
         self.intake.arrived(session)
@@ -490,7 +501,7 @@ class OuterTraining(Assigning):
         member_s = 0.0 if member is None else now - member.joined_at
         elapsed_s = now - self.ledger.began_at(grant)
         if grant.step >= 0:
-            leaves = self._plan(grant.step).num_leaves
+            leaves = self.scheduler.plan(grant.step).num_leaves
             done = self._claims.check(session.principal, done, leaves, elapsed_s=elapsed_s, member_s=member_s)
         else:
             self._claims.check_lists(done)
@@ -499,12 +510,12 @@ class OuterTraining(Assigning):
         if member is not None:
             self.roster.note_coding(session, member, done)
         if grant.step >= 0:
-            self._reports.keep(self._plan(grant.step), done)
+            self._reports.keep(self.scheduler.plan(grant.step), done)
             # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
             taken_s = None if self._local else now - self.ledger.began_at(grant)
             self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
             if member is not None:
-                plan = self._plan(grant.step)
+                plan = self.scheduler.plan(grant.step)
                 member.leaves += plan.num_leaves
                 member.samples += plan.num_samples
                 member.compute_s += done.compute_s
@@ -517,9 +528,8 @@ class OuterTraining(Assigning):
                 self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
             self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
             self.roster.contributions.steps_skipped += bool(done.absent) or not finite
-            self._plans.pop(grant.step, None)  # should another have to do it, its data is read again
-            self.context.loader.close_step(grant.step)
-            self.turns.carried(worker, self._plan(grant.step).num_samples)
+            self.scheduler.computed(grant.step)
+            self.local_steps.carried(worker, self.scheduler.plan(grant.step).num_samples)
         else:
             self._submitted(session, grant, done, now)
         self._let_go(worker)
@@ -533,22 +543,26 @@ class OuterTraining(Assigning):
         missing = wanted - self.intake.has(done.lease)
         if missing:
             raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing)}")
-        fragment = self.turns.of(grant.worker).asked.get(done.lease, 0)
+        fragment = self.local_steps.of(grant.worker).asked.get(done.lease, 0)
         parts = self.intake.take(done.lease)
         if grant.step < 0:
             taken_s = now - self.ledger.began_at(grant)
-            self._submitting.observe(grant.worker, 1, taken_s)
+            self.scheduler.observe_submission(grant.worker, taken_s)
         steps, other = self.ledger.submitted(done.lease, now)
         if other is not None:
             self.pacing.overtaken(other.worker, 1, now - self.ledger.began_at(other))
             self.revoke(other, "another worker was faster")
             self.roster.await_answer(other.worker)
-        samples = self.turns.take_samples(grant.worker, fragment) if self._local else self._plan(steps[0]).num_samples
+        samples = (
+            self.local_steps.take_samples(grant.worker, fragment)
+            if self._local
+            else self.scheduler.plan(steps[0]).num_samples
+        )
         if not samples:  # it carried nothing
             self.intake.release(parts)
             self.ledger.settle(done.lease, accepted=False)
-            self.turns.answered(grant.worker, done.lease, now)
-            self._unblock(grant.worker)
+            self.local_steps.answered(grant.worker, done.lease, now)
+            self.scheduler.unblock(grant.worker)
             self.verdicts.answered(done.lease, grant.worker, VerdictCode.STALE, "there was nothing in it")
             return
         submission = Submission(
@@ -557,11 +571,10 @@ class OuterTraining(Assigning):
             gone=tuple(self._gone),
         )  # fmt: skip
         self.verdicts.finished(done.lease, grant.worker)
-        self._needs(done.lease, done.version)
         self._gone.clear()
         self._senders.add(grant.worker)
         self._inbox.append(submission)
-        self._unjudged[grant.worker] += 1
+        self.scheduler.submitted(grant.worker, done.lease, done.version)
 
     def _stale(self, session: Session, done: Done, *, owed: bool) -> None:
         past = self.ledger.past(session.worker_id, done.lease)
@@ -594,10 +607,10 @@ class OuterTraining(Assigning):
             self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
         else:
             self._blame(failed_work, failed.traceback[-8000:], max(failed.leaf, 0))
-        self._schedule_after((session.worker_id,))
+        self.scheduler.schedule_after((session.worker_id,))
 
     def _blame(self, failed_work: FailedWork, traceback: str, leaf: int = 0) -> None:
-        plan = self.sampler.plan(failed_work.step)
+        plan = self._sampler.plan(failed_work.step)
         leaf = min(leaf, plan.num_leaves - 1)
         self.fail(LeafFailed(failed_work.step, leaf, plan.leaf_indices(leaf).tolist(), failed_work.attempts, traceback))
 
@@ -609,12 +622,18 @@ class OuterTraining(Assigning):
         self.schedule()
         self._let_go(session.worker_id)
 
+    def _give_back_unbegun(self, worker: str) -> None:
+        for grant in self.scheduler.give_back_unbegun(worker):
+            self.revoke(grant, "no more steps are wanted")
+
     def _let_go(self, worker: str) -> None:
         """Say goodbye to one that wants to leave and owes nothing more."""
         member, session = self.roster.member(worker), self.roster.sessions.get(worker)
         if member is None or session is None or member.standing is not Standing.DRAINING:
             return
-        owes = self._streams and any(self.turns.owes(worker, fragment) for fragment in range(len(self._buckets)))
-        if self.ledger.num_held(worker) or self.ledger.carried(worker) or owes or self._unjudged[worker]:
+        owes = self._streams and any(
+            self.local_steps.owes(worker, fragment) for fragment in range(len(self._fragments))
+        )
+        if self.ledger.num_held(worker) or self.ledger.carried(worker) or owes or self.scheduler.has_unjudged(worker):
             return  # a verdict is owed to it as well: it tells what its codec has left out
         session.say_goodbye(ByeCode.LEAVING, "drained")

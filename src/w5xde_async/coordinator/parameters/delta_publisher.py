@@ -31,7 +31,7 @@ from w5xde_async.updates.forms import form_of, is_coded_down
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
-__all__ = ["Downlink", "Piece"]
+__all__ = ["DeltaPublisher", "Piece"]
 
 _MOST_QUEUED = 1024  # versions that may wait for one worker, where there is next to nothing in them
 
@@ -53,15 +53,17 @@ class _Way:
     newest: dict[int, int] = field(default_factory=dict)  # bucket -> version on its way that brings its newest value
     behind: bool = False  # it is to be sent what it lacks
     left: int = -1  # the newest version that has left whole
-    seen: int = 0  # ``Downlink.sent`` when ``Session.unsent`` was last right
+    seen: int = 0  # ``DeltaPublisher.sent`` when ``Session.unsent`` was last right
 
 
-class Downlink:
+class DeltaPublisher:
     """One run's published parameters. ``wake`` is called when a worker has become ``due``."""
 
-    def __init__(self, layout: Layout, state: FlatState, codec: Codec) -> None:
+    def __init__(
+        self, layout: Layout, state: FlatState, codec: Codec, *, wake: Callable[[], object] = lambda: None
+    ) -> None:
         self.layout, self.codec, self._state = layout, codec, state
-        self.wake: Callable[[], object] = lambda: None
+        self._wake = wake
         self.deltas = codec.name != "raw"
         # As many bytes of deltas pile up while the model is sent whole only where the link carries less than they are:
         # whoever can follow at all gets there. Versions that are whole themselves take each other's place.
@@ -155,7 +157,7 @@ class Downlink:
             way.behind = True
             if not way.queued:
                 self._due[session] = way
-                self.wake()
+                self._wake()
 
     def has_left(self, session: Session, version: int) -> bool:
         """Whether ``version`` or a newer one has been sent to the worker whole."""
@@ -242,6 +244,6 @@ class Downlink:
                     way.left = version
                     if way.behind and not way.queued and self._ways.get(session) is way:
                         self._due[session] = way
-                        self.wake()
+                        self._wake()
 
             session.outbox.post(chunks, sent=sent, version=version)

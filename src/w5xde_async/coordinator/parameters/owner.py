@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
 from w5xde_async.coordinator.parameters.receive_buffers import Part, ReceiveBuffers
 from w5xde_async.errors import UpdateFailed
 from w5xde_async.params.flat import FlatState
@@ -57,11 +57,11 @@ class Updating:
     """Rule, parameters and what is published of them."""
 
     def __init__(
-        self, layout: Layout, state: FlatState, rule: OuterRule, intake: ReceiveBuffers, downlink: Downlink, *,
+        self, layout: Layout, state: FlatState, rule: OuterRule, intake: ReceiveBuffers, publisher: DeltaPublisher, *,
         clock: Callable[[], float] = time.monotonic, executor: Executor | None = None,
     ) -> None:  # fmt: skip
         """``executor`` runs one call at a time, in order; it belongs to this object from now on."""
-        self.layout, self.state, self.rule, self.downlink = layout, state, rule, downlink
+        self.layout, self.state, self.rule, self.publisher = layout, state, rule, publisher
         self.torn = False  # an update broke off: the parameters are not those of any version
         self.apply_s = self.decode_s = 0.0  #: seconds since the last commit
         self._intake, self._clock = intake, clock
@@ -111,7 +111,7 @@ class Updating:
                 with users_code():
                     applied = self.rule.commit(fragment)
                 failpoint("apply.after")
-                pieces = [] if applied is None else self.downlink.advance(applied.changed)
+                pieces = [] if applied is None else self.publisher.advance(applied.changed)
             self.apply_s += self._clock() - began
             return applied, pieces
 

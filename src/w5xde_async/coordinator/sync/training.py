@@ -22,7 +22,7 @@ from typing import Protocol
 from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.coordinator.memory_bound import most_held
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
-from w5xde_async.coordinator.parameters.delta_publisher import Downlink, Piece
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
 from w5xde_async.coordinator.parameters.publisher import Publisher
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
@@ -124,9 +124,7 @@ class SyncTraining:
         self.publisher.begin(first_step, rule.loss_scale)
         update = config.update
         down = update.downlink_codec
-        self.downlink = None if down.name == "raw" else Downlink(layout, state, down)
-        if self.downlink is not None:
-            self.downlink.wake = self._send_lacking
+        self.downlink = None if down.name == "raw" else DeltaPublisher(layout, state, down, wake=self._send_lacking)
         self._copying = self._closing = False
         self.store = BlockStore(layout)
         self.aggregator = Aggregator(
@@ -311,7 +309,7 @@ class SyncTraining:
         failpoint("publish.after")
         self._note(step, applied, phases_s | {"publish": self.context.clock() - began})
 
-    async def _advance(self, downlink: Downlink, changed: Sequence[int]) -> Sequence[Piece]:
+    async def _advance(self, downlink: DeltaPublisher, changed: Sequence[int]) -> Sequence[Piece]:
         """What tells workers of the update that was applied just now. Raises UpdateFailed: then the parameters are of
         no version that anybody has counted, and none of them is saved."""
         try:
