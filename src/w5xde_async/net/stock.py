@@ -1,8 +1,8 @@
 """The channel over a pair of asyncio's own: a Unix socket, a tunnel, a proxy, whatever an application is connected by.
 
 It copies: incoming bytes lie in asyncio's reader first, and asyncio's writer is given copies of outgoing ones, since
-its ``drain`` does not say that they have left. Both are bounded, by the reader's limit (twice 64 KiB, unless the
-application chose another) and by a piece more than the transport's high-water mark.
+its ``drain`` does not say that they have left. Both are bounded: a reader with asyncio's limit of 64 KiB holds twice
+that and one read of 256 KiB, and a writer holds a piece more than the transport's high-water mark of 64 KiB.
 """
 
 from __future__ import annotations
