@@ -47,21 +47,22 @@ class AsyncRun(Run):
         )
         self.prepared = prepared = prepare(job(), self.config, None, lambda: "0" * 16)
         made = job()
-        self.start = [view.clone() for view in prepared.state.views]
+        self.start = [view.clone() for view in prepared.spec.state.views]
         welcome = Welcome(
-            prepared.run_id, "scripted", 1, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
-            prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule,
+            prepared.spec.run_id, "scripted", 1, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
+            prepared.spec.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule,
         )  # fmt: skip
-        assert isinstance(prepared.rule, OuterRule)
-        inner = prepared.inner
+        assert isinstance(prepared.strategy.rule, OuterRule)
+        inner = prepared.strategy.inner
         buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
         context = RunContext(
-            layout=prepared.layout, state=prepared.state, loader=Loader(made, prepared.sampler), config=self.config,
-            checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
+            layout=prepared.spec.layout, state=prepared.spec.state, loader=Loader(made, prepared.spec.sampler),
+            config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
         )  # fmt: skip
-        greeting = Greeting(message=welcome, layout=prepared.layout, buffers=buffers)
+        greeting = Greeting(message=welcome, layout=prepared.spec.layout, buffers=buffers)
         self.rounds = OuterTraining(
-            context, greeting, prepared.rule, sampler=prepared.sampler, schedule=prepared.schedule
+            context, greeting, prepared.strategy.rule, sampler=prepared.spec.sampler,
+            schedule=prepared.strategy.schedule,
         )  # fmt: skip
         self.training: Any = self.rounds
         self._tasks: list[asyncio.Task[Any]] = []
@@ -87,7 +88,7 @@ async def rounds(**config: Any) -> AsyncIterator[AsyncRun]:
 
 async def answer(worker: Scripted, lease: Lease, *, value: float | None = None, loss: float = 1.0) -> Verdict:
     """Send a whole result, every value of it ``value`` (ones for each sample), and wait for what becomes of it."""
-    for bucket, known in enumerate(worker.run.prepared.layout.result_buckets):
+    for bucket, known in enumerate(worker.run.prepared.spec.layout.result_buckets):
         filled = torch.full((known.numel,), float(sum(lease.samples)) if value is None else value)
         data = filled.numpy().tobytes()
         spec = BufferSpec("", "float32", (known.numel,), "raw", len(data))
@@ -135,7 +136,7 @@ async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
         assert len(run.rounds.rule.done) == 3
         assert run.rounds.samples_applied == run.rounds.rule.samples == 2 * LEAVES
         (text,) = run.warned()
-        indices = run.prepared.sampler.plan(0).leaf_indices(0).tolist()
+        indices = run.prepared.spec.sampler.plan(0).leaf_indices(0).tolist()
         assert text.startswith("step 0 is left out: not finite")
         assert f"its samples are {indices[0]}" in text
 
@@ -186,7 +187,7 @@ async def test_a_deadline_leaves_time_for_the_upload() -> None:
                 await one.link.send([result[part * len(result) // 9 : (part + 1) * len(result) // 9]])
                 await run.pass_time(1.0)
                 assert not one.ended()
-            await one.send(lease, *range(1, len(run.prepared.layout.result_buckets)))
+            await one.send(lease, *range(1, len(run.prepared.spec.layout.result_buckets)))
             await one.done(lease)
             assert number == 1 or lease.deadline_s >= 8 * 9.0
         assert not [text for text in run.warned() if "overdue" in text]
@@ -289,7 +290,7 @@ async def submit(worker: Scripted, number: int) -> Submit:
             await asyncio.sleep(0.001)
     asked = worker.all(Submit)[number]
     for bucket in asked.buckets:
-        data = torch.ones(worker.run.prepared.layout.result_buckets[bucket].numel).numpy().tobytes()
+        data = torch.ones(worker.run.prepared.spec.layout.result_buckets[bucket].numel).numpy().tobytes()
         spec = BufferSpec("", "float32", (len(data) // 4,), "raw", len(data))
         await worker.link.send(encode(Result(asked.lease, bucket), [(spec, data)]))
     version = worker.session.current_version

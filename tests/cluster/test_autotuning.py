@@ -18,7 +18,7 @@ from tests.support.scripted import scripted, settle
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run import run as run_module
 from w5xde_async.coordinator.run.startup import prepare
-from w5xde_async.coordinator.run.strategy_tuner import Autotuning
+from w5xde_async.coordinator.run.strategy_tuner import StrategyTuner
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job
@@ -69,10 +69,10 @@ def test_what_does_not_go_with_the_job_is_not_chosen(
     make: Callable[[], Job], update: dict[str, Any], possible: set[tuple[str, str]]
 ) -> None:
     config = settings(auto=True, update=UpdateConfig(**update))
-    assert prepare(make(), config, None, lambda: "0" * 16).possible == possible
+    assert prepare(make(), config, None, lambda: "0" * 16).spec.possible == possible
 
 
-def over_a_poor_line(self: Autotuning, training: Any) -> Situation | None:
+def over_a_poor_line(self: StrategyTuner, training: Any) -> Situation | None:
     """What would be measured over it, from the first results on."""
     figures = Figures(batch_s=0.05, up_bytes_s=1e5, down_bytes_s=1e5, round_trip_s=0.24)
     if not all(training.pacing.leaf_s(worker) for worker in training.roster.sessions):
@@ -105,7 +105,7 @@ async def run(
 async def test_a_job_that_local_steps_cannot_do_stays_synchronous(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Autotuning, "situation", over_a_poor_line)
+    monkeypatch.setattr(StrategyTuner, "situation", over_a_poor_line)
     result, coordinator, steps, said = await run(hooked, tmp_path / "run")
     assert not any("as before" in text for text in said)  # nothing else was tried
     assert result.outcome == "finished"
@@ -120,14 +120,14 @@ async def test_a_job_that_local_steps_cannot_do_stays_synchronous(
 async def test_a_choice_that_the_job_turns_out_not_to_fit_leaves_the_run_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Autotuning, "situation", over_a_poor_line)
+    monkeypatch.setattr(StrategyTuner, "situation", over_a_poor_line)
     asked: list[tuple[str, str]] = []
 
-    def refuse(prepared: Any, config: Any, update: UpdateConfig, step: int, samples: int) -> None:
+    def refuse(spec: Any, config: Any, before: Any, update: UpdateConfig, step: int, samples: int) -> None:
         asked.append((update.rule, update.codec))
         raise JobError("scheduler", "it sets more than learning rates")
 
-    monkeypatch.setattr(run_module, "change_rule", refuse)
+    monkeypatch.setattr(run_module, "change_strategy", refuse)
     result, coordinator, steps, said = await run(jobs.mlp_sgd, tmp_path / "run")
     assert asked[0][0] in ("local", "streaming")
     assert result.outcome == "finished"
@@ -141,7 +141,7 @@ async def test_a_choice_that_the_job_turns_out_not_to_fit_leaves_the_run_as_it_i
 
 
 async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Autotuning, "situation", over_a_poor_line)
+    monkeypatch.setattr(StrategyTuner, "situation", over_a_poor_line)
     result, coordinator, _, _ = await run(jobs.mlp_sgd, tmp_path / "run")
     assert result.outcome == "finished"
     assert coordinator._training is not None
@@ -157,7 +157,7 @@ async def test_more_leases_ahead_are_more_leases() -> None:
         await one.lease()
         assert len(one.all(Lease)) == 1
         said = list[str]()
-        tuning: Any = Autotuning(4, said.append, CoordinatorConfig())
+        tuning: Any = StrategyTuner(4, said.append, CoordinatorConfig())
         tuning.choice = SimpleNamespace(leases_ahead=3, update="sync", codec="raw")
         tuning.lead(run.training)
         run.training.schedule()
@@ -201,7 +201,7 @@ class Line:
 
 def test_rates_are_those_of_the_last_that_could_be_measured() -> None:
     line: Any = Line()
-    tuning = Autotuning(1, lambda text: None, CoordinatorConfig())
+    tuning = StrategyTuner(1, lambda text: None, CoordinatorConfig())
 
     def rates() -> tuple[float, float] | None:
         found = tuning.situation(line)
@@ -225,7 +225,7 @@ def test_rates_are_those_of_the_last_that_could_be_measured() -> None:
 
 
 def test_a_choice_that_failed_is_not_made_again() -> None:
-    tuning: Any = Autotuning(1, lambda text: None, CoordinatorConfig(), {("local", "int8"), ("sync", "int8")})
+    tuning: Any = StrategyTuner(1, lambda text: None, CoordinatorConfig(), {("local", "int8"), ("sync", "int8")})
     tuning.choice = Choice(
         update="local", codec="int8", downlink="int8", inner_steps=20, fragments=1, delay=0, leases_ahead=2,
         utilization=0.9, reason="",

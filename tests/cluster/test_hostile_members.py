@@ -196,7 +196,7 @@ async def test_who_lies_about_time_drives_no_deadline(field: str, value: float) 
             for one in (liar, honest):
                 lease = await one.lease(number)
                 await one.version(lease.version)
-                await one.send(lease, *range(len(run.prepared.layout.result_buckets)))
+                await one.send(lease, *range(len(run.prepared.spec.layout.result_buckets)))
                 done = Done(lease.lease, tuple(1.0 for _ in lease.samples), (), (), (), (), 0, 0.01, 0.0)
                 await one.link.send(encode(replace(done, **{field: value}) if one is liar else done))
                 await settle()

@@ -62,23 +62,24 @@ class RoundsRun(Run):
             **{"norm_gate": 0.0, "audit_fraction": 0.0, "silence_s": 1e6, "join_s": 1e6, **config},
         )  # fmt: skip
         self.prepared = prepared = prepare(job(), self.config, None, lambda: "0" * 16)
-        made, update = job(), prepared.update
-        self.start = [view.clone() for view in prepared.state.views]
+        made, update = job(), prepared.strategy.update
+        self.start = [view.clone() for view in prepared.spec.state.views]
         welcome = Welcome(
-            prepared.run_id, "scripted", 1, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
-            prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule, update.codec,
+            prepared.spec.run_id, "scripted", 1, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
+            prepared.spec.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s, update.rule, update.codec,
             update.downlink_codec.name, update.feedback,
         )  # fmt: skip
-        assert isinstance(prepared.rule, OuterRule)
-        inner = prepared.inner
+        assert isinstance(prepared.strategy.rule, OuterRule)
+        inner = prepared.strategy.inner
         buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
         context = RunContext(
-            layout=prepared.layout, state=prepared.state, loader=Loader(made, prepared.sampler), config=self.config,
-            checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
+            layout=prepared.spec.layout, state=prepared.spec.state, loader=Loader(made, prepared.spec.sampler),
+            config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
         )  # fmt: skip
-        greeting = Greeting(message=welcome, layout=prepared.layout, buffers=buffers)
+        greeting = Greeting(message=welcome, layout=prepared.spec.layout, buffers=buffers)
         self.training: Any = OuterTraining(
-            context, greeting, prepared.rule, sampler=prepared.sampler, schedule=prepared.schedule
+            context, greeting, prepared.strategy.rule, sampler=prepared.spec.sampler,
+            schedule=prepared.strategy.schedule,
         )  # fmt: skip
         self._tasks, self._incarnation = [], 0
         self.running = self.task(self.training.run())
@@ -111,7 +112,7 @@ class Quick:
                 if worker.ended() or worker.run.now < self._free_at + TAKES_S:
                     return False
                 self._free_at = worker.run.now
-                buckets = () if local else range(len(worker.run.prepared.layout.result_buckets))
+                buckets = () if local else range(len(worker.run.prepared.spec.layout.result_buckets))
                 await self._answer(message.lease, buckets, tuple(1.0 for _ in message.samples))
             elif isinstance(message, Submit) and not self.submits:
                 return False
@@ -124,7 +125,7 @@ class Quick:
         return True
 
     async def _answer(self, lease: int, buckets: Any, losses: tuple[float, ...]) -> None:
-        worker, layout = self.worker, self.worker.run.prepared.layout
+        worker, layout = self.worker, self.worker.run.prepared.spec.layout
         for number in buckets:
             data = torch.full((layout.result_buckets[number].numel,), 1e-3).numpy().tobytes()
             spec = BufferSpec("", "float32", (layout.result_buckets[number].numel,), "raw", len(data))

@@ -20,7 +20,8 @@ from tests.support import jobs, reference
 from tests.support.cluster import QUICK_WORKER, settings, train
 
 from w5xde_async.coordinator.durability import checkpointing, journal_writer
-from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.run.spec import Prepared
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import CheckpointCorrupt, UsageError
 from w5xde_async.job import Job
@@ -103,11 +104,11 @@ async def crash(
         told: int = await reached
         await asyncio.gather(worker, return_exceptions=True)
         assert coordinator._run is not None
-        saving = coordinator._run.following._saving
+        saving = coordinator._run.checkpointing._saving
         if saving is not None:
             await asyncio.wait([saving])
-        if coordinator._journaling is not None:
-            await coordinator._journaling.flush()
+        if coordinator._journal is not None:
+            await coordinator._journal.flush()
         await asyncio.to_thread(copy, run, left)
     return told
 
@@ -115,10 +116,10 @@ async def crash(
 def prepared(make: Callable[[], Job], run: Path, **config: Any) -> Prepared:
     """What a start would begin with; its directory is let go of."""
     found = prepare(make(), settings(**{"durability": "journal", **config}), run, lambda: "0" * 16)
-    assert found.run_dir is not None
-    found.run_dir.close()
-    if found.journal is not None:
-        found.journal.close()
+    assert found.spec.files is not None
+    found.spec.files.directory.close()
+    if found.spec.files.journal is not None:
+        found.spec.files.journal.close()
     return found
 
 
@@ -154,15 +155,15 @@ async def test_after_a_crash_it_goes_on_from_the_last_committed_step(tmp_path: P
     await crash(make, tmp_path / "run", at=5, left=left, events=told)
     shutil.copytree(left, tmp_path / "again")
     found = await asyncio.to_thread(prepared, make, tmp_path / "again")
-    assert found.first_step >= 5
-    assert found.state.digest() == expected(name, found.first_step)
-    assert "came from the journal" in "".join(found.notes)
-    assert "another gradient norm" not in "".join(found.notes)
+    assert found.resume.step >= 5
+    assert found.spec.state.digest() == expected(name, found.resume.step)
+    assert "came from the journal" in "".join(found.resume.notes)
+    assert "another gradient norm" not in "".join(found.resume.notes)
 
     result, events = await go_on(make, left)
     assert result.digest == expected(name, result.step)
     (started,) = (event for event in events if isinstance(event, RunStarted))
-    assert started.resumed_step == found.first_step
+    assert started.resumed_step == found.resume.step
     steps = lines(left)
     assert [line["step"] for line in steps] == list(range(1, result.step + 1))
     before = {event.step: event for event in told if isinstance(event, StepCommitted)}
@@ -182,9 +183,9 @@ async def test_a_loss_scale_that_fell_is_replayed(tmp_path: Path, every: int, sa
     left = tmp_path / "left"
     await crash(make, tmp_path / "run", at=5, left=left, saves=saves, checkpoint_every=every)
     found = await asyncio.to_thread(prepared, make, left)
-    assert found.rule.scale is not None
-    assert found.rule.scale.value < 65536
-    assert found.state.digest() == reference.digest(make(), found.first_step)
+    assert found.strategy.rule.scale is not None
+    assert found.strategy.rule.scale.value < 65536
+    assert found.spec.state.digest() == reference.digest(make(), found.resume.step)
 
 
 class _Huge(torch.nn.CrossEntropyLoss):
@@ -204,12 +205,12 @@ async def test_checkpoints_end_segments_and_an_older_one_replays_all(tmp_path: P
     for name in steps[-2:]:
         (left / "checkpoints" / name / "manifest.json").write_text("{}")
     found = await asyncio.to_thread(prepared, make, left)
-    assert found.first_step >= told
-    assert found.saved_step == int(steps[-3].rpartition("-")[2])
-    assert found.state.digest() == expected("mlp_adamw", found.first_step)
-    notes = "\n".join(found.notes)
+    assert found.resume.step >= told
+    assert found.resume.saved_step == int(steps[-3].rpartition("-")[2])
+    assert found.spec.state.digest() == expected("mlp_adamw", found.resume.step)
+    notes = "\n".join(found.resume.notes)
     assert "manifest.json is damaged" in notes
-    assert f"the run goes on from the checkpoint of step {found.saved_step}, the newest whole one" in notes
+    assert f"the run goes on from the checkpoint of step {found.resume.saved_step}, the newest whole one" in notes
     segments = sorted((left / "journal").glob("segment-*"))
     assert segments[0].name != "segment-000000001"  # those before the oldest kept checkpoint are gone
 
@@ -221,9 +222,9 @@ async def test_terms_go_on_in_one_chain_and_other_buckets_do_not_matter(tmp_path
         await crash(make, run, at=6 * (number + 1), left=left, bucket_bytes=size)
         run = left
     found = await asyncio.to_thread(prepared, make, run, bucket_bytes=256 << 10)
-    assert found.first_step >= 18
-    assert len(found.replayed) == found.first_step
-    assert found.state.digest() == expected("cnn_adamw", found.first_step)
+    assert found.resume.step >= 18
+    assert len(found.resume.replayed) == found.resume.step
+    assert found.spec.state.digest() == expected("cnn_adamw", found.resume.step)
 
 
 async def test_a_damaged_journal_is_refused_and_checkpoint_durability_sets_it_aside(tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ async def test_a_journal_that_is_gone_is_missed(tmp_path: Path, missing: str) ->
     make, left = jobs.mlp_sgd, tmp_path / "left"
     await crash(make, tmp_path / "run", at=12, left=left, saves=2, checkpoint_every=5)
     found = await asyncio.to_thread(prepared, make, left)  # a second term, with a segment of its own
-    assert found.term == 2
+    assert found.spec.term == 2
     if missing == "journal":
         shutil.rmtree(left / "journal")
     else:
@@ -257,16 +258,16 @@ async def test_a_journal_that_is_gone_is_missed(tmp_path: Path, missing: str) ->
     with pytest.raises(CheckpointCorrupt, match="missing"):
         await asyncio.to_thread(prepared, make, left)
     found = await asyncio.to_thread(prepared, make, left, durability="checkpoint")
-    assert found.first_step == found.saved_step >= 5
+    assert found.resume.step == found.resume.saved_step >= 5
 
 
 async def test_without_a_journal_from_now_on_its_steps_are_kept(tmp_path: Path) -> None:
     make, left = jobs.metrics, tmp_path / "left"
     await crash(make, tmp_path / "run", at=3, left=left)
     found = await asyncio.to_thread(prepared, make, left, durability="checkpoint")
-    assert found.first_step == found.saved_step >= 3
+    assert found.resume.step == found.resume.saved_step >= 3
     assert not (left / "journal").exists()
-    assert found.state.digest() == expected("metrics", found.first_step)
+    assert found.spec.state.digest() == expected("metrics", found.resume.step)
     result, _ = await go_on(make, left)  # and with one again
     assert result.digest == expected("metrics")
 
@@ -276,11 +277,11 @@ async def test_another_course_of_the_run_leaves_the_journal_aside(tmp_path: Path
     await crash(make, tmp_path / "run", at=13, left=left, checkpoint_every=5)
     chosen = left / "checkpoints" / "step-000000005"
     found = await asyncio.to_thread(prepared, make, left, resume=str(chosen))
-    assert found.first_step == 5
-    assert "another course of the run" in "".join(found.notes)
+    assert found.resume.step == 5
+    assert "another course of the run" in "".join(found.resume.notes)
     assert (left / "abandoned-journal").is_dir()
     found = await asyncio.to_thread(prepared, make, left, resume="never")
-    assert found.first_step == 0
+    assert found.resume.step == 0
     assert (tmp_path / "left.old-1" / "abandoned-journal").is_dir()
     assert (tmp_path / "left.old-1" / "journal").is_dir()
 
@@ -297,11 +298,11 @@ async def test_a_run_that_began_at_another_runs_checkpoint_goes_on_after_a_crash
     told = await crash(make, new, at=7, left=left, durability=durability, resume=str(chosen), checkpoint_every=500)
     found = await asyncio.to_thread(prepared, make, left, durability=durability)
     if durability == "journal":  # the step after what was told of may be on the disk already
-        assert found.first_step >= told
+        assert found.resume.step >= told
     else:
-        assert found.first_step == 4
-    assert found.state.digest() == expected("mlp_sgd", found.first_step)
-    assert "written by run" not in "".join(found.notes), "it has become this run's own"
+        assert found.resume.step == 4
+    assert found.spec.state.digest() == expected("mlp_sgd", found.resume.step)
+    assert "written by run" not in "".join(found.resume.notes), "it has become this run's own"
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "journal"])
@@ -313,15 +314,15 @@ async def test_an_abandoned_checkpoint_that_is_resumed_counts_again(tmp_path: Pa
     await asyncio.to_thread(prepared, make, run, resume=str(checkpoints / "step-000000004"), durability="checkpoint")
     chosen = checkpoints / "abandoned-step-000000008"
     found = await asyncio.to_thread(prepared, make, run, resume=str(chosen), durability=durability)
-    assert found.first_step == 8
+    assert found.resume.step == 8
     left = tmp_path / "left"
     told = await crash(make, run, at=12, left=left, durability=durability, checkpoint_every=500)
     found = await asyncio.to_thread(prepared, make, left, durability=durability)
     if durability == "journal":  # the step after what was told of may be on the disk already
-        assert found.first_step >= told
+        assert found.resume.step >= told
     else:
-        assert found.first_step == 8
-    assert found.state.digest() == expected("mlp_sgd", found.first_step)
+        assert found.resume.step == 8
+    assert found.spec.state.digest() == expected("mlp_sgd", found.resume.step)
 
 
 async def test_a_checkpoint_of_another_run_is_named(tmp_path: Path) -> None:
@@ -330,8 +331,8 @@ async def test_a_checkpoint_of_another_run_is_named(tmp_path: Path) -> None:
     (chosen,) = (old / "checkpoints").iterdir()
     whose = json.loads((old / "run.json").read_text())["run_id"]
     found = await asyncio.to_thread(prepared, make, tmp_path / "new", resume=str(chosen), durability="checkpoint")
-    assert f"its checkpoint was written by run {whose}" in "".join(found.notes)
-    assert "with it from there again" in "".join(found.notes)
+    assert f"its checkpoint was written by run {whose}" in "".join(found.resume.notes)
+    assert "with it from there again" in "".join(found.resume.notes)
 
 
 @pytest.mark.parametrize("chosen", [False, True])
@@ -343,10 +344,10 @@ async def test_no_checkpoint_outlives_the_journal_that_it_names(tmp_path: Path, 
         found = await asyncio.to_thread(prepared, make, run, resume=str(last))  # which sets the journal aside
     else:
         found = await asyncio.to_thread(prepared, make, run, durability="checkpoint")
-    assert found.first_step == result.step
+    assert found.resume.step == result.step
     for _ in range(2):
         found = await asyncio.to_thread(prepared, make, run)
-        assert found.state.digest() == result.digest
+        assert found.spec.state.digest() == result.digest
 
 
 async def test_a_run_without_files_has_no_journal() -> None:
@@ -443,7 +444,7 @@ async def test_of_two_coordinators_of_a_run_the_later_alone_commits(tmp_path: Pa
     if durability == "journal":
         assert told == [], "what is told has to be durable first, and that can no longer be"
     found = await asyncio.to_thread(prepared, jobs.mlp_sgd, run, durability=durability)
-    assert (found.first_step, found.state.digest()) == (result.step, result.digest)
+    assert (found.resume.step, found.spec.state.digest()) == (result.step, result.digest)
 
 
 async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None:
@@ -452,7 +453,7 @@ async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None
     with (left / "metrics.jsonl").open("a") as file:  # the last second of it is not there after a kill
         file.write(json.dumps({"event": "step_committed", "step": told}) + "\n")
     found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint")
-    assert f"the {told} steps from 1 to {told} were done before; they are done again" in found.notes
+    assert f"the {told} steps from 1 to {told} were done before; they are done again" in found.resume.notes
 
 
 async def test_a_checkpoint_counts_when_the_lines_of_its_steps_are_there(
@@ -544,16 +545,16 @@ async def test_a_crash_after_the_disk_came_back_loses_nothing(tmp_path: Path, mo
     disk.full = False
     (restored,) = (event for event in events if isinstance(event, JournalRestored))
     found = await asyncio.to_thread(prepared, jobs.mlp_adamw, left)
-    assert found.saved_step >= restored.step
-    assert found.first_step >= told
-    assert found.state.digest() == expected("mlp_adamw", found.first_step)
+    assert found.resume.saved_step >= restored.step
+    assert found.resume.step >= told
+    assert found.spec.state.digest() == expected("mlp_adamw", found.resume.step)
     # From the checkpoint before the failure the journal leads up to the gap; the rest is computed again, and said.
     for path in (left / "checkpoints").glob("step-*"):
         if path.name != "step-000000000":
             shutil.rmtree(path)
     found = await asyncio.to_thread(prepared, jobs.mlp_adamw, left)
-    assert 4 <= found.first_step < 12
-    assert "are not in the journal (the disk failed) and are computed again" in "".join(found.notes)
-    assert found.state.digest() == expected("mlp_adamw", found.first_step)
+    assert 4 <= found.resume.step < 12
+    assert "are not in the journal (the disk failed) and are computed again" in "".join(found.resume.notes)
+    assert found.spec.state.digest() == expected("mlp_adamw", found.resume.step)
     result, _ = await go_on(jobs.mlp_adamw, left)
     assert result.digest == expected("mlp_adamw")

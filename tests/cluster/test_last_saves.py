@@ -110,7 +110,7 @@ async def test_a_disk_that_hangs_does_not_hold_a_stop_for_ever(
         worker = asyncio.create_task(Worker(coordinator.address, job=jobs.metrics(), config=QUICK_WORKER).run())
         await commits.reach(3)
         hanging.begun = True
-        if (journaling := coordinator._journaling) is not None:
+        if (journaling := coordinator._journal) is not None:
             while not hanging.met.is_set() or journaling._pending < MOST_AHEAD:  # noqa: ASYNC110 - the step path waits
                 await asyncio.sleep(0)
         coordinator.request_stop("SIGTERM")

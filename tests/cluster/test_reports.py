@@ -116,7 +116,7 @@ async def test_peer_dies_in_the_middle_of_a_state_transfer_prime_diloco_156() ->
             newcomer.link.cut()
             await settle()
             assert newcomer.ended()
-            assert len(newcomer.all(Params)) < len(run.prepared.layout.buckets)
+            assert len(newcomer.all(Params)) < len(run.prepared.spec.layout.buckets)
         await compute_step(run, able)
         last = await run.worker("last")
         await last.version(1)

@@ -53,7 +53,7 @@ class Lossy:
 
     def __init__(self, run: Run, name: str, said: dict[str, int]) -> None:
         self.run, self.name, self.said = run, name, said
-        layout = run.prepared.layout
+        layout = run.prepared.spec.layout
         self._layout = layout
         self.encoder = ResultEncoder(layout, codec(CODEC), feedback=True)
         self._sizes = [bucket.numel for bucket in layout.result_buckets]
@@ -67,7 +67,7 @@ class Lossy:
         self._at: Lease | None = None  # under way
         self._sent = 0
         self._void = False
-        fingerprint = run.prepared.layout.fingerprint
+        fingerprint = run.prepared.spec.layout.fingerprint
         await worker.link.send(encode(Ready(fingerprint, "cpu", "test", 1, "0", self.encoder.awaited)))
         run.task(worker._read())
         await settle()
@@ -193,7 +193,7 @@ async def test_nothing_is_lost_and_nothing_counts_twice(seed: int, judged: bool)
         pacing=PacingConfig(leases_ahead=2, target_lease_s=0.0, min_lease_s=0.0, min_deadline_s=5.0), **gate,
     ) as run:  # fmt: skip
         workers = await run_to_the_end(run, random.Random(seed), said)
-        layout, state = run.prepared.layout, run.prepared.state
+        layout, state = run.prepared.spec.layout, run.prepared.spec.state
         before = dict(zip((entry.name for entry in layout.entries), run.start, strict=True))
         start = type(state)(layout)
         for entry, view in zip(layout.entries, start.views, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.outer.training import OuterTraining
-from w5xde_async.coordinator.run.strategy_tuner import Autotuning
+from w5xde_async.coordinator.run.strategy_tuner import StrategyTuner
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
@@ -74,7 +74,7 @@ async def test_one_worker_and_an_outer_step_of_one_is_the_plain_loop(rule: str, 
         await coordinator.wait()
         await working
         assert coordinator._prepared is not None
-        trained = coordinator._prepared.model.state_dict()
+        trained = coordinator._prepared.spec.model.state_dict()
     expected, _ = reference.train(make(), total(make()))
     torch.testing.assert_close(dict(trained), dict(expected.state_dict()), rtol=2e-3, atol=2e-5)
 
@@ -201,11 +201,11 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
     assert training.counts().leaves_wasted == 0
 
 
-def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[Autotuning, Any], Situation | None]:
+def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyTuner, Any], Situation | None]:
     """What would be measured over a network of this rate."""
-    measured = Autotuning.situation
+    measured = StrategyTuner.situation
 
-    def situation(self: Autotuning, training: Any) -> Situation | None:
+    def situation(self: StrategyTuner, training: Any) -> Situation | None:
         found = measured(self, training)
         if found is None:
             return None
@@ -222,7 +222,7 @@ def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[Autotuning, An
 async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     bytes_s: float, round_trip_s: float, rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Autotuning, "situation", over_a_line(bytes_s, round_trip_s))
+    monkeypatch.setattr(StrategyTuner, "situation", over_a_line(bytes_s, round_trip_s))
     make, commits, events = jobs.mlp_sgd, Commits(), list[Event]()
     commits.bus.subscribe(events.append)
     config = settings(auto=True, checkpoint_every=4)
@@ -345,5 +345,5 @@ async def test_running_statistics_lie_between_those_of_the_workers(rule: str) ->
         await coordinator.wait()
         await asyncio.gather(*running)
         assert coordinator._prepared is not None
-        variance = coordinator._prepared.model.state_dict()["0.running_var"]
+        variance = coordinator._prepared.spec.model.state_dict()["0.running_var"]
     assert bool(((variance > 0) & (variance <= 1)).all())

@@ -152,7 +152,7 @@ async def run_with_a_slow_joiner(
     config = settings(update=update, min_workers=2)
     async with Coordinator(job(), config=config, bus=commits.bus) as coordinator:
         assert coordinator._prepared is not None
-        layout = coordinator._prepared.layout
+        layout = coordinator._prepared.spec.layout
         whole_bytes = sum(layout.state_nbytes(bucket) for bucket in layout.buckets)
         throttle = Throttle(whole_bytes // COMMITS_A_MODEL)
         commits.bus.subscribe(throttle.see)

@@ -401,7 +401,10 @@ async def test_a_stranger_sees_nothing_of_the_run(tls: bool, tmp_path: Path):
             await try_with(coordinator.port, hello, wrong, message)
         prepared = coordinator._prepared
         assert prepared is not None
-        fingerprint, text = prepared.layout.fingerprint, prepared.program.text if prepared.program else b""
+        fingerprint, text = (
+            prepared.spec.layout.fingerprint,
+            prepared.spec.program.text if prepared.spec.program else b"",
+        )
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
     assert len(seen) > 200

@@ -38,7 +38,7 @@ async def judged(**config: Any) -> AsyncIterator[Run]:
 
 async def send(worker: Scripted, lease: Lease, bucket: int, value: float) -> None:
     """One bucket, all of it ``value`` for each sample."""
-    numel = worker.run.prepared.layout.result_buckets[bucket].numel
+    numel = worker.run.prepared.spec.layout.result_buckets[bucket].numel
     data = torch.full((numel,), value * sum(lease.samples)).numpy().tobytes()
     await worker.link.send(
         encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
@@ -219,7 +219,7 @@ async def test_two_that_differ_without_a_referee_are_nobodys_fault_and_the_block
 async def odd(worker: Scripted, lease: Lease) -> None:
     """All of it is one, but for the first bucket."""
     await send(worker, lease, 0, math.inf)
-    await worker.send(lease, *range(1, len(worker.run.prepared.layout.result_buckets)))
+    await worker.send(lease, *range(1, len(worker.run.prepared.spec.layout.result_buckets)))
     await worker.done(lease)
 
 

@@ -26,6 +26,7 @@ LEVELS = {
     "coordinator.monitoring": 15,
     "worker": 15,
     "coordinator.training": 14,
+    "coordinator.verification_config": 10,
     "parallel": 14,
     "hub.members": 13,
     "hub.work": 12,
@@ -48,12 +49,7 @@ LEVELS = {
 }
 MAIN = 30
 #: Arrows that point up and are still to be cut.
-OWED = {
-    ("coordinator.durability", "coordinator.run"),
-    ("coordinator.durability", "coordinator.parameters"),
-    ("coordinator.monitoring", "coordinator.outer"),
-    ("coordinator.monitoring", "coordinator.sync"),
-}
+OWED: set[tuple[str, str]] = set()
 #: What a pure room must not touch: it decides; time, tensors and sockets are somebody else's.
 IMPURE = {"asyncio", "torch", "time", "socket", "threading", "numpy.random"}
 PURE = {"plan": IMPURE, "wire": IMPURE}

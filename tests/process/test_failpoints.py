@@ -25,7 +25,8 @@ from tests.support.processes import programs
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.run.spec import Prepared
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.params.flat import named_digest
 from w5xde_async.store.failpoints import FAILPOINTS
 
@@ -79,10 +80,10 @@ def taken_up(run: Path, copy: Path, durability: str) -> Prepared:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
     found = prepare(jobs.mlp_adamw(), CoordinatorConfig(durability=durability), copy, lambda: "0" * 16)
-    assert found.run_dir is not None
-    found.run_dir.close()
-    if found.journal is not None:
-        found.journal.close()
+    assert found.spec.files is not None
+    found.spec.files.directory.close()
+    if found.spec.files.journal is not None:
+        found.spec.files.journal.close()
     return found
 
 
@@ -123,12 +124,12 @@ def test_it_dies_everywhere_and_nothing_is_lost(
             assert f"failpoint {name}: kill" in said
             committed = [event["step"] for event in dying.events if event["event"] == "step_committed"]
             found = taken_up(run, tmp_path / "copy", durability)
-            assert found.state.digest() == digests[found.first_step], f"{name}@{passing}"
-            assert found.samples == sum(_samples(found, step) for step in range(found.first_step))
+            assert found.spec.state.digest() == digests[found.resume.step], f"{name}@{passing}"
+            assert found.resume.samples == sum(_samples(found, step) for step in range(found.resume.step))
             if durability == "journal":  # what was told is never taken back
-                assert found.first_step >= max(committed, default=0), f"{name}@{passing}"
-                assert found.first_step >= max((line["step"] for line in told(run)), default=0)
-            fired.append((name, passing, found.first_step))
+                assert found.resume.step >= max(committed, default=0), f"{name}@{passing}"
+                assert found.resume.step >= max((line["step"] for line in told(run)), default=0)
+            fired.append((name, passing, found.resume.step))
         last = start(*command)
         assert last.finish() == 0, "".join(last.text[-30:])
         ended = last.last("run_finished")
@@ -143,4 +144,4 @@ def test_it_dies_everywhere_and_nothing_is_lost(
 
 
 def _samples(found: Prepared, step: int) -> int:
-    return found.sampler.plan(step).num_samples
+    return found.spec.sampler.plan(step).num_samples

@@ -58,10 +58,10 @@ def test_killed_and_started_again(rule: str, tmp_path: Path) -> None:
             assert one.finish() == 0
     update = UpdateConfig(rule=rule, codec="int8", inner_steps=5)
     found = prepare(jobs.mlp_sgd(), CoordinatorConfig(update=update, max_steps=STEPS), run, lambda: "0" * 16)
-    assert found.run_dir is not None
-    found.run_dir.close()
-    assert isinstance(found.rule, OuterRule)
-    assert found.rule.done.state_dict() == {"floor": STEPS, "above": []}
+    assert found.spec.files is not None
+    found.spec.files.directory.close()
+    assert isinstance(found.strategy.rule, OuterRule)
+    assert found.strategy.rule.done.state_dict() == {"floor": STEPS, "above": []}
     per_epoch = -(-len(jobs.mlp_sgd().dataset) // 200)
     whole, rest = divmod(STEPS, per_epoch)
-    assert found.rule.samples == whole * len(jobs.mlp_sgd().dataset) + rest * 200
+    assert found.strategy.rule.samples == whole * len(jobs.mlp_sgd().dataset) + rest * 200

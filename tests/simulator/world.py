@@ -28,7 +28,7 @@ from tests.simulator.patches import in_virtual_world
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run import making as coordinator_making
+from w5xde_async.coordinator.run import run as coordinator_run
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import LeafFailed, Refused, StoreError
@@ -204,8 +204,8 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     logging.getLogger("stamina").setLevel(logging.CRITICAL)
-    real = coordinator_making.SyncTraining
-    coordinator_making.SyncTraining = WatchedTraining  # type: ignore[misc]
+    real = coordinator_run.SyncTraining
+    coordinator_run.SyncTraining = WatchedTraining  # type: ignore[misc]
     try:
         with in_virtual_world(str(seed), world.random):
             try:
@@ -218,7 +218,7 @@ def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = ()
             violations, trace_hash = list(world.violations), world.hash.hexdigest()
             world.discard()
     finally:
-        coordinator_making.SyncTraining = real  # type: ignore[misc]
+        coordinator_run.SyncTraining = real  # type: ignore[misc]
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.making import make_training
-from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.run.run import RunEnvironment, make_training
+from w5xde_async.coordinator.run.spec import Prepared
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.data.loader import Loader
 from w5xde_async.hub.members.session import Session
@@ -131,19 +132,21 @@ class Fleet:
         )  # fmt: skip
         self.prepared: Prepared = prepare(job, config, None, lambda: "0" * 16)
         runtime = Runtime(clock=lambda: self.now, executor=lambda threads, name: InPlace())
-        loader = Loader(job, self.prepared.steps, make_pool=runtime.executor)
+        spec, strategy, _ = self.prepared
+        loader = Loader(job, spec.steps, make_pool=runtime.executor)
         context = RunContext(
-            layout=self.prepared.layout, state=self.prepared.state, loader=loader, config=config, checks=config,
-            bus=Bus(), clock=runtime.clock, total_steps=self.prepared.total_steps,
+            layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config, bus=Bus(),
+            clock=runtime.clock, total_steps=spec.total_steps,
         )  # fmt: skip
-        self.training: Any = make_training(self.prepared, context, "fleet", runtime)
+        environment = RunEnvironment(name="fleet", reference="", bus=context.bus, runtime=runtime)
+        self.training: Any = make_training(spec, strategy, context, environment)
         self.members: list[Member] = []
         self.running: asyncio.Task[None]
 
     def join(self, compute_s: float = 1.0, kind: type[Member] = Member) -> Member:
         """One more."""
         member = kind(self, len(self.members), compute_s)
-        layout = self.prepared.layout
+        layout = self.prepared.spec.layout
         assert self.training.roster.admit(member) is None
         member.ready = Ready(layout.fingerprint, "cpu", "test", 1, "0")
         assert self.training.roster.joined(member, member.ready) is None

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.run.spec import Prepared
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.data.loader import Loader
@@ -56,7 +57,7 @@ async def settle(rounds: int = 40) -> None:
 
 def ready(run: Run) -> list[Any]:
     """The frame with which a worker asks for work."""
-    return encode(Ready(run.prepared.layout.fingerprint, "cpu", "test", 1, "0"))
+    return encode(Ready(run.prepared.spec.layout.fingerprint, "cpu", "test", 1, "0"))
 
 
 class _Readable(Session):
@@ -85,19 +86,20 @@ class Run:
         self.config = CoordinatorConfig(bucket_bytes=64 << 10, pacing=pacing, **config)
         self.prepared: Prepared = prepare(job(), self.config, None, lambda: "0" * 16)
         prepared, made = self.prepared, job()
-        self.start = [view.clone() for view in prepared.state.views]
+        self.start = [view.clone() for view in prepared.spec.state.views]
         welcome = Welcome(
-            prepared.run_id, "scripted", term, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
-            prepared.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s,
+            prepared.spec.run_id, "scripted", term, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
+            prepared.spec.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s,
         )  # fmt: skip
         context = RunContext(
-            layout=prepared.layout, state=prepared.state, loader=Loader(made, prepared.sampler), config=self.config,
-            checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
+            layout=prepared.spec.layout, state=prepared.spec.state, loader=Loader(made, prepared.spec.sampler),
+            config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
         )  # fmt: skip
-        greeting = Greeting(message=welcome, layout=prepared.layout)
+        greeting = Greeting(message=welcome, layout=prepared.spec.layout)
         self.training = SyncTraining(
-            context, greeting, prepared.rule, sampler=prepared.sampler, first_step=0, recomputation=recomputation
-        )
+            context, greeting, prepared.strategy.rule, sampler=prepared.spec.sampler, first_step=0,
+            recomputation=recomputation,
+        )  # fmt: skip
         self._tasks: list[asyncio.Task[Any]] = []
         self._incarnation = 0
 
@@ -135,7 +137,7 @@ class Run:
         """How often each parameter was lowered by one."""
         return {
             round(value, 6)
-            for view, start in zip(self.prepared.state.views, self.start, strict=True)
+            for view, start in zip(self.prepared.spec.state.views, self.start, strict=True)
             for value in (start - view).flatten().tolist()
         }
 
@@ -185,7 +187,7 @@ class Scripted:
 
     def result(self, lease: Lease, bucket: int) -> list[Any]:
         """The frame of a bucket: ones, for each sample."""
-        layout = self.run.prepared.layout
+        layout = self.run.prepared.spec.layout
         numel = layout.result_buckets[bucket].numel
         data = torch.full((numel,), float(sum(lease.samples))).numpy().tobytes()
         return encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
@@ -202,7 +204,7 @@ class Scripted:
 
     async def compute(self, lease: Lease) -> None:
         """The whole of a lease."""
-        await self.send(lease, *range(len(self.run.prepared.layout.result_buckets)))
+        await self.send(lease, *range(len(self.run.prepared.spec.layout.result_buckets)))
         await self.done(lease)
 
     async def beat(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -14,7 +15,9 @@ from torch.optim import lr_scheduler as schedules
 
 from w5xde_async.compute.inner import INNER_OPTIMIZERS, Schedule, build_inner, describe_inner, set_scheduled
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.startup import _restore, change_rule, prepare, record_of
+from w5xde_async.coordinator.run.resume import KeptState, _restore
+from w5xde_async.coordinator.run.startup import prepare
+from w5xde_async.coordinator.run.strategy import change_strategy
 from w5xde_async.errors import JobError, MalformedFrame
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
@@ -132,17 +135,17 @@ def test_same_bits_with_a_schedule(name: str, optimizer: str) -> None:
 def test_a_schedule_has_run_up_to_where_a_run_goes_on() -> None:
     """The first lease after a resume is not to wait for thousands of steps of a scheduler, nor the event loop."""
     config = CoordinatorConfig(update=UpdateConfig(rule="local"))
-    first, second = (prepare(jobs.mlp_adamw(), config, None, lambda: "0" * 16) for _ in range(2))
-    assert isinstance(first.rule, OuterRule)
-    first.rule.begin_after(20, 0)
-    _restore(second, record_of(first, 20, 0), "here")
-    change_rule(first, config, config.update, 20, 0)
-    for prepared in (first, second):
-        assert prepared.first_step == 20
-        assert prepared.schedule is not None
-        prepared.schedule._scheduler = None  # whatever it would be asked for now is there
-        numbers = prepared.schedule._numbers
-        assert len(numbers) == 21 * prepared.schedule._width
+    (spec, strategy, _), other = (prepare(jobs.mlp_adamw(), config, None, lambda: "0" * 16) for _ in range(2))
+    assert isinstance(strategy.rule, OuterRule)
+    strategy.rule.begin_after(20, 0)
+    record = KeptState(spec, strategy).record(20, 0)
+    directory: Any = SimpleNamespace(path="here")
+    assert _restore(other.spec, other.strategy, record, directory, []).step == 20
+    changed = change_strategy(spec, config, strategy, config.update, 20, 0)
+    for schedule in (changed.schedule, other.strategy.schedule):
+        assert schedule is not None
+        schedule._scheduler = None  # whatever it would be asked for now is there
+        assert len(schedule._numbers) == 21 * schedule._width
 
 
 class Own(O.SGD):

@@ -19,10 +19,11 @@ from tests.support.scripted import scripted, settle
 from w5xde_async import status
 from w5xde_async.compute.flops import counting_flops
 from w5xde_async.coordinator.monitoring.outputs import Outputs
-from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler, reason_to_wait
-from w5xde_async.coordinator.run.run import Run
+from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
+from w5xde_async.coordinator.run.run import Run, RunEnvironment, RunHooks
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.sync.waiting import reason_to_wait
 from w5xde_async.coordinator.training import Counts
 from w5xde_async.errors import ExitCode
 from w5xde_async.plan.ledger import Ledger
@@ -86,11 +87,11 @@ async def test_a_worker_and_the_run_are_reported():
         (session,) = training.roster.sessions.values()
         while session.report is None:
             await commits.reach(commits.step + 1)
-        observer = StatusSampler(training)
+        sampler = StatusSampler(training)
         found.clear()
-        observer.tick(training.context.clock() + 0.2)  # too early
+        sampler.tick(training.context.clock() + 0.2)  # too early
         assert not [event for event in found if isinstance(event, WorkerReported)]
-        observer.tick(training.context.clock() + 1.0)
+        sampler.tick(training.context.clock() + 1.0)
         (told,) = [event for event in found if isinstance(event, WorkerReported)]
         (run,) = [event for event in found if isinstance(event, RunReported)]
         worker.drain()
@@ -119,16 +120,16 @@ async def test_the_speed_of_a_worker_is_that_of_its_leases_however_long(lease_s:
         run.training.context.bus.subscribe(found.append, samples=True)
         await run.worker("able")
         member = run.training.roster.membership.members["able"]
-        observer, began = StatusSampler(run.training), run.now
+        sampler, began = StatusSampler(run.training), run.now
         for second in range(1, 600):
             member.leaves = 4 * int(min(second, 300) / lease_s)  # idle from then on
-            observer.tick(began + second)
+            sampler.tick(began + second)
         speeds = [event.leaves_per_s for event in found if isinstance(event, WorkerReported)]
         assert min(speeds[int(2 * lease_s) + 1 : 300]) > 0.75 * 4 / lease_s
         assert max(speeds) < 1.25 * 4 / lease_s
         assert speeds[-1] == 0.0
-        assert len(observer._speeds) == 1
-        assert len(observer._speeds["able", member.incarnation]._seen) == 1
+        assert len(sampler._speeds) == 1
+        assert len(sampler._speeds["able", member.incarnation]._seen) == 1
 
 
 async def test_who_fails_while_it_joins_is_shown_no_longer():
@@ -136,18 +137,18 @@ async def test_who_fails_while_it_joins_is_shown_no_longer():
     async with scripted() as run:
         for subscriber in (view, metrics):
             run.training.context.bus.subscribe(subscriber, samples=True)
-        observer = StatusSampler(run.training)
+        sampler = StatusSampler(run.training)
         await run.worker("member")
         for number in range(5):
             doomed = await run.worker(f"doomed-{number}", ready=False)
             run.now += 1.0
-            observer.tick(run.now)
+            sampler.tick(run.now)
             assert len(view.workers()) == 2
             doomed.link.abort()
             await settle()
             assert doomed.ended()
         run.now += 1.0
-        observer.tick(run.now)
+        sampler.tick(run.now)
     assert [worker["worker_id"] for worker in view.workers()] == ["member"]
     assert b"doomed" not in metrics.text()
 
@@ -159,26 +160,25 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     config = settings()
     loop = asyncio.get_running_loop()
     prepared = await loop.run_in_executor(None, prepare, mlp_sgd(), config, None, lambda: "0" * 16)
-    showing = Outputs(config, bus, None)
-    phases = Run(
-        prepared, config, bus, name="test", reference="", runtime=Runtime(), on_change=showing.began
-    )  # fmt: skip
-    first = phases.training
-    showing.began(first)
+    outputs = Outputs(config, bus, None)
+    environment = RunEnvironment(name="test", reference="", bus=bus, runtime=Runtime())
+    run = Run(prepared, config, environment, hooks=RunHooks(on_change=outputs.began))
+    first = run.training
+    outputs.began(first)
     now = first.context.clock()
     first.results.leaves, first.results.leaves_wasted = 40, 4  # type: ignore[union-attr]
     first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
     try:
-        await phases._change(UpdateConfig(rule="local"))
-        showing.tick(now + 100.0)
-        second = phases.training
+        await run._change(UpdateConfig(rule="local"))
+        outputs.tick(now + 100.0)
+        second = run.training
         assert second is not first
         assert second.totals() == Counts(40, 4, 3, 0, 0, 0)
-        await phases._change(UpdateConfig(rule="async"))
-        assert phases.training.totals() == second.totals()  # once, not twice
+        await run._change(UpdateConfig(rule="async"))
+        assert run.training.totals() == second.totals()  # once, not twice
     finally:
-        await phases.aclose()
-        await showing.aclose()
+        await run.aclose()
+        await outputs.aclose()
     (told,) = [event for event in found if isinstance(event, RunReported)]
     assert (told.leaves, told.leaves_in_vain, told.leases_stale) == (40, 4, 3)
     assert told.uptime_s == pytest.approx(100.0, abs=1.0)
@@ -249,10 +249,10 @@ async def test_every_rule_is_reported():
         working = asyncio.create_task(worker.run())
         training = coordinator._training
         assert training is not None
-        observer = StatusSampler(training)
+        sampler = StatusSampler(training)
         for number in range(1, 10):
             await commits.reach(commits.step + 1)
-            observer.tick(training.context.clock() + number)
+            sampler.tick(training.context.clock() + number)
         worker.drain()
         await working
         coordinator.request_stop()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from w5xde_async.coordinator.durability.config import DurabilityConfig
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
-from w5xde_async.coordinator.training import VerificationConfig
+from w5xde_async.coordinator.verification_config import VerificationConfig
 from w5xde_async.data.config import DataConfig
 from w5xde_async.errors import need
 from w5xde_async.hub.config import NetworkConfig

@@ -23,9 +23,10 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.memory_bound import EXTRA_LINKS, memory_bound_bytes
 from w5xde_async.coordinator.monitoring.outputs import Outputs
-from w5xde_async.coordinator.run.run import Run
+from w5xde_async.coordinator.run.run import Run, RunEnvironment, RunHooks
 from w5xde_async.coordinator.run.shutdown import Shutdown, ShutdownDeadline, deadline_s
-from w5xde_async.coordinator.run.startup import Prepared, prepare
+from w5xde_async.coordinator.run.spec import Prepared
+from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.training import NonFinite, Training
 from w5xde_async.errors import DiskHangs, JobError, LocalError, StoreError, UpdateFailed, UsageError, W5xdeError
@@ -82,17 +83,20 @@ class Coordinator:
         self._run_path = None if run_dir is None else Path(run_dir)
         self._reference, self._settings = job_reference, settings
         self._outputs = Outputs(
-            self.config, self.bus, self._run_path, insecure=self.config.insecure, advertise=self.config.advertise
+            self.config,
+            self.bus,
+            self._run_path,
+            insecure=self.config.insecure,
+            advertise=self.config.advertise,
         )
         for callback in callbacks:
             self.bus.subscribe(callback)
         self._prepared: Prepared | None = None
         self._run: Run | None = None
-        self._samples_before = 0
         self._listener: Listening | None = None
         self._recorder: Recorder | None = None
         self._bulk: Executor | None = None
-        self._journaling: JournalWriter | None = None
+        self._journal: JournalWriter | None = None
         self._main: asyncio.Task[RunResult] | None = None
         self._access: Access | None = None
         self._join_file: Path | None = None
@@ -158,7 +162,7 @@ class Coordinator:
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
         if self._run is not None:
-            self._run.following.request()
+            self._run.checkpointing.request()
 
     @property
     def invitation(self) -> Invitation | None:
@@ -208,6 +212,11 @@ class Coordinator:
     def _fail(self, error: BaseException) -> None:
         if self._training is not None:
             self._training.fail(error)
+
+    def _sync_records(self) -> None:
+        """Blocks: a checkpoint counts only when the lines of its steps are on the disk."""
+        if self._recorder is not None:
+            self._recorder.sync()
 
     def _keep_revoked(self) -> None:
         assert self._access is not None
@@ -323,8 +332,8 @@ class Coordinator:
     # -- the run -------------------------------------------------------------------------------------------
 
     async def _open(self, prepared: Prepared) -> None:
-        config = self.config
-        self._deadline.left_s = deadline_s(config.grace_s, prepared.layout.vector_bytes)
+        config, (spec, _, resume), files = self.config, prepared, prepared.spec.files
+        self._deadline.left_s = deadline_s(config.grace_s, spec.layout.vector_bytes)
         if config.bulk_threads:
             self._bulk = self._runtime.executor(config.bulk_threads, "w5xde-bulk")
         loop = asyncio.get_running_loop()
@@ -334,69 +343,71 @@ class Coordinator:
             max_links=config.max_workers + EXTRA_LINKS,
         )  # fmt: skip
         self._join_file = await loop.run_in_executor(None, access.write_join_file, self.port)
-        if prepared.journal is not None:
-            self._journaling = JournalWriter(
-                prepared.journal, prepared.layout, self.bus, step=prepared.first_step, clock=self._runtime.clock,
+        if files is not None and files.journal is not None:
+            self._journal = JournalWriter(
+                files.journal, spec.layout, self.bus, step=resume.step, clock=self._runtime.clock,
                 wall=self._runtime.wall, executor=self._runtime.executor(1, "w5xde-journal"), on_error=self._fail,
             )  # fmt: skip
-        self._run = run = Run(
-            prepared, config, self.bus, name=self.name, reference=self._reference, runtime=self._runtime,
-            journal=self._journaling, on_change=self._outputs.began, on_quarantine=self._keep_out,
+        environment = RunEnvironment(
+            name=self.name, reference=self._reference, bus=self.bus, runtime=self._runtime
         )  # fmt: skip
-        self._samples_before = prepared.samples
-        if prepared.run_dir is not None:
-            await loop.run_in_executor(None, prepared.run_dir.write_config, self._settings or {"name": self.name})
-        if prepared.run_dir is not None and self._record:
+        hooks = RunHooks(
+            before_save=self._sync_records, on_change=self._outputs.began, on_quarantine=self._keep_out
+        )  # fmt: skip
+        self._run = run = Run(prepared, config, environment, journal=self._journal, hooks=hooks)
+        if files is not None:
+            await loop.run_in_executor(None, files.directory.write_config, self._settings or {"name": self.name})
+        if files is not None and self._record:
+            filesystem = files.directory.filesystem
             self._recorder = Recorder(
-                prepared.run_dir.metrics_path, resumed_step=prepared.first_step, replayed=prepared.replayed,
-                wall=self._runtime.wall, fence=prepared.run_dir.filesystem.fence,
-                sync_directory=prepared.run_dir.filesystem.sync_directory,
+                files.directory.metrics_path, resumed_step=resume.step, replayed=resume.replayed,
+                wall=self._runtime.wall, fence=filesystem.fence, sync_directory=filesystem.sync_directory,
             )  # fmt: skip
-            run.following.before_save = self._recorder.sync
             self.bus.subscribe(self._recorder)
-        await self._outputs.open(access, self._settings or config.shown(), prepared.first_step)
+        await self._outputs.open(access, self._settings or config.shown(), resume.step)
         self._began = self._runtime.clock()
         self.bus.publish(self._started(prepared))
         self._outputs.began(run.training)
-        for note in prepared.notes:
+        for note in resume.notes:
             self.bus.publish(Warned(text=note))
 
     def _started(self, prepared: Prepared) -> RunStarted:
-        job, config = self.job, replace(self.config, update=prepared.update)  # which auto may have chosen before
+        job, (spec, strategy, resume) = self.job, prepared
+        config = replace(self.config, update=strategy.update)  # which auto may have chosen before
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
         assert self._access is not None
-        steps, growing = prepared.steps, prepared.growing
-        num_leaves = steps.plan(prepared.first_step).num_leaves
+        steps, growing = spec.steps, spec.growing
+        num_leaves = steps.plan(resume.step).num_leaves
         return RunStarted(
             version=w5xde_async.__version__,
             run_name=self.name,
             run_dir="" if self._run_path is None else str(self._run_path),
-            run_id=prepared.run_id,
-            term=prepared.term,
-            model=type(prepared.model).__name__,
-            num_parameters=prepared.layout.num_parameters,
-            fingerprint=prepared.layout.fingerprint.hex()[:12],
+            run_id=spec.run_id,
+            term=spec.term,
+            model=type(spec.model).__name__,
+            num_parameters=spec.layout.num_parameters,
+            fingerprint=spec.layout.fingerprint.hex()[:12],
             dataset=type(job.dataset).__name__,
             num_samples=len(job.dataset),
             batch_size=steps.batch_size,
             leaves_per_step=num_leaves,
-            update_rule=prepared.rule.name,
+            update_rule=strategy.rule.name,
             codec=config.update.codec,
             precision=job.precision,
             address=format_address(self.host, self.port),
             worker_command=f"python -m w5xde_async.worker {where}{given}",
             security=self._access.words,
-            resumed_step=prepared.first_step,
+            resumed_step=resume.step,
             durability=config.durability,
             dashboard=self._outputs.address,
             dashboard_link=self._outputs.link,
-            total_steps=shown_end(prepared.total_steps),
+            total_steps=shown_end(spec.total_steps),
             steps_per_epoch=steps.steps_per_epoch,
             memory_bound_bytes=memory_bound_bytes(
-                prepared.layout.vector_bytes,
-                prepared.layout.state_bytes,
+                spec.layout.vector_bytes,
+                spec.layout.state_bytes,
                 num_leaves if growing is None else growing.most_leaves,
                 config,
             ),
@@ -430,8 +441,8 @@ class Coordinator:
                 except Exception as error:  # the workers are told and the last commit is saved, whatever it was
                     failure = error
                 ending = Shutdown(
-                    prepared, run, self.bus, self._deadline, self._recorder, began=self._began,
-                    samples_before=self._samples_before, clock=self._runtime.clock, stopped=self._stopped,
+                    prepared, run, self.bus, self._deadline, self._recorder,
+                    elapsed=lambda: self._runtime.clock() - self._began, stopped=self._stopped,
                 )  # fmt: skip
                 try:
                     result = await ending.finish(failure, self._stop_reason, say_goodbye=say_goodbye)
@@ -442,7 +453,7 @@ class Coordinator:
                     await run.training.roster.wait_for_lost()
         finally:
             await self._close()
-        failure = failure or self._deadline.error or run.following.save_error
+        failure = failure or self._deadline.error or run.checkpointing.save_error
         if failure is not None:
             raise failure
         assert result is not None
@@ -492,6 +503,7 @@ class Coordinator:
     async def _close(self) -> None:
         """Free everything that ``start`` made, in the order of who uses whom."""
         wait, block = self._deadline.wait, partial(asyncio.get_running_loop().run_in_executor, None)
+        files = None if self._prepared is None else self._prepared.spec.files
         if self._listener is not None:
             await self._listener.aclose()
         if self._access is not None:
@@ -500,13 +512,13 @@ class Coordinator:
         await self._outputs.aclose()
         if self._run is not None:
             await wait(self._run.aclose(), "a read of the dataset", "the job")
-        if self._journaling is not None:
-            await wait(self._journaling.aclose(), "the journal")
-        elif self._prepared is not None and self._prepared.journal is not None:
-            await wait(block(self._prepared.journal.close), "the journal")
+        if self._journal is not None:
+            await wait(self._journal.aclose(), "the journal")
+        elif files is not None and files.journal is not None:
+            await wait(block(files.journal.close), "the journal")
         if self._bulk is not None:
             await block(self._bulk.shutdown)
         if self._recorder is not None:
             await wait(block(self._recorder.close), "metrics.jsonl")
-        if self._prepared is not None and self._prepared.run_dir is not None:
-            await wait(block(self._prepared.run_dir.close), "the run directory's lock")
+        if files is not None:
+            await wait(block(files.directory.close), "the run directory's lock")

@@ -14,18 +14,18 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from w5xde_async.coordinator.verification_config import VerificationConfig
 from w5xde_async.data.loader import Loader
-from w5xde_async.errors import W5xdeError, need
+from w5xde_async.errors import W5xdeError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.roster import Roster
-from w5xde_async.hub.members.session import WorkSource
+from w5xde_async.hub.members.session import Session, WorkSource
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.audit import AuditConfig
+from w5xde_async.plan.membership import Member
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.telemetry.events import Bus
-from w5xde_async.updates.norm_gate import NormGateConfig
 
 __all__ = [
     "Commit",
@@ -37,51 +37,9 @@ __all__ = [
     "Parameters",
     "RunContext",
     "Training",
-    "VerificationConfig",
 ]
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerificationConfig:
-    """Settings of how results are checked, and how much may fail before the run does.
-
-    max_leaf_failures       attempts on one leaf before the run stops
-    max_nonfinite_steps     steps in a row with a non-finite gradient before the run stops
-    norm_gate               a block whose norm is over the median of the last ones by more than that many median
-                            deviations is computed by a second worker before it counts; 0: no such check
-    audit_fraction          blocks for each step, on average, that are drawn by chance and computed by a second worker
-    audit_tolerance         relative distance that two honest computations of a block on unlike machines may have
-    """
-
-    max_leaf_failures: int = 3
-    max_nonfinite_steps: int = 50
-    norm_gate: float = 6.0
-    audit_fraction: float = 0.01
-    audit_tolerance: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("max_leaf_failures", "max_nonfinite_steps"):
-            need(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give a number >= 1")
-        need(self.norm_gate >= 0, f"norm_gate is {self.norm_gate}; give a number >= 0 (0: no gate)")
-        need(0 <= self.audit_fraction <= 1, f"audit_fraction is {self.audit_fraction}; give a number from 0 to 1")
-        need(0 < self.audit_tolerance < 1, f"audit_tolerance is {self.audit_tolerance}; give one between 0 and 1")
-
-    @property
-    def gate(self) -> NormGateConfig | None:
-        """The norm gate's own settings; None where it is off."""
-        return NormGateConfig(deviations=self.norm_gate) if self.norm_gate else None
-
-    @property
-    def audit(self) -> AuditConfig:
-        """The audits' own settings."""
-        return AuditConfig(fraction=self.audit_fraction, tolerance=self.audit_tolerance)
-
-    @property
-    def compares(self) -> bool:
-        """Whether any block is computed a second time, to compare."""
-        return bool(self.norm_gate or self.audit_fraction)
 
 
 class NonFinite(W5xdeError):
@@ -264,6 +222,12 @@ class Training(WorkSource, Protocol):
 
     def counts(self) -> Counts:
         """What became of the work of this phase so far."""
+
+    def leases_held(self, worker: str) -> int:
+        """How many leases a worker has."""
+
+    def reason_to_wait(self, session: Session, member: Member) -> str:
+        """What keeps a worker from computing at this moment, for a person; empty where nothing does."""
 
     def totals(self) -> Counts:
         """What became of the work so far, earlier phases included."""

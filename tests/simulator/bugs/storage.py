@@ -12,8 +12,9 @@ from tests.simulator.bugs.registry import BUGS, POWER, RESTART, Bug, Put, bug
 from tests.simulator.disk import HostFilesystem
 
 from w5xde_async.coordinator.durability.checkpointing import Checkpointing
-from w5xde_async.coordinator.run import startup
+from w5xde_async.coordinator.run import resume
 from w5xde_async.coordinator.run.shutdown import Shutdown
+from w5xde_async.coordinator.run.spec import ResumePoint, RunSpec
 from w5xde_async.data.loader import Loader
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import Block
@@ -28,24 +29,24 @@ from w5xde_async.updates.sync import SyncRule
 
 @bug("cursor-ahead", "a resume skips one step", *RESTART)
 def _cursor_ahead(put: Put) -> None:
-    real = startup._restore
+    real = resume._restore
 
-    def restore(prepared: Any, record: Any, where: str) -> None:
-        real(prepared, record, where)
-        prepared.first_step += 1
+    def restore(*args: Any) -> ResumePoint:
+        point = real(*args)
+        return dataclasses.replace(point, step=point.step + 1)
 
-    put(startup, "_restore", restore)
+    put(resume, "_restore", restore)
 
 
 @bug("cursor-behind", "a resume does one step again", *RESTART)
 def _cursor_behind(put: Put) -> None:
-    real = startup._restore
+    real = resume._restore
 
-    def restore(prepared: Any, record: Any, where: str) -> None:
-        real(prepared, record, where)
-        prepared.first_step = max(0, prepared.first_step - 1)
+    def restore(*args: Any) -> ResumePoint:
+        point = real(*args)
+        return dataclasses.replace(point, step=max(0, point.step - 1))
 
-    put(startup, "_restore", restore)
+    put(resume, "_restore", restore)
 
 
 def _forgetting(forget: Callable[[dict[str, Any], SyncRule], None]) -> Callable[[Put], None]:
@@ -83,12 +84,13 @@ BUGS["forget-loss-scale"] = Bug("a resume begins with the first loss scale", _fo
 
 @bug("wrong-permutation", "after a resume the epochs are counted from there", *RESTART)
 def _wrong_permutation(put: Put) -> None:
-    real_plan, real_restore = Sampler.plan, startup._restore
+    real_plan, real_restore = Sampler.plan, resume._restore
     shift: dict[int, int] = {}
 
-    def restore(prepared: Any, record: Any, where: str) -> None:
-        real_restore(prepared, record, where)
-        shift[id(prepared.sampler)] = prepared.first_step // prepared.sampler.steps_per_epoch
+    def restore(spec: RunSpec, *args: Any) -> ResumePoint:
+        point = real_restore(spec, *args)
+        shift[id(spec.sampler)] = point.step // spec.sampler.steps_per_epoch
+        return point
 
     def plan(self: Sampler, step: int) -> StepPlan:
         made = real_plan(self, step)
@@ -97,29 +99,30 @@ def _wrong_permutation(put: Put) -> None:
             return dataclasses.replace(made, indices=older.indices)
         return made
 
-    put(startup, "_restore", restore)
+    put(resume, "_restore", restore)
     put(Sampler, "plan", plan)
 
 
 @bug("samples-counted-twice", "a resume counts the samples of the step that it resumed at again", *RESTART)
 def _samples_twice(put: Put) -> None:
-    real = startup._restore
+    real = resume._restore
 
-    def restore(prepared: Any, record: Any, where: str) -> None:
-        real(prepared, record, where)
-        if prepared.first_step:
-            prepared.samples += prepared.sampler.plan(prepared.first_step - 1).num_samples
+    def restore(spec: RunSpec, *args: Any) -> ResumePoint:
+        point = real(spec, *args)
+        if not point.step:
+            return point
+        return dataclasses.replace(point, samples=point.samples + spec.sampler.plan(point.step - 1).num_samples)
 
-    put(startup, "_restore", restore)
+    put(resume, "_restore", restore)
 
 
 @bug("copy-late", "a checkpoint is copied some time after the commit that it is named for", *RESTART)
 def _copy_late(put: Put) -> None:
     real = Checkpointing._copy
 
-    async def later(following: Checkpointing, step: int) -> Any:
+    async def later(checkpointing: Checkpointing, step: int) -> Any:
         await asyncio.sleep(0.3)
-        return await real(following, step)
+        return await real(checkpointing, step)
 
     def copy(self: Checkpointing, step: int) -> asyncio.Future[Any]:
         return asyncio.ensure_future(later(self, step))

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from w5xde_async.coordinator.parameters.aggregator import StepState
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import explain
 from w5xde_async.store.journal import Entry, Journal, Position
@@ -35,7 +35,7 @@ from w5xde_async.telemetry.events import Bus, JournalFailed, JournalRestored, St
 from w5xde_async.telemetry.records import number, to_record
 from w5xde_async.updates.sync import Applied, SyncRule
 
-__all__ = ["MOST_AHEAD", "RETRY_S", "JournalWriter", "Replayed", "apply_entry"]
+__all__ = ["MOST_AHEAD", "REMIND_S", "RETRY_S", "AppliedStep", "JournalWriter", "Replayed", "apply_entry"]
 
 #: Steps that may be applied and not durable yet. Each holds one result vector.
 MOST_AHEAD = 4
@@ -43,6 +43,24 @@ MOST_AHEAD = 4
 RETRY_S = 5.0
 REMIND_S = 60.0
 _MAX_PROBE_BYTES = 64 << 20
+
+
+class AppliedStep(Protocol):
+    """A step whose update was applied. ``root`` is the sum as the rule got it, a vector from the writer's ``pool``."""
+
+    @property
+    def plan(self) -> StepPlan: ...
+
+    @property
+    def root(self) -> ResultVector | None: ...
+
+    @property
+    def present(self) -> Sequence[bool]:
+        """Which result buckets are in it."""
+
+    @property
+    def untouched(self) -> Collection[int] | None:
+        """Entries that no result had a gradient of."""
 
 
 class _State(Enum):
@@ -57,7 +75,7 @@ class _Record:
     """A step to be written. ``told``: it was told before it is durable, because the disk had failed."""
 
     version: int
-    step: StepState
+    step: AppliedStep
     event: StepCommitted
     samples_applied: int
     wall: float
@@ -164,7 +182,7 @@ class JournalWriter:
         await asyncio.wrap_future(closing)
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
-    def append(self, version: int, step: StepState, event: StepCommitted, samples_applied: int) -> None:
+    def append(self, version: int, step: AppliedStep, event: StepCommitted, samples_applied: int) -> None:
         """A step is applied: ``event`` is published when it counts. ``step.root`` belongs to this object now."""
         told = not self._holds_back
         if told:
@@ -303,10 +321,9 @@ class JournalWriter:
             self._bus.publish(event)
             failpoint("commit.after")
 
-    def _release(self, step: StepState) -> None:
+    def _release(self, step: AppliedStep) -> None:
         if step.root is not None:
             self.pool.give(step.root)
-            step.root = None
 
     def _remind(self, reason: str) -> None:
         now = self._clock()

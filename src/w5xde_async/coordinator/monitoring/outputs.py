@@ -37,8 +37,9 @@ class Outputs:
     """Subscribers of one run's bus that have a life of their own. ``open`` before the first event is published."""
 
     def __init__(
-        self, config: MonitoringConfig, bus: Bus, run_path: Path | None, *, insecure: bool = False, advertise: str = ""
-    ) -> None:
+        self, config: MonitoringConfig, bus: Bus, run_path: Path | None, *,
+        insecure: bool = False, advertise: str = "",
+    ) -> None:  # fmt: skip
         """``insecure``: no TLS for the dashboard either. ``advertise``: the host in its link, where that is given."""
         self._config, self._bus, self._run_path = config, bus, run_path
         self._insecure, self._advertise = insecure, advertise

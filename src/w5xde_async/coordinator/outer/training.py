@@ -17,6 +17,7 @@ from functools import partial
 
 from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.compute.inner import Schedule
+from w5xde_async.coordinator.monitoring.waiting import reason_of_network, reason_of_standing
 from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
 from w5xde_async.coordinator.parameters.owner import Submission, Updating
@@ -31,7 +32,7 @@ from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.plan.ledger import FailedWork
-from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.stream import DoneSteps, StreamGrant, StreamLedger
@@ -137,6 +138,18 @@ class OuterTraining:
             self._leaves, self._leaves_wasted, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
             refused[VerdictCode.REJECTED], self.scheduler.num_backups,
         )  # fmt: skip
+
+    def leases_held(self, worker: str) -> int:
+        return self.ledger.num_held(worker)
+
+    def reason_to_wait(self, session: Session, member: Member) -> str:
+        if (reason := reason_of_standing(member)) is not None:
+            return reason
+        if self.ledger.num_held(member.worker_id):
+            return reason_of_network(session) or ""
+        if self.ledger.complete:
+            return "the end of the run"
+        return "the next version" if self.local_steps.of(member.worker_id).blocked else "a lease"
 
     # -- the run -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The phases of a run: one training after the other over the same parameters, listener and directory.
+"""A run: one training after the other over the same parameters, listener and directory.
 
 Most runs have one. Under ``auto`` the first steps are exact synchronous ones, and where the links ask for another rule
 the run goes on by that one: workers connect anew, and what was computed so far counts.
@@ -9,23 +9,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.durability.checkpointing import Checkpointing
+from w5xde_async.coordinator.durability.checkpointing import Checkpointing, CheckpointPolicy
+from w5xde_async.coordinator.durability.evaluation import Evaluation
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
-from w5xde_async.coordinator.run.making import make_training
-from w5xde_async.coordinator.run.startup import Prepared, change_rule
-from w5xde_async.coordinator.run.strategy_tuner import Autotuning, chosen
+from w5xde_async.coordinator.outer.training import OuterTraining
+from w5xde_async.coordinator.run.resume import KeptState
+from w5xde_async.coordinator.run.spec import Prepared, RunSpec, Strategy
+from w5xde_async.coordinator.run.strategy import change_strategy
+from w5xde_async.coordinator.run.strategy_tuner import StrategyTuner, chosen
+from w5xde_async.coordinator.sync.recomputation import Recomputation
+from w5xde_async.coordinator.sync.training import StepJournal, SyncTraining
 from w5xde_async.coordinator.training import Commit, History, Hooks, RunContext, Training
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import JobError, UsageError
+from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.updates.config import UpdateConfig
-from w5xde_async.wire.messages import ByeCode
+from w5xde_async.updates.sync import SyncRule
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import ByeCode, Welcome
 
-__all__ = ["Run", "gone"]
+__all__ = ["Run", "RunEnvironment", "RunHooks", "gone", "make_training"]
 
 
 async def gone(training: Training) -> None:
@@ -36,53 +44,78 @@ async def gone(training: Training) -> None:
                 await next(iter(training.roster.sessions.values())).ended.wait()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnvironment:
+    """Where a run takes place. ``reference``: how other processes load the job; "" where they cannot."""
+
+    name: str
+    reference: str
+    bus: Bus
+    runtime: Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHooks:
+    """What a run tells whoever owns it.
+
+    ``before_save`` runs before a checkpoint is written, in an executor. ``on_change`` is given the training of each
+    later phase, ``on_quarantine`` the name or id of a worker that was quarantined, and why.
+    """
+
+    before_save: Callable[[], None] = lambda: None
+    on_change: Callable[[Training], None] = lambda training: None
+    on_quarantine: Callable[[str, str], None] = lambda name, reason: None
+
+
 class Run:
-    """``training`` and ``following`` are those of the phase that goes on."""
+    """``training`` and ``checkpointing`` are those of the phase that goes on, and ``config`` has its update rule."""
 
     def __init__(
-        self, prepared: Prepared, config: CoordinatorConfig, bus: Bus, *, name: str, reference: str, runtime: Runtime,
-        journal: JournalWriter | None = None, on_change: Callable[[Training], None] = lambda training: None,
-        on_quarantine: Callable[[str, str], None] = lambda name, reason: None,
-    ) -> None:  # fmt: skip
-        """``reference``: how other processes load the job; "" where they cannot. ``on_change`` is given the training of
-        each later phase."""
-        self._prepared, self._bus, self._name, self._reference = prepared, bus, name, reference
-        self._runtime = runtime
-        self.config = config
-        self._journal, self._on_change = journal, on_change
-        self._hooks = Hooks(on_commit=self._committed, on_quarantine=on_quarantine)
+        self,
+        prepared: Prepared,
+        config: CoordinatorConfig,
+        environment: RunEnvironment,
+        *,
+        journal: JournalWriter | None = None,
+        hooks: RunHooks | None = None,
+    ) -> None:
+        self._spec, self._strategy, resume = prepared
+        self._environment, self._journal, self._hooks = environment, journal, hooks or RunHooks()
+        self.config = replace(config, update=self._strategy.update)
         self._stopping = False
         self._tasks: asyncio.TaskGroup | None = None
-        self._tuning: Autotuning | None = None
-        self.training = self._begin(History(samples=prepared.samples, loss=prepared.loss))
-        self.following = Checkpointing(prepared, self.training, journal, self.config, bus, runtime.executor)
+        self._tuner: StrategyTuner | None = None
+        bus, spec, files = environment.bus, self._spec, self._spec.files
+        self.evaluation = Evaluation(
+            spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
+            journal,
+        )  # fmt: skip
+        self._policy = CheckpointPolicy(
+            store=None if files is None else files.checkpoints, every=config.checkpoint_every,
+            before_save=self._hooks.before_save, saved_step=resume.saved_step,
+        )  # fmt: skip
+        self.training = self._begin(resume.step, History(samples=resume.samples, loss=resume.loss))
+        self.checkpointing = self._checkpointing()
         if config.auto:
-            leaves = prepared.sampler.plan(0).num_leaves
-            self._tuning = Autotuning(leaves, lambda text: bus.publish(Warned(text=text)), config, prepared.possible)
-            self._tuning.resume(prepared.update, prepared.first_step)
+            leaves = spec.sampler.plan(0).num_leaves
+            self._tuner = StrategyTuner(leaves, lambda text: bus.publish(Warned(text=text)), config, spec.possible)
+            self._tuner.resume(self._strategy.update, resume.step)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train to the end, a stop or a failure (which is raised)."""
         self._tasks = tasks
         while True:
-            training, tuning = self.training, self._tuning
-            programs, prepared = training.roster.programs, self._prepared
-            finding = programs.run(self._reference, prepared.program, prepared.untraceable)
+            training, tuner, spec = self.training, self._tuner, self._spec
+            finding = training.roster.programs.run(self._environment.reference, spec.program, spec.untraceable)
             tracing = tasks.create_task(finding, name="trace")
             try:
                 await training.run()
             finally:
                 tracing.cancel()
-            more = tuning is not None and not self._stopping and training.progress < training.total_steps
-            if tuning is None or not more or tuning.choice is None or not tuning.changes(training):
+            more = tuner is not None and not self._stopping and training.progress < training.total_steps
+            if tuner is None or not more or tuner.choice is None or not tuner.changes(training):
                 return
-            await self._change(chosen(tuning.choice, self.config.update))
-
-    def _committed(self, commit: Commit) -> None:
-        assert self._tasks is not None
-        self.following.on_commit(commit, self._tasks)
-        if self._tuning is not None and self._tuning.after_commit(self.training):
-            self.training.stop()
+            await self._change(chosen(tuner.choice, self.config.update))
 
     def stop(self) -> None:
         """End in good order."""
@@ -90,31 +123,51 @@ class Run:
         self.training.stop()
 
     def abandon(self) -> bool:
-        """Wait for no disk any more. Whether anybody did."""
-        return self.following.abandon() | (self._journal is not None and self._journal.abandon())
+        """Wait for no disk and no evaluation any more. Whether anybody did."""
+        return any(
+            [
+                self.checkpointing.abandon(),
+                self.evaluation.abandon(),
+                self._journal is not None and self._journal.abandon(),
+            ]
+        )
 
     async def aclose(self) -> None:
         """Free what the last phase has."""
         await self.training.aclose()
-        await self.following.aclose()
+        await self.evaluation.aclose()
 
-    def _begin(self, history: History) -> Training:
-        prepared = self._prepared
-        self.config = config = replace(self.config, update=prepared.update)
+    def _committed(self, commit: Commit) -> None:
+        assert self._tasks is not None
+        self.checkpointing.on_commit(commit, self._tasks)
+        self.evaluation.on_commit(commit, self.training.aggregator, self._tasks)
+        if self._tuner is not None and self._tuner.after_commit(self.training):
+            self.training.stop()
+
+    def _checkpointing(self) -> Checkpointing:
+        environment, state = self._environment, KeptState(self._spec, self._strategy)
+        return Checkpointing(
+            self._policy, state, self.training, environment.bus, environment.runtime.clock, self._journal
+        )  # fmt: skip
+
+    def _begin(self, step: int, history: History) -> Training:
+        """The training that goes on from ``step`` by the strategy that counts now."""
+        spec, config, environment = self._spec, self.config, self._environment
         loader = Loader(
-            prepared.job, prepared.steps, threads=config.loader_threads, processes=config.loader_processes,
-            prefetch_leaves=config.prefetch_leaves, reference=self._reference or None, make_pool=self._runtime.executor,
-            whole_steps=config.update.rule != "sync",
+            spec.job, spec.steps, threads=config.loader_threads, processes=config.loader_processes,
+            prefetch_leaves=config.prefetch_leaves, reference=environment.reference or None,
+            make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
         )  # fmt: skip
         context = RunContext(
-            layout=prepared.layout, state=prepared.state, loader=loader, config=config, checks=config,
-            bus=self._bus, clock=self._runtime.clock, total_steps=prepared.total_steps,
+            layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config,
+            bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps,
         )  # fmt: skip
         training = make_training(
-            prepared, context, self._name, self._runtime, journal=self._journal, history=history, hooks=self._hooks
+            spec, self._strategy, context, environment, first_step=step, journal=self._journal, history=history,
+            hooks=Hooks(on_commit=self._committed, on_quarantine=self._hooks.on_quarantine),
         )  # fmt: skip
-        if self._tuning is not None:
-            self._tuning.lead(training)
+        if self._tuner is not None:
+            self._tuner.lead(training)
         return training
 
     async def _change(self, update: UpdateConfig) -> None:
@@ -122,38 +175,68 @@ class Run:
 
         Every lease was given back; workers connect anew.
         """
-        before, following = self.training, self.following
+        before, bus = self.training, self._environment.bus
         before.roster.say_goodbye(ByeCode.STOPPING, "the update rule changes; join again")
         await gone(before)
         for session in tuple(before.roster.sessions.values()):
             session.abort("it did not leave when the update rule changed")
             await session.ended.wait()
-        await following.settle()
+        await self.checkpointing.settle()
+        await self.evaluation.settle()
         step, samples = before.progress, before.samples_applied
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                None, change_rule, self._prepared, self.config, update, step, samples
+            self._strategy = await asyncio.get_running_loop().run_in_executor(
+                None, change_strategy, self._spec, self.config, self._strategy, update, step, samples
             )
         except (JobError, UsageError) as error:
-            self._bus.publish(Warned(text=f"auto: the run goes on as before: {error}"))
-            self._prepared.first_step, self._prepared.samples = step, samples
-            if self._tuning is not None:
-                self._tuning.stay(self.config.update)
+            bus.publish(Warned(text=f"auto: the run goes on as before: {error}"))
+            if self._tuner is not None:
+                self._tuner.stay(self.config.update)
         else:
             if (unlike := self.config.unlike_results(update)) is not None:
-                self._bus.publish(Warned(text=unlike))
+                bus.publish(Warned(text=unlike))
+            self.config = replace(self.config, update=update)
         await before.aclose()
-        self._prepared.loss = before.last_loss
         history = History(
-            samples=self._prepared.samples, loss=before.last_loss, counts=before.totals(),
-            downlink_bytes=before.downlink_bytes(), contributions=before.roster.contributions,
+            samples=samples, loss=before.last_loss, counts=before.totals(), downlink_bytes=before.downlink_bytes(),
+            contributions=before.roster.contributions,
         )  # fmt: skip
-        self.training = self._begin(history)
-        self.following = Checkpointing(
-            self._prepared, self.training, self._journal, self.config, self._bus, self._runtime.executor
-        )  # fmt: skip
-        self.following.before_save, self.following.metrics = following.before_save, following.metrics
-        await following.aclose()
+        self.training = self._begin(step, history)
+        self.checkpointing = self._checkpointing()
         if self._stopping:
             self.training.stop()
-        self._on_change(self.training)
+        self._hooks.on_change(self.training)
+
+
+def make_training(
+    spec: RunSpec,
+    strategy: Strategy,
+    context: RunContext,
+    environment: RunEnvironment,
+    *,
+    first_step: int = 0,
+    journal: StepJournal | None = None,
+    history: History | None = None,
+    hooks: Hooks | None = None,
+) -> Training:
+    """The training of ``strategy``, from ``first_step`` on. ``journal`` is kept under the synchronous rule alone."""
+    job, update, config, runtime = spec.job, strategy.update, context.config, environment.runtime
+    message = Welcome(
+        spec.run_id, environment.name, spec.term, job.seed, job.precision, job.microbatch_samples,
+        job.accumulate_grad_batches, config.bucket_bytes, spec.layout.fingerprint, config.heartbeat_s,
+        config.silence_s, update.rule, update.codec, update.downlink_codec.name, update.feedback,
+    )  # fmt: skip
+    executor = runtime.executor(1, "w5xde-aggregate")
+    if isinstance(strategy.rule, SyncRule):
+        return SyncTraining(
+            context, Greeting(message=message, layout=spec.layout), strategy.rule, sampler=spec.sampler,
+            first_step=first_step, growing=spec.growing, journal=journal, history=history, hooks=hooks,
+            recomputation=Recomputation(job, context.loader, spec.state, strategy.rule), executor=executor,
+            random_bytes=runtime.random_bytes,
+        )  # fmt: skip
+    inner = strategy.inner
+    buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
+    return OuterTraining(
+        context, Greeting(message=message, layout=spec.layout, buffers=buffers), strategy.rule,
+        sampler=spec.sampler, schedule=strategy.schedule, history=history, hooks=hooks, executor=executor,
+    )  # fmt: skip

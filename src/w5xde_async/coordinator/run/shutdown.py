@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from w5xde_async.coordinator.run.run import Run, gone
-from w5xde_async.coordinator.run.startup import Prepared
+from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.errors import DiskHangs, StoreError
 from w5xde_async.job import shown_end
@@ -78,24 +78,25 @@ class Shutdown:
 
     def __init__(
         self, prepared: Prepared, run: Run, bus: Bus, deadline: ShutdownDeadline, recorder: Recorder | None,
-        *, began: float, samples_before: int, clock: Callable[[], float], stopped: asyncio.Event,
+        elapsed: Callable[[], float], stopped: asyncio.Event,
     ) -> None:  # fmt: skip
+        """``elapsed``: seconds since the run began. ``stopped`` is set once a stop is asked for."""
         self._prepared, self._run, self._bus, self._deadline = prepared, run, bus, deadline
-        self._recorder, self._began, self._samples_before = recorder, began, samples_before
-        self._clock, self._stopped = clock, stopped  # set once a stop is asked for
+        self._recorder, self._elapsed, self._stopped = recorder, elapsed, stopped
 
     async def finish(
         self, failure: BaseException | None, stopped: str, *, say_goodbye: Callable[[ByeCode, str], Awaitable[None]]
     ) -> RunResult:
         """``failure``: what ended the run, if it failed; ``stopped``: why it was stopped, if it was."""
-        prepared, training, following = self._prepared, self._run.training, self._run.following
+        (spec, _, resume), training = self._prepared, self._run.training
+        checkpointing, evaluation = self._run.checkpointing, self._run.evaluation
         finished = failure is None and training.progress >= training.total_steps
         outcome = "failed" if failure is not None else "finished" if finished else "stopped"
         if finished:
             await self._save()
-        problem = failure or (following.save_error if finished else None) or self._deadline.error
+        problem = failure or (checkpointing.save_error if finished else None) or self._deadline.error
         reason = str(failure) if failure is not None else "" if finished else stopped
-        if finished and prepared.first_step >= prepared.total_steps:
+        if finished and resume.step >= spec.total_steps:
             reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
         if problem is None:
             code = ByeCode.FINISHED if finished else ByeCode.STOPPING
@@ -107,9 +108,9 @@ class Shutdown:
             await self._save()
         await self._evaluate(finished=finished)
         await gone(training)
-        digest = await training.aggregator.submit(prepared.state.digest)
-        model_path, metrics_path, plot_path = await self._write_results(failure or following.save_error)
-        seconds = self._clock() - self._began
+        digest = await training.aggregator.submit(spec.state.digest)
+        model_path, metrics_path, plot_path = await self._write_results(failure or checkpointing.save_error)
+        seconds = self._elapsed()
         contributions = training.roster.contributions
         sent, received = contributions.traffic(training.roster.sessions.values())
         counts = training.totals()
@@ -121,9 +122,9 @@ class Shutdown:
                 step=training.progress,
                 total_steps=shown_end(max(training.total_steps, training.progress)),
                 samples=training.samples_applied,
-                session_samples=training.samples_applied - self._samples_before,
+                session_samples=training.samples_applied - resume.samples,
                 loss=training.last_loss,
-                metrics=following.metrics,
+                metrics=evaluation.metrics,
                 seconds=seconds,
                 bytes_sent=sent,
                 bytes_received=received,
@@ -144,26 +145,27 @@ class Shutdown:
             )
         )
         return RunResult(
-            outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=following.metrics,
+            outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=evaluation.metrics,
             digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
             shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
             residuals_lost=contributions.residuals_lost, steps_skipped=contributions.steps_skipped,
         )  # fmt: skip
 
     async def _save(self) -> None:
-        await self._deadline.wait(self._run.following.save_last(), "the last checkpoint")
+        await self._deadline.wait(self._run.checkpointing.save_last(), "the last checkpoint")
         if self._deadline.error is not None:
             self._run.abandon()
 
     async def _evaluate(self, *, finished: bool) -> None:
         """The last evaluation of a finished run takes what it takes; a stop waits only so long for one."""
-        following = self._run.following
+        run = self._run
         if finished:
-            await self._until_stopped(following.evaluate_last(), "the last evaluation")
-            following.abandon()
+            last = run.evaluation.evaluate_last(run.training.progress, run.training.aggregator)
+            await self._until_stopped(last, "the last evaluation")
         else:
-            await self._deadline.wait(following.settle(), "an evaluation", "the job")
-            following.abandon()
+            await self._deadline.wait(run.evaluation.settle(), "an evaluation", "the job")
+        run.checkpointing.abandon()
+        run.evaluation.abandon()
 
     async def _until_stopped(self, waiting: Awaitable[None], what: str) -> None:
         """Wait for the job's own code for as long as it takes; once a stop was asked for, so long and no longer."""
@@ -181,10 +183,11 @@ class Shutdown:
 
     async def _write_results(self, problem: BaseException | None) -> tuple[Path | None, Path | None, Path | None]:
         """Model, metrics and plot, where they are of this run; parameters that no step ended with are not exported."""
-        run_dir = self._prepared.run_dir
-        if run_dir is None or self._deadline.error is not None or isinstance(problem, Superseded):
+        files = self._prepared.spec.files
+        if files is None or self._deadline.error is not None or isinstance(problem, Superseded):
             return None, None, None
-        torn, model, filesystem = self._run.training.aggregator.torn, self._prepared.model, run_dir.filesystem
+        run_dir, model = files.directory, self._prepared.spec.model
+        torn, filesystem = self._run.training.aggregator.torn, run_dir.filesystem
 
         def write() -> tuple[bool, bool, str]:
             """Whether the model was exported and the loss drawn, and why not."""

@@ -17,7 +17,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.tuning import PAIRS, Choice, Figures, Situation, Tuner, choose
 from w5xde_async.updates.config import UpdateConfig
 
-__all__ = ["Autotuning", "chosen"]
+__all__ = ["StrategyTuner", "chosen"]
 
 _PROBE_STEPS = 3
 _PROBE_S = 5.0  # of a step: then one is enough
@@ -51,7 +51,7 @@ class _Rate:
             self.counted = nbytes, seconds
 
 
-class Autotuning:
+class StrategyTuner:
     """Watches the commits of one run. ``tell`` gets a sentence for people."""
 
     def __init__(

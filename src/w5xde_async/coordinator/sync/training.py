@@ -30,6 +30,7 @@ from w5xde_async.coordinator.sync.context import SyncContext
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
+from w5xde_async.coordinator.sync.waiting import reason_to_wait
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
 from w5xde_async.errors import UpdateFailed
@@ -42,7 +43,7 @@ from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.ledger import Grant, Ledger
-from w5xde_async.plan.membership import Standing
+from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.verification import Audit, Count, Discard, Quarantine, Recompute
@@ -170,6 +171,12 @@ class SyncTraining:
             results.leaves, results.leaves_wasted, results.refused[VerdictCode.STALE],
             results.refused[VerdictCode.DUPLICATE], results.refused[VerdictCode.REJECTED], self.scheduler.num_backups,
         )  # fmt: skip
+
+    def leases_held(self, worker: str) -> int:
+        return self.ledger.num_held(worker)
+
+    def reason_to_wait(self, session: Session, member: Member) -> str:
+        return reason_to_wait(self, session, member)
 
     # -- the run -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""Evaluations of a run, off the step path: the job's ``evaluate`` on a copy of the model, in a thread of its own.
+
+At most one is under way; one that falls due meanwhile is left out. An evaluation that raises does not end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.compute.block import described
+from w5xde_async.coordinator.durability.journal_writer import JournalWriter
+from w5xde_async.coordinator.training import Commit, Parameters
+from w5xde_async.job import Job
+from w5xde_async.params.flat import state_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.sampler import Steps
+from w5xde_async.randomness import draws_random, random_state, seed_all
+from w5xde_async.telemetry.events import Bus, Evaluated, Warned
+from w5xde_async.users_code import users_code
+
+__all__ = ["Evaluation", "Evaluator"]
+
+
+class Evaluator:
+    """The job's ``evaluate`` and the model that it is given, which belongs to this object."""
+
+    def __init__(self, job: Job, model: nn.Module, layout: Layout) -> None:
+        self._job, self._model, self._layout = job, model, layout
+        self._draws: bool | None = None  # whether evaluate uses random numbers; None: not tried yet
+
+    def measure(self, snapshot: Mapping[str, Tensor]) -> dict[str, float]:
+        """The metrics of these parameters. Raises what the job raises, and TypeError for what is no number."""
+        model, evaluate, seed = self._model, self._job.evaluate, self._job.seed
+        assert evaluate is not None
+        found: dict[str, float] = {}
+
+        def run() -> None:
+            metrics = evaluate(model)
+            if not isinstance(metrics, Mapping):
+                raise TypeError(f"it returned {type(metrics).__name__}, not a dict of numbers by name")
+            for name, value in metrics.items():
+                try:
+                    found[str(name)] = float(value)
+                except (TypeError, ValueError, RuntimeError):
+                    raise TypeError(f"metric {name!r} is {described(value)}; it must be a number") from None
+
+        with users_code(), torch.no_grad():
+            for entry, tensor in zip(self._layout.entries, state_of(model, self._layout), strict=True):
+                tensor.copy_(snapshot[entry.name])
+            model.eval()
+            if self._draws is None:
+                self._draws = draws_random(run, seed)
+            elif self._draws:
+                with random_state():
+                    seed_all(seed)
+                    run()
+            else:
+                run()
+        return found
+
+
+class Evaluation:
+    """Evaluations of one run. ``metrics`` are those of the last one."""
+
+    def __init__(
+        self, evaluator: Evaluator | None, steps: Steps, every: int | None, bus: Bus, thread: Executor,
+        journal: JournalWriter | None = None,
+    ) -> None:  # fmt: skip
+        """``evaluator`` None: nothing is evaluated. ``every``: steps between two; None: after each epoch.
+
+        ``thread`` runs one call at a time; it belongs to this object. With a journal, metrics are told when their step
+        is durable.
+        """
+        self._evaluator, self._steps, self._every = evaluator, steps, every
+        self._bus, self._thread, self._journal = bus, thread, journal
+        self.metrics: dict[str, float] = {}
+        self._evaluated_step = -1
+        self._evaluating: asyncio.Task[None] | None = None
+
+    def on_commit(self, commit: Commit, parameters: Parameters, tasks: asyncio.TaskGroup) -> None:
+        """Runs before anything else can touch the parameters: what is submitted to their thread sees this version."""
+        if self._every is None:
+            due = self._steps.epoch_of(commit.step) > self._steps.epoch_of(commit.before)
+        else:
+            due = commit.passes(self._every)
+        if due and self._evaluator is not None and (self._evaluating is None or self._evaluating.done()):
+            evaluating = self._evaluate(self._evaluator, commit.step, parameters.submit(parameters.snapshot))
+            self._evaluating = tasks.create_task(evaluating, name=f"evaluate {commit.step}")
+
+    async def evaluate_last(self, step: int, parameters: Parameters) -> None:
+        """The run is finished, after ``step`` steps: what it came to."""
+        await self.settle()
+        if self._evaluator is not None and self._evaluated_step != step:
+            await self._evaluate(self._evaluator, step, parameters.submit(parameters.snapshot))
+
+    def abandon(self) -> bool:
+        """Do not wait for the one that is under way: its thread is left to itself. Whether there was one."""
+        return self._evaluating is not None and self._evaluating.cancel()
+
+    async def settle(self) -> None:
+        """Wait for the one that is under way."""
+        if self._evaluating is not None and not self._evaluating.done():
+            await asyncio.wait([self._evaluating])
+
+    async def aclose(self) -> None:
+        """Wait for the thread."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    async def _evaluate(self, evaluator: Evaluator, step: int, copying: asyncio.Future[dict[str, Tensor]]) -> None:
+        snapshot = await copying
+        began = time.monotonic()
+        try:
+            measuring = asyncio.get_running_loop().run_in_executor(self._thread, evaluator.measure, snapshot)
+            metrics = await measuring
+        except Exception as error:
+            self._bus.publish(Warned(text=f"evaluate raised {type(error).__name__}: {error}; the run goes on"))
+            return
+        if self._journal is not None:
+            await self._journal.settled(step)
+        self.metrics, self._evaluated_step = metrics, step
+        self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))

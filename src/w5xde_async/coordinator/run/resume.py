@@ -1,0 +1,314 @@
+"""Taking up a run where it was left: the newest checkpoint, then what the journal has beyond it.
+
+Everything here blocks (it reads disks) and runs in an executor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability.journal_writer import apply_entry
+from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
+from w5xde_async.coordinator.run.strategy import change_strategy
+from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.layout import Layout
+from w5xde_async.store.checkpoint import CheckpointStore, Record
+from w5xde_async.store.failpoints import failpoint
+from w5xde_async.store.journal import Journal, Position, Replay
+from w5xde_async.store.rundir import RunDir
+from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.telemetry.recorder import last_step
+from w5xde_async.telemetry.records import number
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.outer import OuterRule
+from w5xde_async.updates.sync import SyncRule
+
+__all__ = ["KeptState", "take_up"]
+
+
+def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
+    """The run that lies in ``directory``, or ``fresh`` where nothing lies there. Raises StoreError."""
+    spec, strategy, point = replace(fresh.spec, run_id=directory.run_id), fresh.strategy, fresh.resume
+    notes = list(point.notes)
+    if directory.set_aside is not None:
+        notes.append(f"the run that was here lies in {directory.set_aside} now")
+    store = CheckpointStore(
+        directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem
+    )  # fmt: skip
+    store.sweep()
+    record, num_skipped = _find(store, directory, config, notes)
+    # The bucket size is in the layout's own fingerprint; it may change from start to start.
+    entries = json.dumps(json.loads(spec.layout.describe())["entries"]).encode()
+    fingerprint = hashlib.blake2b(entries, digest_size=16).hexdigest()
+    journal = Journal(
+        directory.journal_path, run_id=directory.run_id, fingerprint=fingerprint, filesystem=directory.filesystem
+    )  # fmt: skip
+    journal.sweep()
+    if record is not None:
+        known: Any = record.meta.get("update")
+        if config.auto and known is not None and known["rule"] != strategy.update.rule:
+            strategy = change_strategy(spec, config, strategy, UpdateConfig(**known), 0, 0)
+        point = _restore(spec, strategy, record, directory, notes)
+    point, replay = _replay(spec, strategy, point, record, journal, directory, config, notes)
+    if record is not None:
+        if config.resume != "auto":
+            notes.append(
+                f"the run goes on from {config.resume}; without --resume the next start goes on from what follows, "
+                "with it from there again"
+            )
+        if (other := record.meta.get("run_id")) not in (None, directory.run_id):
+            notes.append(f"its checkpoint was written by run {other}; from here on it is run {directory.run_id}")
+        if num_skipped:
+            notes.append(f"the run goes on from the checkpoint of step {record.step}, the newest whole one")
+        notes.extend(f"{path} belongs to another course of the run" for path in store.abandon_after(record.step))
+    journalled = config.durability == "journal"
+    told, first = last_step(directory.metrics_path), point.step
+    if told > first and journalled and replay is not None:
+        notes.append(f"the journal ends with step {first}, though step {told} had been committed")
+    elif told > first:
+        notes.append(f"the {told - first} steps from {first + 1} to {told} were done before; they are done again")
+    state = KeptState(spec, strategy)
+    # A checkpoint that names a place in a journal is refused where that journal is missing, so none may outlive it.
+    named = record is not None and _position(record) is not None and (replay is None or not journalled)
+    # One that lies elsewhere is not found by the next start, which would take up another course or none.
+    elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
+    if named or elsewhere or (not journalled and journal.exists and first > point.saved_step):
+        store.save(state.record(first, point.samples))
+        point = replace(point, saved_step=first)
+    if journalled:
+        if record is None:
+            # What is replayed later must stand on something that can be compared with the job.
+            store.save(state.record(0, 0))
+            point = replace(point, saved_step=0)
+        journal.begin(first, directory.term + 1, replay)
+    elif journal.exists:
+        journal.remove()
+    files = RunFiles(directory=directory, checkpoints=store, journal=journal if journalled else None)
+    total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
+    # The term last: a term that is stored has its segment of the journal.
+    spec = replace(spec, files=files, total_steps=total_steps, term=directory.next_term())
+    return Prepared(spec, strategy, replace(point, notes=tuple(notes)))
+
+
+def _find(
+    store: CheckpointStore, directory: RunDir, config: CoordinatorConfig, notes: list[str]
+) -> tuple[Record | None, int]:
+    """The checkpoint to go on from, and how many newer ones were passed over."""
+    if config.resume == "never":
+        return None, 0
+    if config.resume != "auto":
+        return store.load(Path(config.resume)), 0
+    record, skipped = store.latest()
+    notes.extend(f"checkpoint {passed.path} was passed over: {passed.reason}" for passed in skipped)
+    if record is None and skipped:
+        raise CheckpointMismatch(
+            str(directory.checkpoints_path),
+            f"none of the {len(skipped)} checkpoints is whole ({skipped[0].reason}); "
+            "--resume never starts afresh and sets them aside",
+        )
+    return record, len(skipped)
+
+
+def _replay(
+    spec: RunSpec, strategy: Strategy, point: ResumePoint, record: Record | None, journal: Journal, directory: RunDir,
+    config: CoordinatorConfig, notes: list[str],
+) -> tuple[ResumePoint, Replay | None]:  # fmt: skip
+    """Apply what the journal has beyond ``record``, the checkpoint that is resumed. Raises CheckpointCorrupt."""
+    position = None if record is None else _position(record)
+    if config.resume != "auto" or not (journal.exists or (position and config.durability == "journal")):
+        if journal.exists:
+            notes.append(f"the journal lies in {journal.set_aside()}: it leads on to another course of the run")
+        return point, None
+    replay = Replay(point.step)
+    try:
+        if record is None:
+            raise CheckpointCorrupt(str(directory.journal_path), "there is a journal but no checkpoint to begin at")
+        if journal.newest_term < directory.term:
+            reason = f"its newest segment is of term {journal.newest_term}, the last start was term {directory.term}"
+            raise CheckpointCorrupt(str(directory.journal_path), f"{reason}: segments are missing")
+        point = _apply_all(spec, strategy, point, journal, position, replay, notes)
+    except CheckpointCorrupt as error:
+        if config.durability == "journal":
+            raise
+        notes.append(f"the journal is damaged and was set aside in {journal.set_aside()}: {error}")
+        notes.append(f"the steps after {0 if record is None else record.step} are computed again")
+        if record is not None:
+            point = _restore(spec, strategy, record, directory, notes)
+        return point, None
+    failpoint("replay.after")
+    return point, replay
+
+
+def _apply_all(
+    spec: RunSpec, strategy: Strategy, point: ResumePoint, journal: Journal, position: Position | None, replay: Replay,
+    notes: list[str],
+) -> ResumePoint:  # fmt: skip
+    began, base, rule = time.perf_counter(), point.step, strategy.rule
+    vector = ResultVector(spec.layout)
+    assert isinstance(rule, SyncRule), "a journal is kept of no other rule"
+    lines: list[Mapping[str, object]] = []
+    differ, samples, loss = 0, point.samples, point.loss
+    for entry in journal.read(base, position, replay):
+        done = apply_entry(entry, spec.layout, rule, vector)
+        differ += not done.same
+        lines.append(done.line)
+        samples, loss = done.samples_applied, number(done.line.get("loss"))
+    if replay.step > base:
+        seconds = time.perf_counter() - began
+        notes.append(f"{replay.step - base} steps after step {base} came from the journal, in {seconds:.1f} s")
+    if replay.torn_bytes:
+        notes.append(
+            f"the journal ends in {replay.torn_bytes} bytes of a step that was not committed; they are dropped"
+        )
+    if replay.gap is not None:
+        after, until = replay.gap.after, replay.gap.until
+        notes.append(f"steps {after + 1} to {until} are not in the journal (the disk failed) and are computed again")
+    if differ:
+        notes.append(
+            f"{differ} of the replayed steps have another gradient norm than at first: another machine, thread count "
+            "or library; the run goes on, its last bits may differ"
+        )
+    return replace(point, step=replay.step, samples=samples, loss=loss, replayed=tuple(lines))
+
+
+def _position(record: Record) -> Position | None:
+    """Where the journal goes on after a checkpoint, if it says so."""
+    noted: Any = record.meta.get("journal")
+    return None if noted is None else Position(int(noted[0]), str(noted[1]))
+
+
+def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
+    """What must be the same for a run to go on, by the name that a person knows it by."""
+    job = spec.job
+    return {
+        "dataset length": len(job.dataset),
+        "batch_size": job.batch_size,
+        "microbatch_size": job.microbatch_samples,
+        "accumulate_grad_batches": job.accumulate_grad_batches,
+        "seed": job.seed,
+        "shuffle": job.shuffle,
+        "drop_last": job.drop_last,
+        "precision": job.precision,
+        "optimizer": type(strategy.rule.optimizer).__name__,
+        "update rule": strategy.rule.name,
+    }
+
+
+def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDir, notes: list[str]) -> ResumePoint:
+    """Give parameters, optimizer and growing batch the state of ``record``. Raises CheckpointMismatch."""
+    where, rule = str(directory.path), strategy.rule
+    fresh = "--resume never starts afresh and sets the old run aside"
+    try:
+        theirs = Layout.parse(json.dumps(record.meta["layout"]).encode())
+        identity: Any = record.meta["identity"]
+        cursor: Any = record.meta["cursor"]
+        samples = int(cursor["samples"])
+    except (KeyError, TypeError, ValueError, MalformedFrame) as error:
+        raise CheckpointMismatch(
+            where, f"its checkpoint was not written by this version ({error!r}); {fresh}"
+        ) from None
+    difference = spec.layout.first_difference(theirs)
+    if difference:
+        raise CheckpointMismatch(
+            where, f"its checkpoint is of another model ({difference}; there: the checkpoint); {fresh}"
+        )  # fmt: skip
+    for name, value in _identity(spec, strategy).items():
+        if identity.get(name) != value:
+            raise CheckpointMismatch(
+                where,
+                f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",
+            )
+    tensors = record.groups["model"]
+    for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
+        view.copy_(tensors[entry.name])
+    ours = _hyperparameters(rule.optimizer)
+    try:
+        rule.load_state_dict(unpack_state(record.meta["rule"], record.groups["rule"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointMismatch(where, f"its optimizer state does not fit the job's ({error}); {fresh}") from error
+    for name, value in _hyperparameters(rule.optimizer).items():
+        # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
+        if ours.get(name) != value and not (rule.scheduler and name.endswith(("lr", "momentum", "betas"))):
+            notes.append(f"the checkpoint's optimizer setting {name}={value} counts, not {ours.get(name)}")
+    grown: Any = record.meta.get("batch")
+    if grown is not None:
+        _restore_batch(spec, grown, where)
+    step = record.step
+    if isinstance(rule, OuterRule):  # what it was offered since that commit counts too
+        step, samples = len(rule.done), rule.samples
+    if strategy.schedule is not None:
+        strategy.schedule.rows(step, 1)  # from the beginning to here, which may take seconds
+    return ResumePoint(step=step, samples=samples, saved_step=record.step)
+
+
+def _restore_batch(spec: RunSpec, grown: Any, where: str) -> None:
+    """The steps of a run whose batch grows are those that its checkpoint says."""
+    if spec.growing is not None:
+        try:
+            spec.growing.load_state_dict(grown)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointMismatch(where, f"its growing batch cannot be taken up: {error}") from error
+    elif len(grown["plan"]["stretches"]) > 1:
+        now = grown["plan"]["stretches"][-1]["batch_size"]
+        raise CheckpointMismatch(
+            where, f"its batch has grown to {now} samples; give --target-batch (--target-batch {now}: no further)"
+        )
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Every group's settings as text, by ``group N: name``."""
+    return {
+        f"group {number}: {name}": str(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """What of a run is kept in a checkpoint (``durability.checkpointing.RunState``)."""
+
+    spec: RunSpec
+    strategy: Strategy
+
+    @property
+    def version(self) -> int:
+        """Of a rule whose versions are not its steps: fragments that stream have some without a step of their own."""
+        rule = self.strategy.rule
+        return rule.version if isinstance(rule, OuterRule) else 0
+
+    def record(self, step: int, samples: int) -> Record:
+        """A consistent copy of everything that a resume needs. Runs between two commits; copies, writes nothing."""
+        spec = self.spec
+        with torch.no_grad():
+            model: dict[str, Tensor] = {
+                entry.name: view.detach().clone()
+                for entry, view in zip(spec.layout.entries, spec.state.views, strict=True)
+            }
+        skeleton, tensors = pack_state(self.strategy.rule.state_dict())
+        return Record(
+            step=step,
+            meta={
+                "run_id": spec.run_id,
+                "term": spec.term,
+                "cursor": {"step": step, "epoch": spec.steps.epoch_of(step), "samples": samples},
+                "batch": None if spec.growing is None else spec.growing.state_dict(),
+                "identity": _identity(spec, self.strategy),
+                "update": asdict(self.strategy.update),
+                "layout": json.loads(spec.layout.describe()),
+                "rule": skeleton,
+            },
+            groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},
+        )

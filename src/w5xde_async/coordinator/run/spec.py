@@ -1,0 +1,103 @@
+"""What a run is made of, by what rule it trains, and where it is taken up: values that nobody rewrites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from w5xde_async.compute.inner import Schedule
+from w5xde_async.compute.program.form import Document
+from w5xde_async.coordinator.durability.evaluation import Evaluator
+from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
+from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.sampler import Sampler, Steps
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.store.journal import Journal
+from w5xde_async.store.rundir import RunDir
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.updates.outer import OuterRule
+from w5xde_async.updates.sync import SyncRule
+
+__all__ = ["Prepared", "ResumePoint", "RunFiles", "RunSpec", "Strategy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Where a run is kept. ``journal`` has begun; None where the run keeps none."""
+
+    directory: RunDir
+    checkpoints: CheckpointStore
+    journal: Journal | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """What a run is made of, whatever its update rule.
+
+    ``model``'s tensors are views of ``state``. ``evaluator`` is there where the job evaluates. ``program`` is there
+    where no other process can load the job; ``untraceable`` says why it is not. ``possible``: rules and codecs that
+    ``auto`` may choose.
+    """
+
+    job: Job
+    sampler: Sampler
+    total_steps: int  # as planned when the run starts
+    model: nn.Module
+    evaluator: Evaluator | None
+    layout: Layout
+    state: FlatState
+    program: Document | None = None
+    untraceable: str = ""
+    growing: BatchGrowth | None = None  # where the batch grows
+    possible: frozenset[tuple[str, str]] = frozenset()
+    run_id: str = ""
+    term: int = 1
+    files: RunFiles | None = None  # None: nothing is kept
+
+    @property
+    def steps(self) -> Steps:
+        """Which samples make which step."""
+        return self.sampler if self.growing is None else self.growing.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How results become parameters. Under ``auto`` a run may go on by another one.
+
+    ``schedule`` is that of the workers' optimizers, under rules of local steps; ``inner`` says what those are
+    (``compute.inner``, as msgpack).
+    """
+
+    update: UpdateConfig
+    rule: SyncRule | OuterRule
+    schedule: Schedule | None = None
+    inner: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where a run goes on: after ``step`` steps and ``samples`` samples.
+
+    ``loss`` is of the last step, where it is known. ``saved_step`` is that of the newest checkpoint that counts; -1:
+    none. ``replayed`` are the records of steps that came from the journal, for metrics.jsonl. ``notes`` are for people.
+    """
+
+    step: int = 0
+    samples: int = 0
+    loss: float | None = None
+    saved_step: int = -1
+    replayed: tuple[Mapping[str, object], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Prepared(NamedTuple):
+    """A run that can start."""
+
+    spec: RunSpec
+    strategy: Strategy
+    resume: ResumePoint
