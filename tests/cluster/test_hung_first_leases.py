@@ -72,8 +72,12 @@ class RoundsRun(Run):
         assert isinstance(prepared.strategy.rule, OuterRule)
         inner = prepared.strategy.inner
         buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
+        loader = Loader(
+            made, prepared.spec.sampler, on_ready=lambda: self.training.data_came(),
+            on_error=lambda error: self.training.fail(error),
+        )  # fmt: skip
         context = RunContext(
-            layout=prepared.spec.layout, state=prepared.spec.state, loader=Loader(made, prepared.spec.sampler),
+            layout=prepared.spec.layout, state=prepared.spec.state, loader=loader,
             config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
         )  # fmt: skip
         greeting = Greeting(message=welcome, layout=prepared.spec.layout, buffers=buffers)

@@ -133,7 +133,10 @@ class Fleet:
         self.prepared: Prepared = prepare(job, config, None, lambda: "0" * 16)
         runtime = Runtime(clock=lambda: self.now, executor=lambda threads, name: InPlace())
         spec, strategy, _ = self.prepared
-        loader = Loader(job, spec.steps, make_pool=runtime.executor)
+        loader = Loader(
+            job, spec.steps, make_pool=runtime.executor, on_ready=lambda: self.training.data_came(),
+            on_error=lambda error: self.training.fail(error),
+        )  # fmt: skip
         context = RunContext(
             layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config, bus=Bus(),
             clock=runtime.clock, total_steps=spec.total_steps,

@@ -91,8 +91,12 @@ class Run:
             prepared.spec.run_id, "scripted", term, made.seed, made.precision, 1, 1, self.config.bucket_bytes,
             prepared.spec.layout.fingerprint, self.config.heartbeat_s, self.config.silence_s,
         )  # fmt: skip
+        loader = Loader(
+            made, prepared.spec.sampler, on_ready=lambda: self.training.data_came(),
+            on_error=lambda error: self.training.fail(error),
+        )  # fmt: skip
         context = RunContext(
-            layout=prepared.spec.layout, state=prepared.spec.state, loader=Loader(made, prepared.spec.sampler),
+            layout=prepared.spec.layout, state=prepared.spec.state, loader=loader,
             config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
         )  # fmt: skip
         greeting = Greeting(message=welcome, layout=prepared.spec.layout)

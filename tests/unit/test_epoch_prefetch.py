@@ -86,9 +86,8 @@ def test_what_is_not_shuffled_is_always_ready(computed: list[tuple[int, bool]]) 
 @pytest.mark.parametrize("kind", [lambda sampler: sampler, BatchPlan])
 async def test_half_an_epoch_ahead_and_not_sooner(computed: list[tuple[int, bool]], kind: Any) -> None:
     steps = kind(make())
-    ordering = EpochPrefetch(steps)
     asked = asyncio.Event()
-    ordering.on_ready = asked.set
+    ordering = EpochPrefetch(steps, asked.set)
     assert not ordering.ready(0, 25)
     await asked.wait()
     for step in range(5):
@@ -111,8 +110,8 @@ async def test_what_computing_raises_is_raised_where_it_is_waited_for(monkeypatc
 
     monkeypatch.setattr(sampling, "epoch_order", raising)
     monkeypatch.setattr(sampling, "QUICK_SAMPLES", 0)
-    ordering, errors = EpochPrefetch(make()), []
-    ordering.on_error = errors.append
+    errors: list[BaseException] = []
+    ordering = EpochPrefetch(make(), on_error=errors.append)
     with pytest.raises(MemoryError):
         await ordering.wait(0, 10)
     assert [type(error) for error in errors] == [MemoryError]

@@ -74,12 +74,11 @@ def sampler(seed: int = 3) -> Sampler:
 class Reader:
     """A loader with somewhere to wait."""
 
-    def __init__(self, loader: Loader, plans: Sampler) -> None:
-        self.loader, self.plans = loader, plans
+    def __init__(self, job: Job, plans: Sampler, **kwargs: Any) -> None:
+        self.plans = plans
         self.errors: list[BaseException] = []
         self._came = asyncio.Event()
-        loader.on_ready = self._came.set
-        loader.on_error = self._failed
+        self.loader = Loader(job, plans, on_ready=self._came.set, on_error=self._failed, **kwargs)
 
     def _failed(self, error: BaseException) -> None:
         self.errors.append(error)
@@ -108,11 +107,11 @@ class Reader:
 
 @asynccontextmanager
 async def reading(dataset: Any, **kwargs: Any) -> AsyncIterator[Reader]:
-    loader = Loader(job(dataset), sampler(), **kwargs)
+    reader = Reader(job(dataset), sampler(), **kwargs)
     try:
-        yield Reader(loader, sampler())
+        yield reader
     finally:
-        await loader.aclose()
+        await reader.loader.aclose()
 
 
 def batches(data: BlockData) -> list[tuple[Tensor, ...]]:
@@ -139,8 +138,8 @@ async def test_leaves_come_in_the_samplers_order(dataset: Callable[[], Any]) -> 
 
 async def test_the_next_epoch_and_its_shorter_step() -> None:
     plans = Sampler(num_samples=SAMPLES, batch_size=36, leaf_samples=LEAF, seed=1)
-    loader = Loader(job(TensorDataset(X, Y)), plans)
-    reader = Reader(loader, plans)
+    reader = Reader(job(TensorDataset(X, Y)), plans)
+    loader = reader.loader
     reader.open(2)
     assert (await reader.block(2, 4, 6)).samples == (4, 4)
     loader.close_step(2)
@@ -268,8 +267,8 @@ async def test_leaves_of_a_block_may_have_different_structures() -> None:
         x = torch.stack([x for x, _ in samples])
         return {"x": x} if float(x[0, 0]) % 2 else {"y": x, "note": f"from {float(x[0, 0])}", "twice": [x, x]}
 
-    loader = Loader(job(Rows(), collate=collate), sampler())
-    reader = Reader(loader, sampler())
+    reader = Reader(job(Rows(), collate=collate), sampler())
+    loader = reader.loader
     reader.open(0)
     found = batches(await reader.block(0, 0, 8))
     await loader.aclose()
@@ -296,8 +295,8 @@ async def test_blocks_are_bounded_by_the_largest_leaf_so_far(monkeypatch: pytest
     monkeypatch.setattr("w5xde_async.data.loader._LEASE_BYTES", 4000)
 
     sizes = itertools.chain([10], itertools.repeat(200))
-    loader = Loader(job(Rows(), collate=lambda samples: torch.zeros(next(sizes))), sampler())
-    reader = Reader(loader, sampler())
+    reader = Reader(job(Rows(), collate=lambda samples: torch.zeros(next(sizes))), sampler())
+    loader = reader.loader
     reader.open(0)
     await reader.block(0, 0, 1)
     await reader.block(0, 1, 8)
@@ -314,8 +313,8 @@ async def test_strings_and_empty_tensors_travel() -> None:
     def collate(samples: list[Any]) -> Any:
         return {"none": torch.zeros(0), "names": ["a"] * len(samples), "x": torch.stack([x for x, _ in samples])}
 
-    loader = Loader(job(Rows(), collate=collate), sampler())
-    reader = Reader(loader, sampler())
+    reader = Reader(job(Rows(), collate=collate), sampler())
+    loader = reader.loader
     reader.open(0)
     data = await reader.block(0, 0, 2)
     assert [spec.nbytes for spec, _ in data.buffers] == [0, LEAF * 12] * 2

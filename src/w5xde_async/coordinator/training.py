@@ -244,6 +244,9 @@ class Training(WorkSource, Protocol):
     def fail(self, error: BaseException) -> None:
         """End now; ``run`` raises ``error``."""
 
+    def data_came(self) -> None:
+        """The loader has read something: leases that waited for it can be sent."""
+
     def tick(self, now: float) -> None:
         """Do what is due by time. Called every second or so."""
 

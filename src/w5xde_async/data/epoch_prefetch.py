@@ -13,11 +13,15 @@ __all__ = ["EpochPrefetch"]
 class EpochPrefetch:
     """Has orders computed half an epoch ahead of need, one at a time."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(
+        self,
+        steps: Steps,
+        on_ready: Callable[[], None] = lambda: None,
+        on_error: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """``on_ready`` is called on the loop's thread when an order has been computed, ``on_error`` if that raised."""
+        self._steps, self._on_ready, self._on_error = steps, on_ready, on_error
         self._computing: asyncio.Future[None] | None = None
-        self.on_ready: Callable[[], None] = lambda: None
-        self.on_error: Callable[[BaseException], None] = lambda error: None
 
     def ready(self, step: int, total_steps: int) -> bool:
         """Whether ``step`` can be planned at once; if not, ``on_ready`` tells when to ask again."""
@@ -45,6 +49,6 @@ class EpochPrefetch:
         if computing.cancelled():
             return
         if (error := computing.exception()) is not None:
-            self.on_error(error)
+            self._on_error(error)
         else:
-            self.on_ready()
+            self._on_ready()

@@ -95,7 +95,7 @@ class _Read(NamedTuple):
 
 
 class Loader:
-    """Reads leaves for the open steps. ``on_ready`` is called on the loop's thread whenever a chunk has come."""
+    """Reads leaves for the open steps."""
 
     def __init__(
         self,
@@ -108,10 +108,14 @@ class Loader:
         reference: str | None = None,
         make_pool: Callable[[int, str], Executor] = thread_pool,
         whole_steps: bool = False,
+        on_ready: Callable[[], None] = lambda: None,
+        on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes.
 
-        ``whole_steps``: every lease is a step, however many leaves and bytes it has.
+        ``whole_steps``: every lease is a step, however many leaves and bytes it has. ``on_ready`` is called on the
+        loop's thread whenever a chunk has come, ``on_error`` with what must end the run. Neither is called before the
+        first step is opened.
         """
         self._sampler, self._job = sampler, job
         self._prefetch_leaves = prefetch_leaves
@@ -140,8 +144,7 @@ class Loader:
             self._remote = False
         self._most_reading = max(1, processes or threads) * 2
         self._closed = False
-        self.on_ready: Callable[[], None] = lambda: None
-        self.on_error: Callable[[BaseException], None] = lambda error: None
+        self._on_ready, self._on_error = on_ready, on_error
 
     @property
     def leaf_bytes(self) -> int:
@@ -213,7 +216,7 @@ class Loader:
         structure = joined([chunk.structure for chunk in chunks])
         flat = [tensor for chunk in chunks for tensor in chunk.tensors]
         if len(flat) > SESSION_CAPS.buffers:  # only a lease that is a whole step can have so many
-            self.on_error(
+            self._on_error(
                 JobError(
                     "batch_size",
                     f"a step of {len(samples)} leaves has {len(flat)} tensors, a lease at most {SESSION_CAPS.buffers}",
@@ -285,7 +288,7 @@ class Loader:
                 return
             error = read.exception()
             if error is not None:
-                self.on_error(self._failure(step, chunk.first, error))
+                self._on_error(self._failure(step, chunk.first, error))
                 return
             chunk.structure, chunk.tensors = read.result()
             chunk.ready = True
@@ -296,7 +299,7 @@ class Loader:
             self._leaf_bytes = max(1, self._leaf_bytes, total // chunk.num_leaves)  # leaves may grow
             self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(chunk.tensors))
             self._structure_bytes = max(self._structure_bytes, len(chunk.structure))
-            self.on_ready()
+            self._on_ready()
             self._prefetch()
 
         future.add_done_callback(done)

@@ -52,8 +52,7 @@ class StepScheduler:
         self._context, self._roster, self._lifecycle = context, roster, lifecycle
         self._ledger, self._pacing, self._publisher = ledger, pacing, publisher
         self._sampler, self._inner_schedule, self._version = sampler, inner_schedule, version
-        self._prefetch = EpochPrefetch(sampler)
-        self._prefetch.on_ready, self._prefetch.on_error = self.schedule, lifecycle.fail
+        self._prefetch = EpochPrefetch(sampler, self.schedule, lifecycle.fail)
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
         self.fragments = bucket_fragments(context.layout, update.fragments if self._streams else 1)  #: their buckets

@@ -95,7 +95,6 @@ class OuterTraining:
             context, self.roster, self.lifecycle, self.ledger, self.pacing, self.publisher,
             sampler=sampler, inner_schedule=schedule, version=rule.version,
         )  # fmt: skip
-        context.loader.on_ready, context.loader.on_error = self.scheduler.data_came, self.fail
         self._sampler, self._inner_schedule = sampler, schedule
         self.local_steps, self._fragments = self.scheduler.local_steps, self.scheduler.fragments
         self._local, self._streams = update.local, update.rule == "streaming"
@@ -233,6 +232,9 @@ class OuterTraining:
     def tick(self, now: float) -> None:
         self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
         self.schedule()
+
+    def data_came(self) -> None:
+        self.scheduler.data_came()
 
     async def aclose(self) -> None:
         """Wait for the loader and the thread that owns the parameters."""

@@ -137,6 +137,12 @@ class Run:
         await self.training.aclose()
         await self.evaluation.aclose()
 
+    def _data_came(self) -> None:
+        self.training.data_came()
+
+    def _fail(self, error: BaseException) -> None:
+        self.training.fail(error)
+
     def _committed(self, commit: Commit) -> None:
         assert self._tasks is not None
         self.checkpointing.on_commit(commit, self._tasks)
@@ -157,6 +163,7 @@ class Run:
             spec.job, spec.steps, threads=config.loader_threads, processes=config.loader_processes,
             prefetch_leaves=config.prefetch_leaves, reference=environment.reference or None,
             make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
+            on_ready=self._data_came, on_error=self._fail,
         )  # fmt: skip
         context = RunContext(
             layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config,

@@ -115,11 +115,9 @@ class SyncTraining:
             contributions=history.contributions, on_quarantine=hooks.on_quarantine,
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=first_step)
-        loader.on_ready, loader.on_error = self._data_came, self.fail
         self.growing, self.rule = growing, rule
         self.sampler: Steps = sampler if growing is None else growing.plan
-        self._ordering = EpochPrefetch(self.sampler)
-        self._ordering.on_ready, self._ordering.on_error = self._order_came, self.fail
+        self._ordering = EpochPrefetch(self.sampler, self._order_came, self.fail)
         self.version = first_step
         self.publisher = Publisher(layout, state)
         self.publisher.begin(first_step, rule.loss_scale)
@@ -449,7 +447,7 @@ class SyncTraining:
         if math.isfinite(at):
             self._look_again = asyncio.get_running_loop().call_later(max(at - now, 0.001), self.schedule)
 
-    def _data_came(self) -> None:
+    def data_came(self) -> None:
         if self.lifecycle.failure is None:
             for worker, lease in self.scheduler.read():
                 self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
