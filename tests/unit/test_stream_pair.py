@@ -50,6 +50,7 @@ async def test_it_is_asyncios_pair(pair: tuple[Streams, Streams]):
     assert isinstance(writer.transport, asyncio.WriteTransport)
     assert writer.get_extra_info("socket").fileno() > 0
     assert writer.get_extra_info("no such thing", "default") == "default"
+    assert writer.get_extra_info("peername") == writer.get_extra_info("socket").getpeername()
     assert not writer.is_closing()
 
 

@@ -90,7 +90,10 @@ class SocketChannel(Channel):
     """Plain TCP over a connected, non-blocking socket, which it owns from now on."""
 
     def __init__(self, sock: socket.socket, peer: str, *, bulk: Executor | None = None) -> None:
-        super().__init__(peer, {"socket": sock})
+        extra: dict[str, Any] = {"socket": sock}
+        with suppress(OSError):  # the peer may be gone already
+            extra |= {"peername": sock.getpeername(), "sockname": sock.getsockname()}
+        super().__init__(peer, extra)
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._fd = sock.fileno()
