@@ -1,6 +1,6 @@
 """Blocks that are held and computed a second time, frame by frame: who gets which lease, and what counts in the end.
 
-The first block of a run is always compared, which is what most of these tests wait for. There is no referee here.
+The first block of a run is always compared, which is what most of these tests wait for. Nothing is recomputed here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def test_a_held_block_goes_to_another_worker_and_counts_once_when_both_agr
         await a.compute(mine)
         assert run.training.verification.holding
         _, again = await audit_of(mine, b)
-        await a.lease(1)  # who waits for a judgement is not kept idle
+        await a.lease(1)  # who waits for a ruling is not kept idle
         await b.compute(theirs)
         await b.compute(again)
         await until(lambda: bool(audits(run)))
@@ -150,7 +150,7 @@ async def test_who_could_not_compare_is_not_asked_again():
         assert run.applied() == {float(run.training.version)}
 
 
-async def test_an_odd_block_goes_to_the_referee_where_the_other_worker_is_here_but_hangs():
+async def test_an_odd_block_is_recomputed_here_where_the_other_worker_is_here_but_hangs():
     class Nobody:
         asked = 0
 
@@ -203,7 +203,7 @@ async def test_what_a_dying_worker_had_sent_counts_with_what_another_adds():
         assert all(event.agreed for event in audits(run))
 
 
-async def test_two_that_differ_without_a_referee_are_nobodys_fault_and_the_block_is_done_again():
+async def test_two_that_differ_without_a_recomputation_are_nobodys_fault_and_the_block_is_done_again():
     async with judged(min_workers=3) as run:
         a, b, c = await run.worker("a"), await run.worker("b"), await run.worker("c")
         mine = await a.lease()

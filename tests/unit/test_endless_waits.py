@@ -55,7 +55,7 @@ class _Loader:
 
 
 @pytest.mark.parametrize("how", ["it takes too long", "the run ends", "cancelled"])
-async def test_a_referee_that_hangs_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+async def test_a_recomputation_that_hangs_is_left_to_itself(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     begun, let_go = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

@@ -14,7 +14,7 @@ EXTRA_LINKS = 64  #: connections beside the workers': of strangers, and of who c
 
 
 def most_held(config: NetworkConfig) -> int:
-    """Finished blocks that may wait for judgement before nothing more of their step is leased."""
+    """Finished blocks that may wait for verification before nothing more of their step is leased."""
     return config.max_workers * config.pacing.leases_ahead
 
 
@@ -35,7 +35,7 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     """Most bytes that a coordinator holds for its workers, beside model, optimizer and samples that wait for a lease:
     those of two steps under the synchronous rule, of as many as there are leases and one more under others.
 
-    Result vectors (``most_vectors``), and those of the referee, which while it computes also holds a model; for each
+    Result vectors (``most_vectors``), and those of a recomputation, which meanwhile also holds a model; for each
     connection 256 KiB of read-ahead and one scratch bucket; for each worker what is queued for it (``credit_bytes``;
     the lease that goes beyond is among the samples). Under other rules than the synchronous one: the results that
     workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of

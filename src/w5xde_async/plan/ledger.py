@@ -10,6 +10,10 @@ Invariants, checked by ``validate`` in tests:
 Nothing that is asked for each lease goes through a step's leaves or all workers' leases: what is free, half done or
 held of a step is counted as it changes.
 
+Which buckets a block still lacks is kept here as far as leasing needs it: a block of which something has come is leased
+whole again, and one that lacks something is not finished. Where they lie, who has sent them and what is being received
+is known to the block store (``hub.work.block_store``).
+
 Time is an argument. What this room does not do: hold tensors, know workers beyond their id, choose block sizes.
 """
 

@@ -219,15 +219,16 @@ def _infinite(put: Put) -> None:
 
 @bug("forget-partial", "what a lost worker had sent of a block is forgotten by the sum, not by the ledger", *LOST)
 def _forget_partial(put: Put) -> None:
-    real = Ledger.lose
+    real = SyncTraining.take_back
 
-    def lose(self: Ledger, worker: str, *, died: bool = True) -> Any:
-        halves = [grant for grant in self.held(worker) if self._slot(grant).buckets]
-        for grant in halves:
-            self._slot(grant).buckets.update(range(self.num_buckets - 1))
-        return real(self, worker, died=died)
+    def take_back(self: SyncTraining, session: Any) -> int:
+        for grant in self.ledger.held(session.worker_id):
+            for bucket in range(self.ledger.num_buckets - 1) if self.store.suppliers(grant.block) else ():
+                self.store._filled[grant.block].setdefault(bucket, None)
+                self.ledger.fill(grant.lease, bucket)
+        return real(self, session)
 
-    put(Ledger, "lose", lose)
+    put(SyncTraining, "take_back", take_back)
 
 
 # -- versions --------------------------------------------------------------------------------------------
