@@ -16,7 +16,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import nn
 
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
-from w5xde_async.coordinator.parameters.owner import Submission, Updating
+from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.hub.members.roster import Roster
 from w5xde_async.hub.members.session import Session
@@ -106,7 +106,7 @@ class Watch:
             DeltaPublisher.send,
             DeltaPublisher.send_lacking,
             Published.apply,
-            Updating.offer,
+            OuterAggregator.offer,
         )
 
         def sent(publisher: DeltaPublisher, sessions: Any, version: int, pieces: Any) -> None:
@@ -121,8 +121,8 @@ class Watch:
             apply(published, version)
             self.held.append((version.number, digest(published.state)))
 
-        async def offered(updating: Updating, given: Submission, counted: int, vouched: float) -> Outcome:
-            outcome = await offer(updating, given, counted, vouched)
+        async def offered(aggregator: OuterAggregator, given: Submission, counted: int, vouched: float) -> Outcome:
+            outcome = await offer(aggregator, given, counted, vouched)
             if outcome.accepted:
                 self.counted.add(given.worker)
             return outcome
@@ -130,7 +130,7 @@ class Watch:
         monkeypatch.setattr(DeltaPublisher, "send", sent)
         monkeypatch.setattr(DeltaPublisher, "send_lacking", sent_lacking)
         monkeypatch.setattr(Published, "apply", applied)
-        monkeypatch.setattr(Updating, "offer", offered)
+        monkeypatch.setattr(OuterAggregator, "offer", offered)
 
     def check(self) -> None:
         for version, bits in self.held:

@@ -20,7 +20,7 @@ from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.monitoring.waiting import reason_of_network, reason_of_standing
 from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
-from w5xde_async.coordinator.parameters.owner import Submission, Updating
+from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
@@ -88,7 +88,7 @@ class OuterTraining:
         self.publisher = DeltaPublisher(
             layout, context.state, update.downlink_codec, wake=self.lifecycle.wake.set
         )  # fmt: skip
-        self.aggregator = Updating(
+        self.aggregator = OuterAggregator(
             layout, context.state, rule, self.intake, self.publisher, clock=clock, executor=executor
         )  # fmt: skip
         self.scheduler = StepScheduler(
@@ -322,7 +322,7 @@ class OuterTraining:
             self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
         if not math.isfinite(outcome.norm):
             self._count_nonfinite(skipped=True)
-            self.roster.contributions.steps_skipped += len(steps)
+            self.roster.contributions.skip(len(steps))
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
         self._follow()
@@ -349,7 +349,7 @@ class OuterTraining:
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
-        self.verdicts.version = self.version
+        self.verdicts.published(self.version)
         self.scheduler.published(self.version)
         now = self.context.clock()
         if self._with_quorum:
@@ -374,7 +374,7 @@ class OuterTraining:
                 self._count_nonfinite(skipped=skipped)
             steps, self._accepted = self._accepted, []
             if skipped:
-                self.roster.contributions.steps_skipped += len(steps)
+                self.roster.contributions.skip(len(steps))
             self._note(applied, waited, steps)
             self._follow()
         if self._on_demand:
@@ -391,8 +391,8 @@ class OuterTraining:
         if summary is None:
             return
         self.last_loss = summary.loss
-        phases = {"wait": waited, "reduce": self.aggregator.decode_s, "apply": self.aggregator.apply_s}
-        self.aggregator.decode_s = self.aggregator.apply_s = 0.0
+        decode_s, apply_s = self.aggregator.take_times()
+        phases = {"wait": waited, "reduce": decode_s, "apply": apply_s}
         if self.context.bus.active:
             sent, received = self._recent_traffic()
             event = StepCommitted(
@@ -542,7 +542,7 @@ class OuterTraining:
             if not finite:
                 self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
             self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
-            self.roster.contributions.steps_skipped += bool(done.absent) or not finite
+            self.roster.contributions.skip(bool(done.absent) or not finite)
             self.scheduler.computed(grant.step)
             self.local_steps.carried(worker, self.scheduler.plan(grant.step).num_samples)
         else:

@@ -7,21 +7,17 @@ between two commits, never inside one.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from torch import Tensor
-
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
+from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.step_reports import known_mean
-from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.work.block_store import Addition, BlockStore
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
@@ -84,7 +80,7 @@ class StepState:
         self.untouched = untouched if self.untouched is None else self.untouched & untouched
 
 
-class Aggregator:
+class Aggregator(ParameterOwner):
     """Parameters and optimizer, and what the step under way has gathered. ``store`` has its sums."""
 
     def __init__(
@@ -102,13 +98,10 @@ class Aggregator:
 
         ``keep``: where copies of each step's sum come from, where they are wanted.
         """
-        self._clock = clock
-        self.layout, self.state, self.rule, self._store = layout, state, rule, store
+        super().__init__(layout, state, clock=clock, executor=executor)
+        self.rule, self._store = rule, store
         self.step: StepState | None = None
         self._keep = keep
-        self.torn = False  # an update broke off: the parameters are not those of any version
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
-        self._last: Future[Any] | None = None
         self._update_s = math.inf  # what the last update took
 
     def begin(self, plan: StepPlan, *, rate_factor: float = 1.0, measure: bool = False) -> None:
@@ -157,34 +150,27 @@ class Aggregator:
 
         small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S
         try:
-            applied = apply() if small and self._idle() else await self.submit(apply)
+            applied = apply() if small and self._idle else await self.submit(apply)
         except Exception as error:
             self.torn = True
-            lines = await self.submit(partial(traceback.format_exception, error))  # reads source files
-            raise UpdateFailed(step.plan.step, error, "".join(lines)[-8000:]) from error
+            raise await self._failed(step.plan.step, error) from error
         self._update_s = apply_s
         self._store.clear()
         self.step = None
         return step, applied, {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s}
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Copies of every tensor, by entry name. To be submitted."""
-        with torch.no_grad():
-            return {entry.name: view.clone() for entry, view in zip(self.layout.entries, self.state.views, strict=True)}
+    async def encode(self, publisher: DeltaPublisher, changed: Sequence[int], version: int) -> list[Piece]:
+        """What tells workers of the update that was applied just now, to the parameters of ``version``.
 
-    async def aclose(self) -> None:
-        """Wait for the thread."""
-        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
-
-    def submit(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Run ``call`` in the aggregator's thread: between two commits, never inside one."""
-        future = self._executor.submit(call)
-        self._last = future
-        return asyncio.wrap_future(future)
-
-    def _idle(self) -> bool:
-        """Whether everything that was submitted is done (first in, first out)."""
-        return self._last is None or self._last.done()
+        Raises UpdateFailed: then the parameters are of no version that anybody has counted, and none of them is saved.
+        """
+        try:
+            return await self.submit(partial(publisher.advance, changed))
+        except BaseException as error:
+            self.torn = True
+            if not isinstance(error, Exception):
+                raise
+            raise await self._failed(version, error) from error
 
     def _add(self, additions: Sequence[Addition]) -> None:
         began = self._clock()

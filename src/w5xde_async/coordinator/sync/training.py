@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -33,7 +32,6 @@ from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Nu
 from w5xde_async.coordinator.sync.waiting import reason_to_wait
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.errors import UpdateFailed
 from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session
@@ -304,7 +302,7 @@ class SyncTraining:
         began = self.context.clock()
         pieces = None
         if self.downlink is not None:
-            pieces = await self._advance(self.downlink, applied.changed)
+            pieces = await self.aggregator.encode(self.downlink, applied.changed, self.version)
         failpoint("publish.before")
         self.version += 1
         self.ledger.close(step.plan.step)
@@ -313,18 +311,6 @@ class SyncTraining:
         self._publish(applied.changed, pieces)
         failpoint("publish.after")
         self._note(step, applied, phases_s | {"publish": self.context.clock() - began})
-
-    async def _advance(self, downlink: DeltaPublisher, changed: Sequence[int]) -> Sequence[Piece]:
-        """What tells workers of the update that was applied just now. Raises UpdateFailed: then the parameters are of
-        no version that anybody has counted, and none of them is saved."""
-        try:
-            return await self.aggregator.submit(partial(downlink.advance, changed))
-        except BaseException as error:
-            self.aggregator.torn = True
-            if not isinstance(error, Exception):
-                raise
-            lines = await self.aggregator.submit(partial(traceback.format_exception, error))  # reads source files
-            raise UpdateFailed(self.version, error, "".join(lines)[-8000:]) from error
 
     def _publish(self, changed: Sequence[int], pieces: Sequence[Piece] | None) -> None:
         """Tell every worker what became of its results and of the new version; ``pieces`` is what deltas tell of it."""
@@ -365,7 +351,7 @@ class SyncTraining:
         self.samples_applied += plan.num_samples
         seconds, self._last_commit = now - self._last_commit, now
         self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
-        self.roster.contributions.steps_skipped += applied.skipped
+        self.roster.contributions.skip(applied.skipped)
         if applied.skipped and self.rule.scale is None:
             self._warn(f"step {self.version} was skipped: its gradient is not finite")
         if self._nonfinite >= self.context.checks.max_nonfinite_steps:

@@ -26,6 +26,10 @@ class Contributions:
         self.steps_skipped = 0  #: without an update: their gradient was not finite
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
 
+    def skip(self, steps: int) -> None:
+        """``steps`` were left without an update."""
+        self.steps_skipped += steps
+
     def close(self, session: Session) -> None:
         """A link has ended: keep its byte counts."""
         self._sent += session.link.bytes_sent

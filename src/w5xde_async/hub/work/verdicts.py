@@ -100,6 +100,10 @@ class Verdicts:
             known.waits, known.answer = False, (code, reason)
             self._settle(lease, self.version + 1)
 
+    def published(self, version: int) -> None:
+        """A version was made of results whose verdicts are said one by one."""
+        self.version = version
+
     def committed(self, version: int) -> None:
         """A step was committed with all that was received for it. Before workers are told of the version."""
         self.version = version
