@@ -69,6 +69,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 from w5xde_async.worker.connection.connection import Connection
+from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.service import Departure, RunFailed, Worker
 
 _M = TypeVar("_M", bound=Message)
@@ -597,7 +598,7 @@ async def test_a_worker_whose_link_breaks_comes_back() -> None:
     assert result.digest == expected(40)
 
 
-async def test_a_worker_whose_links_are_in_vain_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_links_fail_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     serve, lost, pauses = Connection.run, iter(range(3)), []
 
     async def unlucky(self: Connection, prepare: Any) -> Departure | None:
@@ -606,13 +607,13 @@ async def test_a_worker_whose_links_are_in_vain_waits_longer_each_time(monkeypat
         return await serve(self, prepare)
 
     monkeypatch.setattr(Connection, "run", unlucky)
-    monkeypatch.setattr("w5xde_async.worker.service._pause_s", lambda in_vain: pauses.append(in_vain) or 0.0)
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: pauses.append(links) or 0.0)
     async with started() as coordinator:
         await finish(coordinator)
     assert pauses == [1, 2, 3]
 
 
-async def test_a_link_that_ended_with_its_coordinator_was_not_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_that_ended_with_its_coordinator_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     serve, lost, pauses = Connection.run, iter(range(1, 6)), []
 
     async def unlucky(self: Connection, prepare: Any) -> Departure | None:
@@ -620,11 +621,11 @@ async def test_a_link_that_ended_with_its_coordinator_was_not_in_vain(monkeypatc
         if not number:
             return await serve(self, prepare)
         if number == 3:  # the next one is of a later term than the worker has seen
-            worker._terms = dict.fromkeys(worker._terms, 0)
+            worker._dialer._terms = dict.fromkeys(worker._dialer._terms, 0)
         raise LinkLost("", "planted")
 
     monkeypatch.setattr(Connection, "run", unlucky)
-    monkeypatch.setattr("w5xde_async.worker.service._pause_s", lambda in_vain: pauses.append(in_vain) or 0.0)
+    monkeypatch.setattr("w5xde_async.worker.connection.dialing._pause_s", lambda links: pauses.append(links) or 0.0)
     async with started() as coordinator:
         worker = Worker(coordinator.address, job=tiny(), config=QUICK_WORKER)
         task = asyncio.create_task(worker.run())
@@ -647,14 +648,14 @@ async def test_a_worker_whose_memory_limit_holds_no_lease_leaves_and_harms_nobod
 
 
 async def test_a_worker_cancelled_as_it_joins_closes_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    join, joins = Worker._join, []
+    join, joins = Dialer.join, []
 
-    async def cancelled_meanwhile(self: Worker) -> Any:
-        joins.append(await join(self))
+    async def cancelled_meanwhile(self: Dialer, given: Any) -> Any:
+        joins.append(await join(self, given))
         asyncio.get_running_loop().call_soon(task.cancel)  # between the end of joining and whoever waits for it
         return joins[0]
 
-    monkeypatch.setattr(Worker, "_join", cancelled_meanwhile)
+    monkeypatch.setattr(Dialer, "join", cancelled_meanwhile)
     async with started() as coordinator:
         task = asyncio.create_task(Worker(coordinator.address, job=tiny(), config=QUICK_WORKER).run())
         with pytest.raises(asyncio.CancelledError):

@@ -135,9 +135,9 @@ async def test_what_a_codec_left_out_goes_from_one_worker_to_the_next(tmp_path: 
         first.drain("test")
         await task
         (kept,) = (tmp_path / "kept").iterdir()
-        assert first._encoder is not None
-        assert first._encoder.feedback is not None
-        norm = first._encoder.feedback.norm()
+        assert first._uplink.encoder is not None
+        assert first._uplink.encoder.feedback is not None
+        norm = first._uplink.encoder.feedback.norm()
         assert norm > 0
         second = Worker(coordinator.address, job=make(), config=config)
         task = asyncio.create_task(second.run())

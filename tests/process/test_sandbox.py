@@ -26,7 +26,7 @@ from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import ProgramKilled, ProgramRefused
 from w5xde_async.params.flat import named_digest
-from w5xde_async.worker import service
+from w5xde_async.worker import engine_source
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
 
@@ -115,7 +115,7 @@ DEATHS = {"reads beside its memory": "SIGSEGV", "opens a file": "SIGSYS", "lies"
 @pytest.mark.parametrize("how", DEATHS)
 async def test_the_worker_outlives_it_says_why_and_the_run_goes_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_TEST_DEATH", how)
-    monkeypatch.setattr(service, "Sandbox", Deadly)
+    monkeypatch.setattr(engine_source, "Sandbox", Deadly)
     async with Coordinator(jobs.mlp_adamw(), config=settings(code_free=True, max_time_s=100.0)) as coordinator:
         worker = Worker(coordinator.address, config=SANDBOXED)
         with pytest.raises(ProgramKilled, match=DEATHS[how]) as caught:
@@ -123,7 +123,7 @@ async def test_the_worker_outlives_it_says_why_and_the_run_goes_on(how: str, mon
         assert caught.value.exit_code == 5
         assert worker.leases_done == 2
         # The same process works on: what its child died of has touched nothing of its own.
-        monkeypatch.setattr(service, "Sandbox", Sandbox)
+        monkeypatch.setattr(engine_source, "Sandbox", Sandbox)
         next_one = Worker(coordinator.address, config=replace(SANDBOXED, sandbox="off"))
         running = asyncio.create_task(next_one.run())
         result = await coordinator.wait()
@@ -138,8 +138,8 @@ async def test_a_child_that_somebody_kills_ends_the_lease_and_not_the_worker() -
         running = asyncio.create_task(worker.run())
         while not (worker._connection and worker._connection.leases and worker._connection.leases.num_done):  # noqa: ASYNC110 (a worker tells nobody)
             await asyncio.sleep(0.01)
-        assert isinstance(worker._engine, Sandboxed)
-        os.kill(worker._engine._sandbox.pid, signal.SIGKILL)
+        assert isinstance(worker._engines._engine, Sandboxed)
+        os.kill(worker._engines._engine._sandbox.pid, signal.SIGKILL)
         with pytest.raises(ProgramKilled, match="SIGKILL"):
             await running
 

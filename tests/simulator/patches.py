@@ -13,7 +13,7 @@ from tests.simulator.model import IntegerEngine
 
 from w5xde_async.coordinator.parameters import aggregator
 from w5xde_async.net import outbox
-from w5xde_async.worker import service as worker
+from w5xde_async.worker import engine_source
 from w5xde_async.worker.executors import in_place
 
 __all__ = ["in_virtual_world"]
@@ -30,7 +30,7 @@ def in_virtual_world(seed: str, knobs: random.Random) -> Iterator[None]:
         setattr(owner, name, value)
 
     try:
-        put(worker, "Engine", IntegerEngine)
+        put(engine_source, "Engine", IntegerEngine)
         if knobs.random() < 0.5:  # results one by one, as those of a big model
             put(in_place, "_TOGETHER_BYTES", 0)
         if knobs.random() < 0.5:  # additions and updates in the aggregator's thread, as those of a big model

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.engine import Emit, Engine, Outcome, Task
+from w5xde_async.compute.block import Computing
+from w5xde_async.compute.engine import Emit, Outcome, Task
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import NonFinite
@@ -91,9 +92,10 @@ class FalseWorker(Worker):
     def __init__(self, *arguments: Any, attack: Attack, begins: int = 0, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._attack, self._begins, self._memory = attack, begins, dict[str, Any]()
+        build = self._engines._build
+        self._engines._build = lambda *given: self._false(build(*given))  # type: ignore[method-assign]
 
-    def _build(self, *arguments: Any) -> Engine:
-        engine = super()._build(*arguments)
+    def _false(self, engine: Computing) -> Computing:
         honest = engine.compute
 
         def compute(task: Task, emit: Emit) -> Outcome:

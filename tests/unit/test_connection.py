@@ -36,11 +36,11 @@ from w5xde_async.wire.messages import (
 )
 from w5xde_async.worker.connection.compute_queue import ComputeThread
 from w5xde_async.worker.connection.connection import Connection, Departure
+from w5xde_async.worker.connection.dialing import _LONGEST_PAUSE_S, _pause_s
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.executors.coded import CodedExecutor
 from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
-from w5xde_async.worker.service import _LONGEST_PAUSE_S, _pause_s
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 
@@ -311,7 +311,7 @@ async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() ->
 
 
 def test_pauses_grow_and_have_a_limit() -> None:
-    pauses = [_pause_s(in_vain) for in_vain in range(1, 100)]
+    pauses = [_pause_s(links) for links in range(1, 100)]
     assert 0.05 <= pauses[0] <= 0.1
     assert all(pause <= _LONGEST_PAUSE_S for pause in pauses)
     assert min(pauses[10:]) >= _LONGEST_PAUSE_S / 2

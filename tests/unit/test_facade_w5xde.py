@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
 from w5xde_async.facade.reading import BatchLoss, token_loss
 from w5xde_async.facade.w5xde import CentralServer, TrainingNode
-from w5xde_async.facade.watching import WatchedLink
 from w5xde_async.net.join import Invitation
+from w5xde_async.net.outbox import Outbox
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.telemetry.events import CheckpointSaved, RunStarted, StepCommitted, WorkerJoined
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header
@@ -235,12 +235,12 @@ def test_gradients_leave_one_by_one_or_together_with_the_same_result(
 ) -> None:
     gathered: list[bool] = []
 
-    class Seen(WatchedLink):  # what that comes to: test_facade_watching.py
+    class Seen(Outbox):  # what that comes to: test_outbox.py
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            gathered.append(kwargs["gathered"])
+            gathered.append(kwargs["gather"])
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr("w5xde_async.facade.watching.WatchedLink", Seen)
+    monkeypatch.setattr("w5xde_async.worker.connection.connection.Outbox", Seen)
     digests = set()
     for batched in (True, False):
         server = server_of(None)

@@ -11,8 +11,8 @@ import pytest
 
 from w5xde_async.net.memory import memory_pair
 from w5xde_async.net.outbox import Outbox
-from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Heartbeat
+from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.wire.messages import Heartbeat, Result
 
 
 def frame(text: str) -> list[bytes]:
@@ -91,3 +91,33 @@ async def test_versions_overtake_each_other():
     await asyncio.gather(sending, return_exceptions=True)
     near.abort()
     far.abort()
+
+
+async def test_without_gathering_every_frame_is_a_write_and_the_bytes_are_the_same():
+    frames = [encode(Result(1, 4), [(BufferSpec("", "float32", (3,), "raw", 12), bytes(12))]), frame("idle"), frame("")]
+    writes: dict[bool, list[bytes]] = {True: [], False: []}
+    for gather, sends in writes.items():
+
+        async def send(chunks: list[bytes], sends: list[bytes] = sends) -> None:
+            sends.append(b"".join(bytes(chunk) for chunk in chunks))
+
+        ticks = itertools.count()
+        outbox = Outbox(SimpleNamespace(send=send), gather=gather, clock=lambda ticks=ticks: float(next(ticks)))  # type: ignore[arg-type]
+        told: list[tuple[int, float]] = []
+
+        def note(outbox: Outbox = outbox, told: list[tuple[int, float]] = told) -> None:
+            told.append((outbox.sent_bytes, outbox.sending_s))
+
+        for chunks in frames:
+            outbox.post(chunks, sent=note)
+        sending = asyncio.create_task(outbox.run())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        sizes = list(itertools.accumulate(sum(map(len, chunks)) for chunks in frames))
+        assert [sent for sent, _ in told] == sizes
+        shares = [at / sizes[-1] for at in sizes] if gather else [1.0, 2.0, 3.0]
+        assert [seconds for _, seconds in told] == pytest.approx(shares)
+    assert (len(writes[True]), len(writes[False])) == (1, 3)
+    assert b"".join(writes[False]) == writes[True][0]

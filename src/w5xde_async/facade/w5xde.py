@@ -27,7 +27,6 @@ from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, find_token, shown, where_to_join, working
 from w5xde_async.facade.reading import BatchLoss
-from w5xde_async.facade.watching import Piece, Traffic, WatchedWorker
 from w5xde_async.job import ENDLESS, Job
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
@@ -36,6 +35,8 @@ from w5xde_async.telemetry.events import Bus
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.hooks import LeaseAnswered, WorkerHooks
+from w5xde_async.worker.service import Worker
 
 __all__ = ["CentralServer", "LossCallback", "NetworkCallback", "TrainingNode"]
 
@@ -271,9 +272,8 @@ class TrainingNode:
         self._given = model
         self._replica: nn.Module | None = None
         self._criterion = criterion
-        self._traffic = Traffic()
+        self._traffic: tuple[int, int, Worker | None] = (0, 0, None)  # by earlier calls; the worker of this one
         self._training = threading.Lock()
-        self._joined = False
         self._stopping: Callable[[], None] | None = None
 
     @property
@@ -284,12 +284,14 @@ class TrainingNode:
     @property
     def bytes_sent(self) -> int:
         """Bytes sent to servers so far, handshakes and all (TLS adds its own to them)."""
-        return self._traffic.bytes_sent
+        before, _, worker = self._traffic
+        return before if worker is None else before + worker.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes received from servers so far."""
-        return self._traffic.bytes_received
+        _, before, worker = self._traffic
+        return before if worker is None else before + worker.bytes_received
 
     def train(self, loss_callback: LossCallback | None = None, network_callback: NetworkCallback | None = None) -> None:
         """Work until the server has finished, or has gone and not come back within ``timeout_s``.
@@ -330,9 +332,8 @@ class TrainingNode:
             with suppress(RuntimeError):  # it ends just now
                 stopping()
 
-    async def _work(self, on_piece: Callable[[Piece], None] | None, *, program: bool = False) -> None:
+    async def _work(self, on_answered: Callable[[LeaseAnswered], None] | None, *, program: bool = False) -> None:
         job = None if program else self._job()
-        worker = WatchedWorker(self.server_address, job=job, config=self._config)
         needs_program = self._criterion is None and not program
 
         def on_welcome(welcome: Welcome) -> Welcome:
@@ -342,22 +343,25 @@ class TrainingNode:
             plain = welcome.codec == _LOSSLESS and not self.compress_gradients
             return replace(welcome, codec="raw") if plain else welcome
 
-        worker.watch(self._traffic, on_piece=on_piece, on_welcome=on_welcome, gathered=self.batch_gradients)
+        hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered)
+        config = replace(self._config, gather_frames=self.batch_gradients)
+        worker = Worker(self.server_address, job=job, config=config, hooks=hooks)
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
             loop.call_soon_threadsafe(worker.drain, "stopped")
 
         self._stopping = stop
-        received_before = self._traffic.bytes_received  # by earlier calls
+        self._traffic = (*self._traffic[:2], worker)
         try:
             await working(worker)
         except Unreachable as error:
-            if self._traffic.bytes_received == received_before:
+            if not worker.bytes_received:
                 raise
             logger.warning("the server has gone reason=%s", error)
         finally:
             self._stopping = None
+            self._traffic = (self.bytes_sent, self.bytes_received, None)
 
     def _job(self) -> Job:
         criterion: Callable[[Any, Any], Tensor] = self._criterion or nn.CrossEntropyLoss()
@@ -384,17 +388,21 @@ class _NeedsProgram(UsageError):
 
 def _reporting(
     loss_callback: LossCallback | None, network_callback: NetworkCallback | None
-) -> Callable[[Piece], None] | None:
+) -> Callable[[LeaseAnswered], None] | None:
     if loss_callback is None and network_callback is None:
         return None
 
-    def report(piece: Piece) -> None:
+    def report(answered: LeaseAnswered) -> None:
         if loss_callback is not None:
-            loss_callback(piece.loss, f"{piece.step}_batch{piece.start}")
+            loss_callback(answered.loss, f"{answered.step}_batch{answered.start}")
         if network_callback is not None:
             network_callback(
-                piece.sent_bytes, piece.received_bytes, piece.encode_s, piece.network_s, piece.gradient_bytes,
-                piece.encoded_bytes,
-            )  # fmt: skip
+                answered.sent_bytes,
+                answered.received_bytes,
+                answered.encode_s,
+                answered.network_s,
+                answered.gradient_bytes,
+                answered.encoded_bytes,
+            )
 
     return report

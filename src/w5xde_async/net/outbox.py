@@ -29,15 +29,21 @@ class _Item(NamedTuple):
 
 
 class Outbox:
-    """A queue of encoded frames and the coroutine that sends them."""
+    """A queue of encoded frames and the coroutine that sends them.
 
-    def __init__(self, link: Link, *, clock: Callable[[], float] = time.monotonic) -> None:
+    ``gather`` False sends every frame by itself, where otherwise frames that are ready together share one write.
+    """
+
+    def __init__(self, link: Link, *, gather: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock
+        self._send_bytes = _SEND_BYTES if gather else 1
         self._items: deque[_Item] = deque()
         self._wake = asyncio.Event()
         self._sending = False
         self.lease_bytes = 0  #: bytes of leases that wait to be sent
-        self.sending_s = 0.0  #: seconds spent in the middle of sending
+        #: Bytes sent and seconds spent sending, up to the frame whose ``sent`` is called. Frames that share a write
+        #: have their shares of its time.
+        self.sent_bytes, self.sending_s = 0, 0.0
         #: Bytes that the kernel could not take at once, and the seconds that those took: by them the line is known.
         self.paced_bytes, self.paced_s = 0, 0.0
         self.num_messages = 0  #: other messages that wait, parameters not counted
@@ -81,9 +87,9 @@ class Outbox:
                 await self._wake.wait()
                 room = BUFFER_BYTES
             batch: list[Buffer] = []
-            notes: list[Callable[[], None]] = []
+            frames: list[tuple[int, Callable[[], None] | None]] = []
             nbytes = 0
-            while self._items and nbytes < _SEND_BYTES:
+            while self._items and nbytes < self._send_bytes:
                 version, lease, chunks, sent = self._items.popleft()
                 batch.extend(chunks)
                 size = sum(map(len, chunks))
@@ -92,15 +98,19 @@ class Outbox:
                     self.lease_bytes -= size
                 elif version < 0:
                     self.num_messages -= 1
-                if sent is not None:
-                    notes.append(sent)
+                frames.append((size, sent))
+            seconds = 0.0
             if batch:
                 self._sending, began = True, self._clock()
                 await self._link.send(batch)
                 seconds = self._clock() - began
-                self._sending, self.sending_s = False, self.sending_s + seconds
+                self._sending = False
                 if nbytes > room:
                     self.paced_bytes, self.paced_s = self.paced_bytes + nbytes - room, self.paced_s + seconds
                 room = max(0, room - nbytes)
-            for note in notes:
-                note()
+            for size, sent in frames:
+                if size:
+                    self.sent_bytes += size
+                    self.sending_s += seconds * size / nbytes
+                if sent is not None:
+                    sent()

@@ -25,6 +25,7 @@ class WorkerConfig:
     device            auto, cpu, cuda, cuda:N or mps
     threads           torch's threads for one operation on the CPU; None leaves torch's own choice
     connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
+    gather_frames     frames that are ready together share one write; False: each is sent by itself
     inline_block_s    blocks expected to take no longer are computed on the event loop itself, since the way to a thread
                       and back takes longer than they do; 0: never, as befits a guest in somebody's loop
     sandbox           whether a coordinator's program runs in a process without files, network and secrets: auto (off
@@ -47,6 +48,7 @@ class WorkerConfig:
     device: str = "auto"
     threads: int | None = None
     connect_timeout_s: float = 300.0
+    gather_frames: bool = True
     inline_block_s: float = 0.0
     sandbox: str = "auto"
     compile: bool = False

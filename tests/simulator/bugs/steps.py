@@ -19,7 +19,7 @@ from w5xde_async.plan.ledger import Ledger, OpenStep
 from w5xde_async.plan.tree import Block, Frontier, Merge
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import Result
-from w5xde_async.worker import service as worker
+from w5xde_async.worker.connection import dialing
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.executors.executor import Version
@@ -317,9 +317,9 @@ def _release_early(put: Put) -> None:
     "ignore-term", "a worker serves a coordinator of an older term than it has served", "two coordinators", "link reset"
 )
 def _ignore_term(put: Put) -> None:
-    real = worker.join
+    real = dialing.join
 
     async def join(link: Any, **kwargs: Any) -> Any:
         return await real(link, **{**kwargs, "terms": {}})
 
-    put(worker, "join", join)
+    put(dialing, "join", join)

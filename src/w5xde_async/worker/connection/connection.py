@@ -37,10 +37,12 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 from w5xde_async.worker.connection.compute_queue import ComputeThread
-from w5xde_async.worker.connection.handshake import Dismissed, refused
+from w5xde_async.worker.connection.handshake import Dismissed, Receive, refused
 from w5xde_async.worker.connection.inbox import OverMemoryLimit
 from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import LeaseExecutor
+from w5xde_async.worker.hooks import WorkerHooks
 
 __all__ = ["Connection", "Departure", "Prepare", "RunFailed"]
 
@@ -48,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
 
-Prepare = Callable[[Link, Outbox], Awaitable[tuple[LeaseExecutor, Ready]]]
-"""Makes ready for computing, while heartbeats go on. It may send and receive on the link."""
+Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, Ready]]]
+"""Makes ready for computing, while heartbeats go on. It may send and receive meanwhile."""
 
 
 class Departure(Enum):
@@ -71,13 +73,24 @@ class Connection:
     """One link from WELCOME to its end."""
 
     def __init__(
-        self, link: Link, welcome: Welcome, thread: ComputeThread, *, parted: asyncio.Event | None = None
+        self,
+        link: Link,
+        welcome: Welcome,
+        thread: ComputeThread,
+        *,
+        hooks: WorkerHooks | None = None,
+        gather: bool = True,
+        parted: asyncio.Event | None = None,
     ) -> None:
-        """``parted`` is set when the worker has left though its block is not finished."""
+        """``gather``: as for ``Outbox``. ``parted`` is set when the worker leaves and its block is not finished."""
         self.link, self.welcome = link, welcome
         self._thread, self._clock = thread, thread.clock
         self._parted = parted or asyncio.Event()
-        self._outbox = Outbox(link, clock=thread.clock)
+        self._outbox = Outbox(link, gather=gather, clock=thread.clock)
+        self._meter: Meter | None = None
+        if hooks is not None and hooks.on_answered is not None:
+            self._meter = Meter(link, self._outbox, hooks.on_answered, thread.clock)
+        self._receive: Receive = link.recv if self._meter is None else self._meter.recv
         self._state = State.JOINING
         self._executor: LeaseExecutor | None = None
         self._leases: Leases | None = None  # from READY
@@ -150,7 +163,7 @@ class Connection:
 
     async def _prepare(self, prepare: Prepare) -> Leases:
         try:
-            executor, ready = await prepare(self.link, self._outbox)
+            executor, ready = await prepare(self._receive, self._outbox)
         except Refused as error:
             await self.link.send(encode(Bye(ByeCode.MISMATCH, error.reason[:500])))
             raise
@@ -160,7 +173,7 @@ class Connection:
             await self.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))
             raise
         self._executor = executor
-        self._leases = leases = Leases(executor, self._thread, self._outbox, on_failure=self._failed)
+        self._leases = leases = Leases(executor, self._thread, self._outbox, self._meter, on_failure=self._failed)
         if self._stopping:
             leases.stop()
         self._outbox.post(encode(ready))
@@ -184,7 +197,7 @@ class Connection:
             return leases.place(message, specs)
 
         while True:
-            message, specs, _ = await self.link.recv(accept)
+            message, specs, _ = await self._receive(accept)
             if self._failure is not None:
                 raise self._failure
             if type(message) is Params:

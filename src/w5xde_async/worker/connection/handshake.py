@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import w5xde_async
 from w5xde_async.compute.program.carriage import Unloading, digest_of
 from w5xde_async.compute.program.form import FORM, Document
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UnexpectedMessage, W5xdeError
-from w5xde_async.net.link import Link
+from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import MAX_LAYOUT_BYTES, Layout
 from w5xde_async.updates.config import LOCAL_RULES, RULES
@@ -32,9 +32,12 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Joined", "fetch_program", "join", "refused"]
+__all__ = ["Dismissed", "Joined", "Receive", "fetch_program", "join", "refused"]
 
 _MAX_INNER_BYTES = 1 << 20
+
+Receive = Callable[[Accept], Awaitable[Received]]
+"""As ``Link.recv``."""
 
 
 class Joined(NamedTuple):
@@ -138,7 +141,7 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
     return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"")
 
 
-async def fetch_program(link: Link, outbox: Outbox, digest: bytes) -> tuple[bytes, Document | None]:
+async def fetch_program(receive: Receive, outbox: Outbox, digest: bytes) -> tuple[bytes, Document | None]:
     """(digest, program) of the run; None where ``digest`` names it already. Heartbeats go on meanwhile.
 
     Raises Refused where there is none, ProgramRefused over a limit, LinkLost, RemoteError.
@@ -152,7 +155,7 @@ async def fetch_program(link: Link, outbox: Outbox, digest: bytes) -> tuple[byte
 
     outbox.post(encode(ProgramRequest(FORM, digest)))
     while True:
-        received = await link.recv(accept)
+        received = await receive(accept)
         message = received.message
         if advance(WORKER, State.JOINING, message) is not State.JOINING and not isinstance(message, Refusal | Bye):
             raise UnexpectedMessage(type(message).__name__, "waiting for the program")

@@ -30,6 +30,7 @@ from w5xde_async.wire.messages import (
 )
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
 from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
@@ -48,10 +49,11 @@ class Leases:
         executor: LeaseExecutor,
         thread: ComputeThread,
         outbox: Outbox,
+        meter: Meter | None = None,
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._executor, self._outbox = executor, outbox
+        self._executor, self._outbox, self._meter = executor, outbox, meter
         self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact)
         self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
         self._revoked: set[int] = set()
@@ -143,18 +145,21 @@ class Leases:
     def result(self, lease: int, result: BucketResult) -> None:
         if lease not in self._revoked:
             self._outbox.post(encode(Result(lease, result.bucket), [(result.spec, result.data)]), sent=result.sent)
+            if self._meter is not None:
+                layout = self._executor.layout
+                self._meter.result(layout.result_nbytes(layout.result_buckets[result.bucket]), result.spec.nbytes)
         elif result.sent is not None:
             result.sent()
 
     def done(self, held: HeldLease, computed: Computed, wait_s: float) -> None:
         lease = held.message.lease
         self._inbox.end(lease)
-        self._answer(lease, computed, wait_s)
+        self._answer(held.message, computed, wait_s)
         self._revoked.discard(lease)  # it was computed for nothing; that it was tells that we are still here
         self.num_done += 1
 
     def submitted(self, asked: Submit, computed: Computed) -> None:
-        self._answer(asked.lease, computed, 0.0)
+        self._answer(asked, computed, 0.0)
 
     def failed(self, lease: int, error: LeafError) -> None:
         self._inbox.end(lease)
@@ -173,7 +178,8 @@ class Leases:
     def void(self, lease: int) -> None:
         self._inbox.end(lease)
 
-    def _answer(self, lease: int, computed: Computed, wait_s: float) -> None:
+    def _answer(self, message: Lease | Submit, computed: Computed, wait_s: float) -> None:
+        lease = message.lease
         for result in computed.results:
             self.result(lease, result)
         outcome = computed.outcome
@@ -191,4 +197,12 @@ class Leases:
             computed.encode_s,
             computed.raw_bytes,
         )
-        self._outbox.post(encode(done), sent=partial(self._executor.release, computed.vectors))
+        release: Callable[[], None] = partial(self._executor.release, computed.vectors)
+        if self._meter is not None and isinstance(message, Lease):
+            release = partial(_both, release, self._meter.answered(message, done))
+        self._outbox.post(encode(done), sent=release)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()

@@ -13,13 +13,18 @@ from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Params, Retune, Submit, Verdict
+from w5xde_async.wire.messages import Params, Retune, Submit, Verdict, Welcome
 from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version
 from w5xde_async.worker.uplink.result_encoder import BucketResult, raw_specs
 
-__all__ = ["InPlaceExecutor", "InPlaceReceiver"]
+__all__ = ["InPlaceExecutor", "InPlaceReceiver", "is_plain"]
 
 _TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
+
+
+def is_plain(welcome: Welcome) -> bool:
+    """Whether results go out and parameters come in as they lie in memory, at every version."""
+    return welcome.update == "sync" and welcome.codec == welcome.downlink == "raw"
 
 
 class InPlaceReceiver:

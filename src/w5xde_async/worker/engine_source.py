@@ -1,0 +1,165 @@
+"""The model of one worker: built of its job, or of the coordinator's program, and kept while links come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import torch
+
+from w5xde_async.compute.block import Computing
+from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.machine import machine_memory_bytes
+from w5xde_async.compute.program.form import Document, Program, parse
+from w5xde_async.compute.program.replica import Replica, device_memory_bytes
+from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
+from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
+from w5xde_async.job import Job
+from w5xde_async.net.outbox import Outbox
+from w5xde_async.params.layout import Layout
+from w5xde_async.wire.messages import Welcome
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.handshake import Receive, fetch_program
+from w5xde_async.worker.executors.in_place import is_plain
+
+__all__ = ["EngineSource"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSource:
+    """Belongs to the event loop. Models are built, and computed with, on the one thread of ``pool``."""
+
+    def __init__(
+        self,
+        job: Job | None,
+        config: WorkerConfig,
+        device: torch.device,
+        *,
+        sandboxed: bool,
+        pool: Executor,
+        clock: Callable[[], float],
+    ) -> None:
+        """Without ``job`` it computes with the coordinator's program; ``sandboxed``: in a process of its own."""
+        self._job, self._config, self._device, self._pool, self._clock = job, config, device, pool, clock
+        self.sandboxed = sandboxed
+        self._sandbox: Sandbox | None = None  # started ahead, for the next engine
+        self._engine: Computing | None = None
+        self._engine_key: tuple[object, ...] = ()
+        self._program: Program | None = None
+        self._document: Document | None = None  # a program for the sandbox
+        self._program_digest = b""
+
+    async def start(self) -> None:
+        """Start the sandbox's process ahead of need, where there is one."""
+        if self.sandboxed:
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._start_sandbox)
+
+    async def close(self) -> None:
+        """Free the model and its process."""
+        loop = asyncio.get_running_loop()
+        if self._engine is not None:
+            await loop.run_in_executor(self._pool, self._engine.close)
+        if self._sandbox is not None:
+            await loop.run_in_executor(self._pool, self._sandbox.end)
+
+    async def engine_for(self, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox) -> Computing:
+        """Build the model (or keep it) and compare it with the coordinator's, whose layout is ``theirs``.
+
+        Raises Refused (MODEL_MISMATCH, NO_PROGRAM), ProgramRefused, UsageError (the job's model cannot be built).
+        """
+        if theirs.fingerprint != welcome.fingerprint:
+            raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
+        if self._job is None:
+            await self._fetch(receive, outbox, theirs)
+        key = (
+            welcome.seed,
+            welcome.precision,
+            welcome.microbatch_size,
+            welcome.accumulate,
+            welcome.bucket_bytes,
+            self._program_digest,
+            self.sandboxed and is_plain(welcome),
+        )
+        loop = asyncio.get_running_loop()
+        if self._engine is None or self._engine_key != key:
+            if self._engine is not None:
+                await loop.run_in_executor(self._pool, self._engine.close)
+                self._engine = None
+            self._engine = await loop.run_in_executor(self._pool, self._build, welcome, theirs)
+            self._engine_key = key
+        engine = self._engine
+        if engine.layout.fingerprint != welcome.fingerprint:
+            difference = engine.layout.first_difference(theirs) or "the layouts differ"
+            raise Refused(
+                RefusalCode.MODEL_MISMATCH,
+                f"this worker's model differs from the coordinator's: {difference}",
+                "use the same job file on both sides",
+            )
+        return engine
+
+    def _start_sandbox(self) -> None:
+        """On the compute thread, whose number of threads the child is to have."""
+        if self._sandbox is None:
+            self._sandbox = Sandbox(self._device, threads=torch.get_num_threads(), memory_bytes=machine_memory_bytes())
+            self._sandbox.start()
+
+    async def _fetch(self, receive: Receive, outbox: Outbox, layout: Layout) -> None:
+        """Have the coordinator's program, checked."""
+        digest, document = await fetch_program(receive, outbox, self._program_digest)
+        if document is not None:
+            loop = asyncio.get_running_loop()
+            if self.sandboxed:
+                self._document = document  # it is looked at behind closed doors
+            else:
+                self._program = await loop.run_in_executor(self._pool, parse, document, layout)
+            self._program_digest = digest
+            logger.info("program received bytes=%d constants=%d", len(document.text), len(document.constants))
+
+    def _build(self, welcome: Welcome, layout: Layout) -> Computing:
+        try:
+            if self.sandboxed:
+                return self._build_sandboxed(welcome, layout)
+            source: Job | Replica | None = self._job
+            if source is None:
+                assert self._program is not None
+                source = Replica.of(
+                    self._program, layout, self._device, precision=welcome.precision,
+                    memory_bytes=device_memory_bytes(self._device),
+                )  # fmt: skip
+            engine = Engine(
+                source,
+                device=self._device,
+                seed=welcome.seed,
+                precision=welcome.precision,
+                microbatch_samples=welcome.microbatch_size,
+                accumulate=welcome.accumulate,
+                bucket_bytes=welcome.bucket_bytes,
+                clock=self._clock,
+            )
+            if self._config.compile:
+                engine.compile_step()
+            return engine
+        except W5xdeError:
+            raise
+        except Exception as error:
+            raise UsageError(f"building the job's model raised {type(error).__name__}: {error}") from error
+
+    def _build_sandboxed(self, welcome: Welcome, layout: Layout) -> Computing:
+        assert self._document is not None
+        self._start_sandbox()
+        sandbox, self._sandbox = self._sandbox, None
+        assert sandbox is not None
+        try:
+            return Sandboxed(
+                sandbox, self._document, layout, seed=welcome.seed, precision=welcome.precision,
+                microbatch_samples=welcome.microbatch_size, accumulate=welcome.accumulate,
+                bucket_bytes=welcome.bucket_bytes, batch_bytes=self._config.memory_limit_bytes,
+                memory_bytes=device_memory_bytes(self._device), copies=not is_plain(welcome),
+                clock=self._clock,
+            )  # fmt: skip
+        except BaseException:
+            sandbox.end()
+            raise
