@@ -54,6 +54,7 @@ chaos: setup ## runs in which everything is killed, stopped and cut; a report of
 docs: $(DOCS) ## the documents as a site in build/docs; warnings are errors
 	$(BIN)/python docs/check_links.py
 	$(BIN)/python docs/make_settings.py --check
+	$(BIN)/python docs/make_rooms.py --check
 	$(BIN)/python docs/notebooks/make.py --check
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
