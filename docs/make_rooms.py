@@ -45,11 +45,11 @@ def drawing() -> str:
         width = (WIDTH - GAP * (len(rooms) + 1)) / len(rooms)
         y = GAP + number * (ROW + GAP)
         for place, room in enumerate(rooms):
-            x = GAP + place * (width + GAP)
+            x, middle = GAP + place * (width + GAP), y + ROW / 2 + LABEL / 3
             colour = COLOURS.get(room.split(".")[0], "#eeeeee")
             parts += [
                 f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{ROW}" rx="5" fill="{colour}" stroke="#777"/>',
-                f'<text x="{x + width / 2:.0f}" y="{y + ROW / 2 + LABEL / 3:.0f}" text-anchor="middle">{escape(room)}</text>',
+                f'<text x="{x + width / 2:.0f}" y="{middle:.0f}" text-anchor="middle">{escape(room)}</text>',
             ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
