@@ -119,7 +119,7 @@ async def test_nobody_takes_the_place_of_an_invited_worker(tmp_path: Path) -> No
         working = asyncio.create_task(alice.run())
         await commits.reach(2)
         false = worker(told.reveal(), name="alice")
-        false._key = alice._key  # as if it had been overheard
+        false._dialer._key = alice._dialer._key  # as if it had been overheard
         lying_ = asyncio.create_task(false.run())
         while coordinator.num_workers < 2:
             await commits.reach(commits.step + 1)
