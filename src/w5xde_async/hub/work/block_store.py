@@ -2,7 +2,8 @@
 
 A **slot** is one bucket of one block's sum, or of a block's second computation (an audit). It is empty, being received
 (a writer has reserved it), filled (from a supplier) or filled with nothing (no leaf of the block changed the bucket).
-This is known here and nowhere else. A slot is filled once: whatever comes for it later finds no memory.
+A slot is filled once: whatever comes for it later finds no memory. Which buckets of a block have come is also noted in
+``plan.ledger``, which decides by it whom a block is leased to.
 
 A finished block is closed: its slots' story is over, and what counts of them is added to the sum, bucket by bucket, in
 the order of the tree (``plan.tree``). A block that does not hold is discarded, and its slots are empty again.
