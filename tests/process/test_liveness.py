@@ -141,10 +141,8 @@ def test_sigterm_wastes_no_lease(tmp_path: Path, digest: str) -> None:
         for worker in gone:
             assert worker.finish() == 0
             (left,) = (event for event in worker.events if "left reason" in event.get("message", ""))
-            # On a slow machine another worker may have been given the same and have been faster: not for the signal.
-            overtaken = ("its block had been finished", "another worker is sending", "results were taken")
-            told = [event["message"] for event in worker.events if "leases not applied" in event.get("message", "")]
-            assert not [text for text in told if not any(reason in text for reason in overtaken)], told
+            # A slow machine may make a lease late: then another is given it as well, which the coordinator counts.
+            assert leases(left, "leases_stale") <= record.finished["leases_backed_up"]
             assert leases(left, "leases_done") > 0
             (seen,) = stage.kept("worker_left", worker.name)
             assert seen["clean"], seen
