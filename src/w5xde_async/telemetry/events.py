@@ -343,6 +343,11 @@ class WorkerReported(Sample):
     cpu_s: float = 0.0
     flops_per_leaf: float = 0.0
 
+    @property
+    def flops_per_s(self) -> float:
+        """Floating-point operations a second, by the leaves that it has done."""
+        return self.flops_per_leaf * self.leaves_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReported(Sample):

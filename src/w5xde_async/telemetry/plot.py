@@ -7,19 +7,17 @@ right. Blocking: callers run it in an executor or after the run. matplotlib is a
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from w5xde_async.telemetry.records import number
+from w5xde_async.telemetry.records import number, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,18 +79,9 @@ def draw_loss(metrics_path: Path, plot_path: Path) -> bool:
     return True
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError):  # a torn or foreign line
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
-
-
 def _read(path: Path) -> _History:
     history = _History()
-    for record in _records(path):
+    for record in read_records(path):
         kind, step = record.get("event"), record.get("step")
         if kind == "step_committed" and isinstance(step, int):
             history.losses[step] = number(record.get("loss"))  # a step done again counts as it was done last

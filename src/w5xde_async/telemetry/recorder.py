@@ -25,13 +25,12 @@ from w5xde_async.errors import StoreError
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.telemetry.events import Event
-from w5xde_async.telemetry.records import to_line, to_record
+from w5xde_async.telemetry.records import SECRETS, read_records, to_line, to_record
 
 __all__ = ["Recorder", "last_step"]
 
 logger = logging.getLogger(__name__)
 
-_SECRET = ("worker_command", "dashboard_link")
 _TAIL_BYTES = 1 << 20
 
 
@@ -96,7 +95,7 @@ class Recorder:
                 dropped, self._dropped = self._dropped, 0
             if not pending and not dropped:
                 return
-            lines = [to_line({"time": round(when, 3), **to_record(event, omit=_SECRET)}) for when, event in pending]
+            lines = [to_line({"time": round(when, 3), **to_record(event, omit=SECRETS)}) for when, event in pending]
             if dropped:
                 lines.append(to_line({"time": round(self._wall(), 3), "event": "dropped", "count": dropped}))
             try:
@@ -179,13 +178,10 @@ class Recorder:
 def last_step(path: Path) -> int:
     """The last step that a file of records has, 0 where it has none. Blocking; never raises for the disk's sake."""
     step = 0
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in file:
-            with suppress(ValueError, AttributeError, TypeError):
-                record = json.loads(line)
-                if record.get("event") == "step_committed":
-                    step = max(step, int(record["step"]))
+    with suppress(OSError):
+        for record in read_records(path, last_bytes=_TAIL_BYTES):
+            if record.get("event") == "step_committed" and isinstance(record.get("step"), int):
+                step = max(step, record["step"])
     return step
 
 
@@ -211,15 +207,10 @@ def _drop_redone(path: Path, resumed_step: int) -> None:
 
 def _lacking(path: Path, replayed: Sequence[Mapping[str, object]]) -> list[str]:
     """The lines of those steps that the file does not have."""
-    if not replayed:
-        return []
     wanted = {record["step"]: record for record in replayed}
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError, AttributeError):
-                record = json.loads(line)
-                if record.get("event") == "step_committed":
-                    wanted.pop(record.get("step"), None)
+    for record in read_records(path):
+        if record.get("event") == "step_committed":
+            wanted.pop(record.get("step"), None)
     return [to_line(record) for record in wanted.values()]
 
 

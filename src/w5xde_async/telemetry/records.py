@@ -8,33 +8,53 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from w5xde_async.telemetry.events import Event
 
-__all__ = ["event_name", "number", "plain_value", "to_line", "to_record"]
+__all__ = ["SECRETS", "number", "plain_fields", "plain_value", "read_records", "to_line", "to_record"]
 
-_WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_names: dict[type, str] = {}
+#: Fields of events that may hold a secret: what is kept or passed on goes without them.
+SECRETS = ("worker_command", "dashboard_link")
 
 
-def event_name(kind: type[Event]) -> str:
+@cache
+def _event_name(kind: str) -> str:
     """``StepCommitted`` -> ``step_committed``."""
-    name = _names.get(kind)
-    if name is None:
-        name = _names[kind] = _WORD_START.sub("_", kind.__name__).lower()
-    return name
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
 
 
 def to_record(event: Event, *, omit: Collection[str] = ()) -> dict[str, object]:
     """The event's name and its fields, less ``omit``, as plain JSON values."""
-    record: dict[str, object] = {"event": event_name(type(event))}
-    for entry in fields(event):
-        if entry.name not in omit:
-            record[entry.name] = plain_value(getattr(event, entry.name))
-    return record
+    return {"event": _event_name(type(event).__name__), **plain_fields(event, omit=omit)}
+
+
+def plain_fields(event: Event, *, omit: Collection[str] = ()) -> dict[str, object]:
+    """The event's fields, less ``omit``, as plain JSON values."""
+    names = [entry.name for entry in fields(event) if entry.name not in omit]
+    return {name: plain_value(getattr(event, name)) for name in names}
+
+
+def read_records(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Each record of ``metrics.jsonl``; lines that are torn or not ours are passed over. Blocking. Raises OSError.
+
+    With ``last_bytes`` only that much of the file's end is read.
+    """
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        for line in file:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
 
 
 def to_line(record: Mapping[str, object]) -> str:

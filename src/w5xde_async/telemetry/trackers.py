@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from w5xde_async.errors import UsageError
 from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunReported, RunStarted, StepCommitted
-from w5xde_async.telemetry.records import to_record
+from w5xde_async.telemetry.records import SECRETS, plain_fields
 from w5xde_async.users_code import users_code
 
 __all__ = ["TRACKERS", "Tracker", "Tracking", "check_trackers"]
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _CAPACITY = 4096
 _CLOSE_S = 30.0  # a tracker may take so long for its last words
-_SECRET = ("worker_command", "dashboard_link")
 
 Config = dict[str, object]
 Values = Mapping[str, float]
@@ -284,8 +283,7 @@ class Tracking:
         self._each(lambda tracker: tracker.end(outcome))
 
     def _begin(self, run: RunStarted) -> None:
-        config = to_record(run, omit=_SECRET)
-        del config["event"]
+        config = plain_fields(run, omit=SECRETS)
 
         def begin(tracker: Tracker) -> None:
             for name, value in tracker.quiet.items():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from w5xde_async.telemetry.dashboard.rows import Row
-from w5xde_async.telemetry.records import number
+from w5xde_async.telemetry.records import number, read_records
 
 __all__ = ["recorded_rows"]
 
@@ -19,22 +17,14 @@ _MOST_BYTES = 64 << 20
 
 def recorded_rows(path: Path, resumed_step: int, *, most_bytes: int = _MOST_BYTES) -> Iterator[Row]:
     """A row for each step up to ``resumed_step``. Blocking; never raises for the file's sake."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-        for line in file:
-            with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that is torn or not ours
-                record = json.loads(line)
+    with suppress(OSError):
+        for record in read_records(path, last_bytes=most_bytes):
+            with suppress(ValueError, KeyError, TypeError):  # a record that is not ours
                 if record["event"] == "step_committed" and record["step"] <= resumed_step:
-                    yield _row(record)
-
-
-def _row(record: dict[str, object]) -> Row:
-    loss, seconds = _finite(record["loss"]), _finite(record["seconds"])
-    rate = number(record["samples"]) / seconds if seconds else None
-    return (
-        int(number(record["step"])), round(number(record["time"]), 2), loss, loss, loss, rate,
-        int(number(record["num_workers"])), None,
-    )  # fmt: skip
+                    loss, seconds = _finite(record["loss"]), _finite(record["seconds"])
+                    rate = number(record["samples"]) / seconds if seconds else None
+                    workers = int(number(record["num_workers"]))
+                    yield record["step"], round(number(record["time"]), 2), loss, loss, loss, rate, workers, None
 
 
 def _finite(value: object) -> float | None:

@@ -13,7 +13,7 @@ import logging
 import socket
 import ssl as tls
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -22,9 +22,8 @@ from urllib.parse import quote
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from w5xde_async.telemetry.dashboard.access import Access
 from w5xde_async.telemetry.dashboard.feed import Feed
@@ -195,6 +194,14 @@ class Dashboard:
         async def metrics(request: Request) -> Response:
             return Response(self._metrics.text(), headers={"content-type": _METRICS_TYPE, **_NO_STORE})
 
+        async def events(request: Request) -> Response:
+            if self.feed.full:
+                return PlainTextResponse("too many viewers\n", 503, {"retry-after": "10"})
+            headers = {"content-type": "text/event-stream", "x-accel-buffering": "no", **_NO_STORE}
+            if request.method == "HEAD":
+                return Response(headers=headers)
+            return StreamingResponse(self.feed.watch(), headers=headers)
+
         async def api(request: Request) -> Response:
             section = request.path_params["section"]
             snapshot = self._view.snapshot()
@@ -205,7 +212,7 @@ class Dashboard:
         routes = [
             Route("/", page),
             Route("/static/{name}", static),
-            Route("/events", _Events(self.feed), methods=["GET"]),
+            Route("/events", events),
             Route("/api/v1/{section}", api),
             Route("/metrics", metrics),
             Route("/health", health),
@@ -217,45 +224,6 @@ class Dashboard:
         if found is None:
             return PlainTextResponse("not found\n", 404)
         return Response(found[0], headers={"content-type": found[1], "cache-control": "no-cache"})
-
-
-class _Events:
-    """ASGI: the feed as server-sent events, until either side ends."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._feed.full:
-            await PlainTextResponse("too many viewers\n", 503, {"retry-after": "10"})(scope, receive, send)
-            return
-        gone = False
-
-        async def listen() -> None:
-            nonlocal gone
-            while not gone:
-                gone = (await receive())["type"] == "http.disconnect"
-
-        headers = [
-            (b"content-type", b"text/event-stream"),
-            (b"cache-control", b"no-store"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if scope["method"] == "HEAD":
-            await send({"type": "http.response.body"})
-            return
-        listening = asyncio.create_task(listen(), name="dashboard viewer")
-        try:
-            async with aclosing(self._feed.watch()) as events:
-                async for data in events:
-                    if gone:
-                        return
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body"})
-        finally:
-            listening.cancel()
-            await asyncio.wait([listening])
 
 
 def _json(value: object) -> Response:

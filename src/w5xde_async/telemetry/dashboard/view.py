@@ -13,29 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from w5xde_async.telemetry import wording
+from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.dashboard.rows import Row, Rows
 from w5xde_async.telemetry.events import (
-    Audited,
-    BatchGrown,
-    CheckpointFailed,
-    CheckpointSaved,
-    Evaluated,
     Event,
-    JournalFailed,
-    ResultHeld,
-    RunFinished,
     RunReported,
     RunStarted,
     StepCommitted,
-    Waiting,
-    Warned,
     WorkerJoined,
     WorkerLeft,
-    WorkerQuarantined,
     WorkerReported,
 )
-from w5xde_async.telemetry.records import plain_value, to_record
+from w5xde_async.telemetry.records import SECRETS, plain_fields, plain_value
 
 __all__ = ["SERIES", "TIMELINE", "LogHandler", "View"]
 
@@ -49,7 +38,8 @@ _MOST_GONE = 32
 _MOST_LOGS = 400
 _MOST_CHECKPOINTS = 50
 _MOST_EVALUATIONS = 500
-_SECRET = ("worker_command", "dashboard_link", "event")
+#: What the last step has to say of the run.
+_OF_STEP = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "loss_scale", "staleness", "metrics", "phases_s")
 
 Json = dict[str, object]
 
@@ -101,21 +91,22 @@ class View:
     # -- in ------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        if type(event) is StepCommitted:
-            self._last, self._running = event, True
-            self._steps += 1
-            self._samples += event.samples
-            self._seconds += event.seconds
-            if math.isfinite(event.loss):
-                self._losses.append(event.loss)
-        elif type(event) is WorkerReported:
-            self._reported(event)
-        elif type(event) is RunReported:
-            self._leaves, self._in_vain = event.leaves, event.leaves_in_vain
-            self._status |= _without(to_record(event), ("event", "step"))
-            self._forget_joining()
-        else:
-            self._rare(event)
+        match event:
+            case StepCommitted():
+                self._last, self._running = event, True
+                self._steps += 1
+                self._samples += event.samples
+                self._seconds += event.seconds
+                if math.isfinite(event.loss):
+                    self._losses.append(event.loss)
+            case WorkerReported():
+                self._reported(event)
+            case RunReported():
+                self._leaves, self._in_vain = event.leaves, event.leaves_in_vain
+                self._status |= plain_fields(event, omit=("step",))
+                self._forget_joining()
+            case _:
+                self._rare(event)
 
     def log(self, level: str, text: str) -> None:
         """A line for the page of logs."""
@@ -123,47 +114,45 @@ class View:
 
     def _rare(self, event: Event) -> None:
         line = wording.line(event, wording.plain)
-        if line is not None and not isinstance(event, Evaluated):  # these have a table, and may be many
-            self.log("warning" if isinstance(event, CheckpointFailed | JournalFailed) else "info", line)
+        if line is not None and not isinstance(event, events.Evaluated):  # these have a table, and may be many
+            self.log("warning" if isinstance(event, events.CheckpointFailed | events.JournalFailed) else "info", line)
         match event:
             case RunStarted():
-                self._run = _without(to_record(event), _SECRET)
+                self._run = plain_fields(event, omit=SECRETS)
                 self._status |= {"step": event.resumed_step, "total_steps": event.total_steps, "state": "waiting"}
                 self.log("info", f"run {event.run_name} began at step {event.resumed_step:,}, term {event.term}")
-            case BatchGrown():
+            case events.BatchGrown():
                 self._status |= {"total_steps": event.total_steps}
             case WorkerJoined():
                 self._joined(event)
             case WorkerLeft():
                 self._left(event)
-            case Waiting():
+            case events.Waiting():
                 self._running = False
                 self._status |= {"state": "waiting", "waits_for": wording.clean(event.reason)}
-            case Evaluated():
-                self._note("evaluations", self._evaluations, _without(to_record(event), ("event",)))
-            case CheckpointSaved():
-                saved = {**to_record(event, omit=("event",)), "time": self._wall()}
-                self._note("checkpoints", self._checkpoints, saved)
-            case ResultHeld():
+            case events.Evaluated():
+                self._note("evaluations", self._evaluations, plain_fields(event))
+            case events.CheckpointSaved():
+                self._note("checkpoints", self._checkpoints, {**plain_fields(event), "time": self._wall()})
+            case events.ResultHeld():
                 self._count("results_held")
                 text = f"a result of {event.name} for step {event.step:,} is computed by another too: {event.why}"
                 self.log("info", text)
-            case Audited():
+            case events.Audited():
                 self._count("audits_agreed" if event.agreed else "audits_disagreed")
                 if not event.agreed:
                     text = f"two workers disagree about step {event.step:,} ({event.why}), by {event.relative:.2g}"
                     self.log("warning", text)
-            case WorkerQuarantined():
+            case events.WorkerQuarantined():
                 self._count("workers_quarantined")
                 self.log("warning", f"{event.name} computes wrongly: {event.reason}")
-            case Warned():
+            case events.Warned():
                 self.log("warning", event.text)
-            case RunFinished():
-                self._finished, self._running = _without(to_record(event), ("event",)), False
+            case events.RunFinished():
+                self._finished, self._running = plain_fields(event), False
                 self._status |= {"state": event.outcome, "reason": wording.clean(event.reason)}
-                self.log(
-                    "info" if event.outcome == "finished" else "warning", f"{event.outcome} {event.reason}".strip()
-                )
+                level = "info" if event.outcome == "finished" else "warning"
+                self.log(level, f"{event.outcome} {event.reason}".strip())
 
     def _note(self, name: str, kept: deque[Json], value: Json) -> None:
         kept.append(value)
@@ -183,7 +172,7 @@ class View:
                 worker.new_rows = worker.timeline.rows()
                 self._drop(key)
         worker.report, worker.shown_s, worker.changed = None, 0.0, True
-        worker.shown = _without(to_record(event), ("event", "num_workers")) | {"state": "ready", "joined": self._wall()}
+        worker.shown = plain_fields(event, omit=("num_workers",)) | {"state": "ready", "joined": self._wall()}
 
     def _name(self, key: str) -> object:
         return self._workers[key].shown.get("name")
@@ -197,10 +186,8 @@ class View:
         if worker is None:
             return
         worker.report, worker.changed = None, True
-        worker.shown |= {
-            "state": "left" if event.clean else "lost", "left": self._wall(), "waits_for": wording.clean(event.reason),
-            "leaves_per_s": 0.0, "leases_held": 0, "flops_per_s": 0.0, "busy": 0.0,
-        }  # fmt: skip
+        worker.shown |= {"leaves_per_s": 0.0, "leases_held": 0, "flops_per_s": 0.0, "busy": 0.0, "left": self._wall()}
+        worker.shown |= {"state": "left" if event.clean else "lost", "waits_for": wording.clean(event.reason)}
         self._row(worker, (round(self._wall(), 2), None, None, None))
         self._gone.append(event.worker_id)
         while len(self._gone) > _MOST_GONE:
@@ -220,7 +207,7 @@ class View:
             return  # its old row stands until it is a member again
         worker = self._workers.setdefault(event.worker_id, _Worker({"joined": self._wall()}))
         before, worker.report, worker.changed = worker.report, event, True
-        compute = network = 0.0
+        compute = 0.0
         seconds = event.member_s - (before.member_s if before else 0.0)
         if seconds > 0 and event.state != "joining":
             computed = event.compute_s - (before.compute_s if before else 0.0)
@@ -232,12 +219,9 @@ class View:
             if computed:
                 worker.shown_s = min(worker.shown_s, event.compute_s)  # what was taken for computing was not
             network = min(max((event.network_s - (before.network_s if before else 0.0)) / seconds, 0.0), 1.0)
-            row = (round(self._wall(), 2), round(compute, 3), round(1 - compute, 3), round(network, 3))
-            self._row(worker, row)
-        worker.shown |= _without(to_record(event), ("event", "activity", "waits_for")) | {
-            "activity": wording.clean(event.activity), "waits_for": wording.clean(event.waits_for), "left": None,
-            "busy": compute, "flops_per_s": event.flops_per_leaf * event.leaves_per_s,
-        }  # fmt: skip
+            self._row(worker, (round(self._wall(), 2), round(compute, 3), round(1 - compute, 3), round(network, 3)))
+        worker.shown |= plain_fields(event) | {"left": None, "busy": compute, "flops_per_s": event.flops_per_s}
+        worker.shown |= {"activity": wording.clean(event.activity), "waits_for": wording.clean(event.waits_for)}
 
     def _row(self, worker: _Worker, row: Row) -> None:
         worker.timeline.append(row)
@@ -293,14 +277,9 @@ class View:
 
     def _told(self) -> Json:
         """The status, with what the last step has to say: whoever looks, and when, changes nothing."""
-        step, told = self._last, dict(self._status)
-        if step is not None:
-            told |= {
-                "step": step.step, "epoch": step.epoch, "loss": plain_value(step.loss),
-                "learning_rate": plain_value(step.learning_rate), "gradient_norm": plain_value(step.gradient_norm),
-                "loss_scale": plain_value(step.loss_scale), "staleness": plain_value(step.staleness),
-                "metrics": plain_value(step.metrics), "phases_s": plain_value(step.phases_s),
-            }  # fmt: skip
+        told = dict(self._status)
+        if self._last is not None:
+            told |= {name: plain_value(getattr(self._last, name)) for name in _OF_STEP}
         return told | ({"state": "running", "waits_for": ""} if self._running else {})
 
     def _next_row(self, now: float) -> Row | None:
@@ -350,7 +329,3 @@ class LogHandler(logging.Handler):
             return
         except Exception:
             self.handleError(record)
-
-
-def _without(record: dict[str, object], names: tuple[str, ...]) -> Json:
-    return {name: value for name, value in record.items() if name not in names}
