@@ -12,13 +12,12 @@ import hmac
 import http.client
 import json
 import os
-import socket
 import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
@@ -38,24 +37,12 @@ _SILENT_S = 40.0  # a dashboard says something every 15 s
 _ENDED = ("finished", "stopped", "failed")
 _MOST_BYTES = 16 << 20
 _SHOWN = ("run", "status", "workers")
-_HEAD = (
-    "worker",
-    "state",
-    "device",
-    "busy",
-    "leaves/s",
-    "share",
-    "round trip",
-    "sent",
-    "received",
-    "memory",
-    "waits for",
-)
-_NUMBERS = range(3, 10)
 _DISPENSABLE = ("device", "memory", "received", "sent", "round trip", "share", "waits for")  # the first go first
 _APART = 3  # spaces between columns
 _LEAST_WAITS = 10  # columns of what a worker waits for, which may take several lines
 _WIDE = 160  # columns where no terminal says how many there are: nothing is cut off
+
+_Worker = dict[str, Any]
 
 
 class _Denied(W5xdeError):
@@ -164,13 +151,9 @@ class _Dashboard:
                 found[name] = json.loads(self._get(connection, f"/api/v1/{name}").read(_MOST_BYTES))
             return found
 
-    def events(self, opened: Callable[[socket.socket], None]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The snapshot and the updates to it, until the dashboard ends or does not answer. Raises as ``read`` does.
-
-        ``opened`` is given the socket: shutting it down is the end too.
-        """
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The snapshot and the updates to it, until the dashboard ends or does not answer. Raises as ``read`` does."""
         with self._asking() as connection:
-            opened(connection.sock)
             connection.sock.settimeout(_SILENT_S)
             answer, kind = self._get(connection, "/events"), ""
             while line := answer.readline(_MOST_BYTES):
@@ -237,14 +220,12 @@ class _Following(threading.Thread):
     def __init__(self, dashboard: _Dashboard) -> None:
         super().__init__(name="w5xde-status", daemon=True)
         self._dashboard = dashboard
-        self._socket: socket.socket | None = None
-        self._closed = threading.Event()
         self.found: dict[str, Any] | None = None  #: what is to be shown; replaced as a whole
         self.error: Exception | None = None
         self.news, self.ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Until the run ends, nobody answers for long (``error``), or ``close``."""
+        """Until the run ends, or nobody answers for long (``error``)."""
         try:
             self._follow()
         except Exception as error:
@@ -253,19 +234,11 @@ class _Following(threading.Thread):
             self.ended.set()
             self.news.set()
 
-    def close(self) -> None:
-        """Let go of the dashboard."""
-        self._closed.set()
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-        self.join(_TIMEOUT_S)
-
     def _follow(self) -> None:
         answered = time.monotonic()
-        while not self._closed.is_set():
+        while True:
             try:
-                for kind, data in self._dashboard.events(self._opened):
+                for kind, data in self._dashboard.events():
                     self.found, answered = _folded(self.found, kind, data), time.monotonic()
                     self.news.set()
                     if self.found["status"].get("state") in _ENDED:
@@ -273,10 +246,7 @@ class _Following(threading.Thread):
             except Unreachable:
                 if self.found is None or time.monotonic() - answered > _PATIENCE_S:
                     raise
-            self._closed.wait(_AGAIN_S)
-
-    def _opened(self, sock: socket.socket) -> None:
-        self._socket = sock
+            time.sleep(_AGAIN_S)
 
 
 def _folded(known: dict[str, Any] | None, kind: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -295,8 +265,8 @@ def _folded(known: dict[str, Any] | None, kind: str, data: dict[str, Any]) -> di
 def _summary(found: dict[str, Any]) -> list[str]:
     run, status = found["run"], found["status"]
     step, total = status.get("step") or 0, status.get("total_steps") or 0
-    lines = [f"{run.get('run_name', '')}: {status.get('state')}, step {step:,}"
-             + (f" of {total:,} ({100 * step / total:.0f} %)" if total else "")]  # fmt: skip
+    share = f" of {total:,} ({100 * step / total:.0f} %)" if total else ""
+    lines = [f"{run.get('run_name', '')}: {status.get('state')}, step {step:,}{share}"]
     parts = []
     if status.get("loss") is not None:
         parts.append(f"loss {float(status['loss']):.4f}")
@@ -312,34 +282,57 @@ def _summary(found: dict[str, Any]) -> list[str]:
     return [wording.clean(line) for line in lines]
 
 
-def _rows(workers: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+def _text(name: str) -> Callable[[_Worker], str]:
+    return lambda worker: str(worker.get(name) or "")
+
+
+def _figure(name: str, show: Callable[[float], str]) -> Callable[[_Worker], str]:
+    return lambda worker: "-" if worker.get(name) is None else show(float(worker[name]))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _memory(worker: _Worker) -> str:
+    used = worker.get("device_bytes") or worker.get("host_bytes")
+    return wording.size(float(used)) if used else "-"
+
+
+#: The table's columns: what stands in each of a worker.
+_COLUMNS: dict[str, Callable[[_Worker], str]] = {
+    "worker": _text("name"),
+    "state": _text("state"),
+    "device": _text("device"),
+    "busy": _figure("busy", _percent),
+    "leaves/s": _figure("leaves_per_s", wording.short),
+    "share": _figure("share", _percent),
+    "round trip": _figure("rtt_s", wording.brief),
+    "sent": _figure("bytes_sent", wording.size),
+    "received": _figure("bytes_received", wording.size),
+    "memory": _memory,
+    "waits for": _text("waits_for"),
+}
+_WORDS = ("worker", "state", "device", "waits for")  # the other columns are numbers
+
+
+def _rows(workers: Sequence[_Worker]) -> Iterator[dict[str, str]]:
+    """A cell for each column, by its name; who has left comes last."""
     for worker in sorted(workers, key=lambda worker: (bool(worker.get("left")), str(worker.get("name")))):
-
-        def figure(name: str, show: Any, worker: dict[str, Any] = worker) -> str:
-            value = worker.get(name)
-            return "-" if value is None else str(show(float(value)))
-
-        memory = worker.get("device_bytes") or worker.get("host_bytes")
-        cells = [
-            str(worker.get("name", "")), str(worker.get("state", "")), str(worker.get("device", "")),
-            figure("busy", lambda value: f"{100 * value:.0f} %"), figure("leaves_per_s", wording.short),
-            figure("share", lambda value: f"{100 * value:.0f} %"), figure("rtt_s", wording.brief),
-            figure("bytes_sent", wording.size), figure("bytes_received", wording.size),
-            wording.size(float(memory)) if memory else "-", str(worker.get("waits_for") or ""),
-        ]  # fmt: skip
-        yield [wording.clean(cell.replace("\n", " "), limit=100) for cell in cells]
+        yield {name: wording.clean(of(worker).replace("\n", " "), limit=100) for name, of in _COLUMNS.items()}
 
 
-def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The columns of ``rows`` (the first one is ``_HEAD``) that fit beside each other, whole."""
-    widths = {name: max(map(len, column)) for name, column in zip(_HEAD, zip(*rows, strict=True), strict=True)}
-    words = [word for row in rows for word in row[-1].split()]
-    widths[_HEAD[-1]] = max(min(widths[_HEAD[-1]], _LEAST_WAITS), max(map(len, words)))
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns that fit beside each other, whole."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in _COLUMNS}
+    last = "waits for"
+    words = [word for row in rows for word in row[last].split()]
+    widths[last] = max(min(widths[last], _LEAST_WAITS), *map(len, ("waits", *words)))
     for name in _DISPENSABLE:
         if sum(widths.values()) + _APART * len(widths) <= width:
             break
         del widths[name]
-    return [number for number, name in enumerate(_HEAD) if name in widths]
+    return list(widths)
 
 
 class _Screen:
@@ -364,12 +357,8 @@ class _Screen:
         if self._console is not None:
             self._console.print(self.content(found))
             return
-        lines = _summary(found)
-        rows = [list(_HEAD), *_rows(found["workers"])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        rows = [tuple(_COLUMNS), *(tuple(row.values()) for row in _rows(found["workers"]))]
+        lines = [*_summary(found), *wording.table(rows, words=len(_COLUMNS))]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
 
@@ -382,18 +371,17 @@ class _Screen:
 
         title, *rest = _summary(found)
         assert self._console is not None
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         rows = list(_rows(found["workers"]))
-        shown = _fitting([_HEAD, *rows], self._console.width)
-        for number in shown:
-            justify: Any = "right" if number in _NUMBERS else "left"
-            table.add_column(_HEAD[number], justify=justify, no_wrap=number < len(_HEAD) - 1)
-        for row in rows:
-            gone = row[1] in ("left", "lost")
-            table.add_row(*(Text(row[number]) for number in shown), style="dim" if gone else None)
         if not rows:
             return Group(Text(title, style="bold"), *(Text(line) for line in [*rest, "no worker has joined"]), Text(""))
-        left_out = ", ".join(name for number, name in enumerate(_HEAD) if number not in shown)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        shown = _fitting(rows, self._console.width)
+        for name in shown:
+            table.add_column(name, justify="left" if name in _WORDS else "right", no_wrap=name != "waits for")
+        for row in rows:
+            gone = row["state"] in ("left", "lost")
+            table.add_row(*(Text(row[name]) for name in shown), style="dim" if gone else None)
+        left_out = ", ".join(name for name in _COLUMNS if name not in shown)
         more = [Text(f"a wider terminal also shows {left_out}", style="dim")] if left_out else []
         return Group(Text(title, style="bold"), *(Text(line) for line in rest), table, *more)
 
@@ -415,20 +403,17 @@ def _again(dashboard: _Dashboard, interval_s: float) -> Iterator[dict[str, Any]]
     """What is new, every ``interval_s`` and at the end of the run. Raises Unreachable where that is not seen."""
     following = _Following(dashboard)
     following.start()
-    try:
-        while not following.ended.is_set():
-            while not following.news.wait(1.0):  # in pieces: Ctrl-C ends it everywhere
-                pass
-            following.news.clear()
-            if not following.ended.is_set() and following.found is not None:
-                yield following.found
-                following.ended.wait(interval_s)
-        if following.error is not None:
-            raise following.error
-        if following.found is not None:
+    while not following.ended.is_set():
+        while not following.news.wait(1.0):  # in pieces: Ctrl-C ends it everywhere
+            pass
+        following.news.clear()
+        if not following.ended.is_set() and following.found is not None:
             yield following.found
-    finally:
-        following.close()
+            following.ended.wait(interval_s)
+    if following.error is not None:
+        raise following.error
+    if following.found is not None:
+        yield following.found
 
 
 if __name__ == "__main__":

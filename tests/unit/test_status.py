@@ -66,7 +66,7 @@ async def test_a_narrow_terminal_shows_fewer_columns_and_every_one_whole(
     assert all(len(line) <= width for line in lines)
     for name in ("state", "busy", "leaves/s"):
         assert name in head
-    missing = [name for name in status._HEAD if name not in head]
+    missing = [name for name in status._COLUMNS if name not in head]
     assert (width < 160) == bool(missing)
     if missing:
         assert " ".join(lines[-2:]).replace("  ", " ").strip().endswith(", ".join(missing)) or width < 60

@@ -22,28 +22,15 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from w5xde_async.telemetry import wording
-from w5xde_async.telemetry.events import (
-    BatchGrown,
-    CheckpointFailed,
-    CheckpointSaved,
-    Event,
-    JournalFailed,
-    RunFinished,
-    RunStarted,
-    StepCommitted,
-    Waiting,
-    Warned,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerQuarantined,
-)
+from w5xde_async.telemetry import events, wording
+from w5xde_async.telemetry.events import Event, RunFinished, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_line, to_record
 
 __all__ = ["Progress", "ProgressConfig"]
 
 _ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHARACTER}": "?"})
-_STYLES = {logging.WARNING: "warn", logging.ERROR: "bad", logging.CRITICAL: "bad"}
+#: What is shown in silent mode too, as is a run that fails.
+_ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined)
 _RATE_MEMORY_S = 10.0
 
 
@@ -103,8 +90,25 @@ class Progress:
     def __call__(self, event: Event) -> None:
         if type(event) is StepCommitted:  # the one that comes a thousand times a second
             self._step(event)
-        elif self._json:
-            self._as_json(event)
+            return
+        match event:
+            case RunStarted():
+                self._began = self._clock()
+                self._first_step, self._total_steps = event.resumed_step, event.total_steps
+                self._next_step = 0
+                self._rates = _Rates()
+            case RunFinished():
+                self.close()
+            case events.BatchGrown():
+                self._total_steps = event.total_steps
+                self._screen.set_total(event.total_steps)
+            case events.WorkerJoined() | events.WorkerLeft():
+                self._num_workers = event.num_workers
+        failed = isinstance(event, RunFinished) and event.outcome == "failed"
+        if self._config.mode == "silent" and not failed and not isinstance(event, _ALWAYS):
+            return
+        if self._json:
+            self._screen.write(self._dated(event))
         else:
             self._as_text(event)
 
@@ -182,41 +186,27 @@ class Progress:
     # --- everything else
 
     def _as_text(self, event: Event) -> None:
-        silent = self._config.mode == "silent"
         match event:
             case RunStarted():
-                self._start(event)
-                if not silent:
-                    self._screen.write("\n".join(wording.header(event, self._paint)))
-                    if self._terminal:
-                        self._screen.open_bar(event.total_steps, event.resumed_step, color=self._config.color)
-                        self._draw()
+                self._screen.write("\n".join(wording.header(event, self._paint)))
+                if self._terminal:
+                    self._screen.open_bar(event.total_steps, event.resumed_step, color=self._config.color)
+                    self._draw()
             case RunFinished():
-                self.close()
-                if not silent or event.outcome == "failed":
-                    lines = wording.summary(event, first_step=self._first_step, paint=self._paint)
-                    self._screen.write("\n".join(lines))
-            case BatchGrown():
-                self._grow(event)
-                if not silent:
-                    self._screen.write(str(wording.line(event, self._paint)))
-            case Warned():
+                lines = wording.summary(event, first_step=self._first_step, paint=self._paint)
+                self._screen.write("\n".join(lines))
+            case events.Warned():
                 self._screen.write(f"{self._paint('warn', '!')} {wording.clean(event.text)}")
-            case Waiting():
+            case events.Waiting():
                 self._wait(event.reason)
-            case CheckpointSaved() if self._config.mode != "verbose":
+            case events.CheckpointSaved() if self._config.mode != "verbose":
                 pass
             case _:
-                if isinstance(event, WorkerJoined | WorkerLeft):
-                    self._num_workers = event.num_workers
-                text = wording.line(event, self._paint)
-                if text is not None and (
-                    not silent or isinstance(event, CheckpointFailed | JournalFailed | WorkerQuarantined)
-                ):
+                if (text := wording.line(event, self._paint)) is not None:
                     self._screen.write(text)
 
     def _wait(self, reason: str) -> None:
-        if reason == self._waiting or self._config.mode == "silent":
+        if reason == self._waiting:
             return
         self._waiting = reason
         self._rates.pause()
@@ -224,27 +214,6 @@ class Progress:
             self._draw()
         else:
             self._screen.write(f"waiting: {wording.clean(reason)}")
-
-    def _as_json(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._start(event)
-        if isinstance(event, BatchGrown):
-            self._grow(event)
-        if isinstance(event, RunFinished):
-            self.close()
-        failed = isinstance(event, RunFinished) and event.outcome == "failed"
-        if self._config.mode != "silent" or failed or isinstance(event, Warned | CheckpointFailed | JournalFailed):
-            self._screen.write(self._dated(event))
-
-    def _start(self, event: RunStarted) -> None:
-        self._began = self._clock()
-        self._first_step, self._total_steps = event.resumed_step, event.total_steps
-        self._next_step = 0
-        self._rates = _Rates()
-
-    def _grow(self, event: BatchGrown) -> None:
-        self._total_steps = event.total_steps
-        self._screen.set_total(event.total_steps)
 
     def _dated(self, event: Event) -> str:
         # JSON is read by machines and kept; the link is in the run directory's file.
@@ -377,9 +346,8 @@ class _ScreenHandler(logging.Handler):
                 where = {"event": "log", "level": level, "logger": record.name, "message": message}
                 self._screen.write(to_line({"time": round(self._wall(), 3), **where}).rstrip("\n"))
             else:
-                style = (
-                    "bad" if record.levelno >= logging.ERROR else "warn" if record.levelno >= logging.WARNING else "dim"
-                )
+                warns, fails = record.levelno >= logging.WARNING, record.levelno >= logging.ERROR
+                style = "bad" if fails else "warn" if warns else "dim"
                 self._screen.write(f"{self._paint(style, level)} {wording.clean(message, limit=20000)}")
         except Exception:
             self.handleError(record)

@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from w5xde_async.telemetry.events import (
-    BatchGrown,
-    CheckpointFailed,
-    CheckpointSaved,
-    Evaluated,
-    JournalFailed,
-    JournalRestored,
-    RunFinished,
-    RunStarted,
-    StepCommitted,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerQuarantined,
-    WorkerShare,
-)
+from w5xde_async.telemetry import events
+from w5xde_async.telemetry.events import RunFinished, RunStarted, StepCommitted, WorkerShare
 
 __all__ = [
     "Paint", "brief", "clean", "colored", "duration", "header", "line", "phases", "plain", "short", "size", "status",
-    "summary",
+    "summary", "table",
 ]  # fmt: skip
 
 Paint = Callable[[str, str], str]
@@ -61,50 +49,45 @@ def _name(text: str) -> str:
 # --- numbers
 
 
-def _count(value: int) -> str:
-    return f"{value:,}"
-
-
 def _plural(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
+def _scaled(value: float, units: Sequence[str]) -> str:
+    """Three significant figures, of the unit of which there are fewer than a thousand."""
+    for unit in units[:-1]:
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}{units[-1]}"
+
+
 def short(value: float) -> str:
     """Three significant figures: 12.4k."""
-    for unit in ("", "k", "M", "G"):
-        if abs(value) < 999.5:
-            return f"{value:.3g}{unit}" if unit or value < 100 else f"{value:.0f}"
-        value /= 1000
-    return f"{value:.3g}T"
+    return _scaled(value, ("", "k", "M", "G", "T"))
 
 
 def size(value: float) -> str:
     """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
+    return _scaled(value, (" B", " kB", " MB", " GB", " TB"))
 
 
 def duration(seconds: float) -> str:
     """1:02:03."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    days, rest = divmod(whole, 86400)
-    clock = (
-        f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"
-    )
-    return f"{days} d {clock}" if days else clock
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes}:{rest:02}"
+    days, hours = divmod(hours, 24)
+    return (f"{days} d " if days else "") + f"{hours}:{minutes:02}:{rest:02}"
 
 
 def brief(seconds: float) -> str:
     """Seconds, milliseconds or microseconds, three figures."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
+    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds * 1e3 >= 1 else (1e6, "µs")
+    return f"{seconds * factor:.3g} {unit}"
 
 
 def _value(value: float) -> str:
@@ -117,22 +100,23 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{_name(name)} {_value(value)}" for name, value in metrics.items())
 
 
+def _row(paint: Paint, width: int, label: str, *parts: str) -> str:
+    return "  " + paint("dim", f"{label:<{width}}") + _SEPARATOR.join(part for part in parts if part)
+
+
 # --- the start
 
 
 def header(event: RunStarted, paint: Paint) -> list[str]:
     """What runs, on what, how others join: shown once."""
-
-    def row(label: str, *parts: str) -> str:
-        return "  " + paint("dim", f"{label:<{_LABEL}}") + _SEPARATOR.join(part for part in parts if part)
-
-    resumed = paint("good", f"resumed at step {_count(event.resumed_step)}") if event.resumed_step else ""
-    batch = f"batch {_count(event.batch_size)}"
+    row = partial(_row, paint, _LABEL)
+    resumed = paint("good", f"resumed at step {event.resumed_step:,}") if event.resumed_step else ""
+    batch = f"batch {event.batch_size:,}"
     if event.leaves_per_step > 1:
         batch += f" in {event.leaves_per_step} leaves"
-    epochs = f"{_count(event.steps_per_epoch)} per epoch" if event.steps_per_epoch else ""
+    epochs = f"{event.steps_per_epoch:,} per epoch" if event.steps_per_epoch else ""
     title = f"{paint('bold', 'w5xde-async')} {event.version}{_SEPARATOR}run {paint('bold', _name(event.run_name))}"
-    parameters = f"{_count(event.num_parameters)} parameters"
+    parameters = f"{event.num_parameters:,} parameters"
     lines = [
         "",
         f"{title}{_SEPARATOR}{paint('dim', f'{event.run_id}, term {event.term}')}",
@@ -140,7 +124,7 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
         row("model", _name(event.model), parameters, f"fingerprint {event.fingerprint[:16]}"),
         row("data", _name(event.dataset), _plural(event.num_samples, "sample"), batch),
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
-        row("steps", f"to step {_count(event.total_steps)}" if event.total_steps else "until stopped", epochs, resumed),
+        row("steps", f"to step {event.total_steps:,}" if event.total_steps else "until stopped", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
         row("memory", f"at most {event.memory_bound_bytes / 2**30:,.1f} GiB for workers, beside the model and samples"),
         row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
@@ -160,42 +144,42 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
 def line(event: object, paint: Paint) -> str | None:
     """One line about an event that is shown when it happens; None for any other event."""
     match event:
-        case WorkerJoined():
+        case events.WorkerJoined():
             machine = f"{_name(event.peer)}, {_name(event.device)}, {_plural(event.threads, 'thread')}"
             text = f"{_name(event.name)} joined {paint('dim', f'({machine})')}"
             return f"{paint('good', '+')} {text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
-        case WorkerLeft():
+        case events.WorkerLeft():
             returned = f", {_plural(event.leases_returned, 'lease')} to redo" if event.leases_returned else ""
             sign = paint("dim", "-") if event.clean else paint("warn", "-")
             text = f"{sign} {_name(event.name)} left: {clean(event.reason, limit=200)}{returned}"
             return f"{text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
-        case WorkerQuarantined():
+        case events.WorkerQuarantined():
             done = "put out of the run" if event.put_out else "wrong, and kept"
             return f"{paint('bad', '!')} {_name(event.name)} {done}: {clean(event.reason, limit=300)}"
-        case BatchGrown():
-            text = f"the batch grows from {_count(event.batch_size_before)} to {_count(event.batch_size)} samples"
+        case events.BatchGrown():
+            text = f"the batch grows from {event.batch_size_before:,} to {event.batch_size:,} samples"
             why = f"noise scale {_scale(event.noise_scale)}; learning rate x {event.rate_factor:.3g}"
-            ends = f"after step {_count(event.after_step)}"
+            ends = f"after step {event.after_step:,}"
             if event.total_steps:
-                ends += f"; the run ends at step {_count(event.total_steps)}"
+                ends += f"; the run ends at step {event.total_steps:,}"
             return f"{paint('good', '*')} {text}: {why}; {ends}"
-        case Evaluated():
+        case events.Evaluated():
             took = paint("dim", f"({brief(event.seconds)})")
-            return f"{paint('accent', '*')} step {_count(event.step)} evaluated: {_metrics(event.metrics)} {took}"
-        case CheckpointSaved():
+            return f"{paint('accent', '*')} step {event.step:,} evaluated: {_metrics(event.metrics)} {took}"
+        case events.CheckpointSaved():
             cost = paint("dim", f"({size(event.nbytes)}, {brief(event.seconds)}, paused {brief(event.pause_s)})")
-            return f"{paint('dim', '*')} step {_count(event.step)} saved: {clean(event.path)} {cost}"
-        case CheckpointFailed():
-            text = f"no checkpoint of step {_count(event.step)}: {clean(event.reason)}"
+            return f"{paint('dim', '*')} step {event.step:,} saved: {clean(event.path)} {cost}"
+        case events.CheckpointFailed():
+            text = f"no checkpoint of step {event.step:,}: {clean(event.reason)}"
             if event.safe_step is not None:
-                text += f"; it is tried again, a crash before that goes back to step {_count(event.safe_step)}"
+                text += f"; it is tried again, a crash before that goes back to step {event.safe_step:,}"
             return f"{paint('warn', '!')} {text}"
-        case JournalFailed():
+        case events.JournalFailed():
             since = f" for {duration(event.seconds)}" if event.seconds else ""
-            text = f"nothing is journalled{since} after step {_count(event.step)}: {clean(event.reason)}"
+            text = f"nothing is journalled{since} after step {event.step:,}: {clean(event.reason)}"
             return f"{paint('warn', '!')} {text}; the run goes on, a crash would go back to the last checkpoint"
-        case JournalRestored():
-            text = f"the journal counts again from step {_count(event.step)}, after {duration(event.seconds)}"
+        case events.JournalRestored():
+            text = f"the journal counts again from step {event.step:,}, after {duration(event.seconds)}"
             return f"{paint('good', '*')} {text}"
         case _:
             return None
@@ -234,7 +218,7 @@ def phases(event: StepCommitted, paint: Paint) -> str:
     norm = "" if event.gradient_norm is None else f"  |g| {event.gradient_norm:.3g}"
     traffic = f"out {size(event.bytes_sent)}  in {size(event.bytes_received)}"
     skipped = f"  skipped (scale {event.loss_scale:g})" if event.skipped else ""
-    text = f"step {_count(event.step)}  loss {_value(event.loss)}  lr {event.learning_rate:.3g}{norm}"
+    text = f"step {event.step:,}  loss {_value(event.loss)}  lr {event.learning_rate:.3g}{norm}"
     return paint("dim", f"{text}  {brief(event.seconds)}: {spent}  {traffic}{skipped}")
 
 
@@ -243,27 +227,17 @@ def phases(event: StepCommitted, paint: Paint) -> str:
 
 def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     """The table at the end."""
-
-    width = max(_LABEL, *(len(_name(name)) + 2 for name in event.metrics)) if event.metrics else _LABEL
-
-    def row(label: str, *parts: str) -> str:
-        return "  " + paint("dim", f"{label:<{width}}") + _SEPARATOR.join(part for part in parts if part)
-
+    row = partial(_row, paint, max([_LABEL, *(len(_name(name)) + 2 for name in event.metrics)]))
     style = {"finished": "good", "failed": "bad"}.get(event.outcome, "warn")
     reason = f": {clean(event.reason)}" if event.reason else ""
-    redone = f"{_count(event.step - first_step)} in this session" if first_step else ""
-    rate = (
-        ""
-        if not event.session_samples
-        else f"{short(event.session_samples / event.seconds)} samples/s"
-        if event.seconds > 0
-        else ""
-    )
+    redone = f"{event.step - first_step:,} in this session" if first_step else ""
+    timed = event.session_samples and event.seconds > 0
+    rate = f"{short(event.session_samples / event.seconds)} samples/s" if timed else ""
     lines = ["", paint("bold", paint(style, event.outcome)) + reason, ""]
-    of = f" of {_count(event.total_steps)}" if event.total_steps else ""
-    skipped = f"{_count(event.steps_skipped)} skipped: not finite" if event.steps_skipped else ""
-    lines.append(row("steps", f"{_count(event.step)}{of}", redone, skipped))
-    lines.append(row("samples", _count(event.samples), rate))
+    of = f" of {event.total_steps:,}" if event.total_steps else ""
+    skipped = f"{event.steps_skipped:,} skipped: not finite" if event.steps_skipped else ""
+    lines.append(row("steps", f"{event.step:,}{of}", redone, skipped))
+    lines.append(row("samples", f"{event.samples:,}", rate))
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))
     lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]
@@ -283,11 +257,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
 
 
 def _summed(name: str, shares: Sequence[WorkerShare]) -> WorkerShare:
-    return WorkerShare(
-        name=name, device="", leaves=sum(s.leaves for s in shares), samples=sum(s.samples for s in shares),
-        compute_s=sum(s.compute_s for s in shares), wait_s=sum(s.wait_s for s in shares),
-        bytes_sent=sum(s.bytes_sent for s in shares), bytes_received=sum(s.bytes_received for s in shares),
-    )  # fmt: skip
+    names = ("leaves", "samples", "compute_s", "wait_s", "bytes_sent", "bytes_received")
+    return WorkerShare(name=name, device="", **{of: sum(getattr(share, of) for share in shares) for of in names})
 
 
 def _shares(event: RunFinished, paint: Paint) -> list[str]:
@@ -296,24 +267,23 @@ def _shares(event: RunFinished, paint: Paint) -> list[str]:
     if len(shares) > _MOST_ROWS:
         rest = shares[_MOST_ROWS - 1 :]
         shares[_MOST_ROWS - 1 :] = [_summed(f"{len(rest):,} others", rest)]
-    rows: list[Sequence[str]] = [("worker", "device", "share", "leaves", "samples", "computing", "sent", "received")]
-    rows += [
-        (
-            _name(share.name),
-            _name(share.device),
-            f"{100 * share.leaves / total:.0f} %",
-            _count(share.leaves),
-            _count(share.samples),
-            f"{100 * share.compute_s / busy:.0f} %" if (busy := share.compute_s + share.wait_s) > 0 else "-",
-            size(share.bytes_sent),
-            size(share.bytes_received),
-        )
-        for share in shares
-    ]
+    rows = [("worker", "device", "share", "leaves", "samples", "computing", "sent", "received")]
+    for share in shares:
+        busy = share.compute_s + share.wait_s
+        part = f"{100 * share.leaves / total:.0f} %"
+        computing = f"{100 * share.compute_s / busy:.0f} %" if busy > 0 else "-"
+        work = (_name(share.name), _name(share.device), part, f"{share.leaves:,}", f"{share.samples:,}", computing)
+        rows.append((*work, size(share.bytes_sent), size(share.bytes_received)))
+    head, *lines = table(rows, words=2)
+    return ["  " + paint("dim", head), *("  " + line for line in lines)]
+
+
+def table(rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
+    """A line for each row, the columns below each other: the first ``words`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for number, cells in enumerate(rows):
-        left = "  ".join(cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
-        right = "  ".join(cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
-        lines.append("  " + (paint("dim", f"{left}  {right}") if number == 0 else f"{left}  {right}"))
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:words], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(row[words:], widths[words:], strict=True)]
+        lines.append("  ".join([*left, *right]).rstrip())
     return lines
