@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.outer.training import OuterTraining
-from w5xde_async.coordinator.run.strategy_tuner import StrategyTuner
+from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import named_digest
-from w5xde_async.plan.tuning import Figures, Situation
+from w5xde_async.plan.strategy_choice import Figures, Situation
 from w5xde_async.telemetry.events import Event, RunFinished, StepCommitted, Warned
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
@@ -201,11 +201,11 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
     assert training.counts().leaves_wasted == 0
 
 
-def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyTuner, Any], Situation | None]:
+def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyChooser, Any], Situation | None]:
     """What would be measured over a network of this rate."""
-    measured = StrategyTuner.situation
+    measured = StrategyChooser.situation
 
-    def situation(self: StrategyTuner, training: Any) -> Situation | None:
+    def situation(self: StrategyChooser, training: Any) -> Situation | None:
         found = measured(self, training)
         if found is None:
             return None
@@ -222,7 +222,7 @@ def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyTuner,
 async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     bytes_s: float, round_trip_s: float, rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(StrategyTuner, "situation", over_a_line(bytes_s, round_trip_s))
+    monkeypatch.setattr(StrategyChooser, "situation", over_a_line(bytes_s, round_trip_s))
     make, commits, events = jobs.mlp_sgd, Commits(), list[Event]()
     commits.bus.subscribe(events.append)
     config = settings(auto=True, checkpoint_every=4)

@@ -31,15 +31,14 @@ WHOLE_BYTES = sum(LAYOUT.state_nbytes(bucket) for bucket in LAYOUT.buckets)
 class Worker:
     """A session whose outbox lets a frame go when a test says so, and the inbox at the other end."""
 
+    codec: str = "int4"
     unsent: set[int] = field(default_factory=set)
     current_version: int = -1
 
     def __post_init__(self) -> None:
         self.outbox = self
         self.waiting: deque[tuple[list[Any], Callable[[], None], int]] = deque()
-        receiver = DeltaReceiver(LAYOUT, codec("int4"))
-        receiver.allow(codec("lz4"))
-        self.inbox = Inbox(receiver, 1 << 20, exact=False)
+        self.inbox = Inbox(DeltaReceiver(LAYOUT, codec(self.codec)), 1 << 20, exact=False)
         self.published = Published(LAYOUT)
 
     @property
@@ -123,7 +122,7 @@ class Run:
 
 @pytest.mark.parametrize("name", ["raw", "lz4", "int4"])
 def test_who_follows_holds_every_version(name: str) -> None:
-    run, worker = Run(name), Worker()
+    run, worker = Run(name), Worker(name)
     run.join(worker)
     assert worker.unsent == set(range(len(LAYOUT.buckets)))
     worker.pass_all()
@@ -155,7 +154,7 @@ def test_deltas_wait_behind_the_whole_and_nothing_is_taken_back() -> None:
 
 @pytest.mark.parametrize("name", ["raw", "lz4"])
 def test_versions_that_are_whole_do_not_wait_for_each_other(name: str) -> None:
-    run, worker = Run(name), Worker()
+    run, worker = Run(name), Worker(name)
     run.join(worker)
     for _ in range(7):
         worker.pass_frames(1)

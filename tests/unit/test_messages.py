@@ -184,8 +184,11 @@ def test_golden_frame_with_buffers(golden: Callable[[str, bytes], None]):
     golden("frames/buffers.bin", b"".join(encode(Result(3, 1), buffers)))
 
 
+RETIRED = {21}  # RETUNE; a number is never given again
+
+
 def test_numbers_are_one_to_n_without_a_gap():
-    assert [cls.TYPE for cls in ALL] == list(range(1, len(ALL) + 1))
+    assert [cls.TYPE for cls in ALL] == [number for number in range(1, ALL[-1].TYPE + 1) if number not in RETIRED]
     assert set(messages.__all__) >= {cls.__name__ for cls in ALL}
 
 

@@ -96,3 +96,18 @@ def test_what_cannot_be_read_or_written_ends_nothing(tmp_path: Path) -> None:
     leaving = encoder(1.0)
     keep(leaving, tmp_path / "file" / "kept", run_id="run", name="a", worker_id="aa")
     assert norm(leaving) == 0  # dropped, and said
+
+
+def test_another_codec_on_the_next_link_keeps_what_was_left_out() -> None:
+    """A coordinator was started anew with it; it knows nothing of the lease that is under way."""
+    worker = encoder(1.0)
+    before = norm(worker)
+    vector = ResultVector(Layout.of(nn.Linear(8, 8, bias=False)))
+    vector.buckets[0].zero_()
+    worker.encode(2, 0, vector)
+    worker.change(codec("topk:0.1"))
+    assert worker.awaited == (2,)  # nothing has changed
+    worker.change(codec("int4"))
+    assert (worker.codec.name, worker.awaited) == ("int4", ())
+    assert norm(worker) == before > 0
+    assert worker.encode(3, 0, vector).spec.codec == "int4"

@@ -27,7 +27,7 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
     target_batch            let the batch grow with the gradient noise scale, up to so many samples a step; ``auto``:
                             up to the dataset
     batch_patience          steps before each time it doubles
-    auto                    choose rule, codec and H from what the first steps show of the links, and go on looking
+    auto                    choose rule, codec and H from what the first steps show of the links, once
 
     Raises UsageError for a value that is out of range, or that does not go with another.
     """

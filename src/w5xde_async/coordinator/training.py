@@ -250,8 +250,5 @@ class Training(WorkSource, Protocol):
     def tick(self, now: float) -> None:
         """Do what is due by time. Called every second or so."""
 
-    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
-        """From now on workers write by another codec, and versions travel by another."""
-
     async def aclose(self) -> None:
         """Wait for the loader and the thread that owns the parameters."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Pacing", "PacingConfig"]
 
@@ -106,6 +106,10 @@ class Pacing:
     _latest: _InOrder = field(default_factory=_InOrder)  # these in order
     _leaves_per_s: float = 0.0  # all of those together
     _changes: int = 0  # since that was added up anew
+
+    def lead(self, leases: int) -> None:
+        """Workers hold at least ``leases`` leases from now on, the one that they compute included."""
+        self.config = replace(self.config, leases_ahead=max(leases, self.config.leases_ahead))
 
     def takes_work(self, worker: str, does: bool = True) -> None:
         """``worker`` is one of those that share the work from now on, or is not."""

@@ -44,7 +44,6 @@ __all__ = [
     "Refusal",
     "Report",
     "Result",
-    "Retune",
     "Revoke",
     "Submit",
     "Verdict",
@@ -486,14 +485,6 @@ class Report(Message):
     device_total_bytes: int
     cpu_s: float
     flops_per_leaf: float
-
-
-@_message(21, codec=_text(NAME), downlink=_text(NAME))
-class Retune(Message):
-    """To a worker: write results by another codec from the next lease on; deltas are written by ``downlink`` now."""
-
-    codec: str
-    downlink: str
 
 
 @_message(22, proof=_data(64))

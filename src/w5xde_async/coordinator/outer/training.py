@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.monitoring.waiting import reason_of_network, reason_of_standing
 from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
@@ -208,13 +207,6 @@ class OuterTraining:
                 await self.lifecycle.wake.wait()
         except TimeoutError:
             pass
-
-    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
-        self.roster.retune(codec, downlink)
-        self.intake.allow(make_codec(codec))
-        if self.publisher.deltas:
-            self.aggregator.submit(partial(self.publisher.change, make_codec(downlink)))
-        self.local_steps.inner_steps = max(inner_steps, 1)
 
     def stop(self) -> None:
         if self.lifecycle.stop():

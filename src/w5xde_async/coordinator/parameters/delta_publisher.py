@@ -132,11 +132,6 @@ class DeltaPublisher:
         data = bytes(bytes_of(self._published.bucket(bucket)))
         return Piece(number, BufferSpec("", dtype, (bucket.numel,), "raw", len(data)), data, False)
 
-    def change(self, codec: Codec) -> None:
-        """Write the next versions by another codec."""
-        self.codec = codec
-        self._encoders = {number: codec.encoder(encoder.form) for number, encoder in self._encoders.items()}
-
     # -- on the loop's thread ------------------------------------------------------------------------------
 
     def join(self, session: Session) -> None:

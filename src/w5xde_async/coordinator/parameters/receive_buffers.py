@@ -42,11 +42,6 @@ class ReceiveBuffers:
         self._parts: dict[int, dict[int, Part]] = {}
         self._receiving: dict[Session, tuple[int, int, Part]] = {}
 
-    def allow(self, codec: Codec) -> None:
-        """Results may come in this codec too: workers were told to use it from now on."""
-        self.codec = codec
-        self._codecs |= {known.name: known for known in codec.alternatives if known.name != "raw"}
-
     def check(self, result: Result, spec: BufferSpec) -> Codec | None:
         """The codec of a result of the right dtype and size, whatever becomes of it; None for a raw one.
 

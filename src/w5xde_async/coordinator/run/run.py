@@ -1,7 +1,7 @@
 """A run: one training after the other over the same parameters, listener and directory.
 
 Most runs have one. Under ``auto`` the first steps are exact synchronous ones, and where the links ask for another rule
-the run goes on by that one: workers connect anew, and what was computed so far counts.
+or codec the run goes on by those: workers connect anew, and what was computed so far counts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.checkpointing import Checkpointing, CheckpointPolicy
 from w5xde_async.coordinator.durability.evaluation import Evaluation
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
+from w5xde_async.coordinator.memory_bound import memory_bound_bytes
 from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.run.resume import KeptState
 from w5xde_async.coordinator.run.spec import Prepared, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
-from w5xde_async.coordinator.run.strategy_tuner import StrategyTuner, chosen
+from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser, chosen
 from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.training import StepJournal, SyncTraining
 from w5xde_async.coordinator.training import Commit, History, Hooks, RunContext, Training
 from w5xde_async.data.loader import Loader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.hub.members.roster import Greeting
+from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Warned
-from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Welcome
@@ -84,7 +85,12 @@ class Run:
         self.config = replace(config, update=self._strategy.update)
         self._stopping = False
         self._tasks: asyncio.TaskGroup | None = None
-        self._tuner: StrategyTuner | None = None
+        self._batch_leaves = self._spec.sampler.size(0).num_leaves
+        self._chooser: StrategyChooser | None = None
+        if config.auto:
+            kept = self._strategy.update if resume.step and self._strategy.update.rule != "sync" else None
+            self._chooser = StrategyChooser(self._batch_leaves, self._spec.possible, kept=kept)
+        self._next: Choice | None = None  # what was chosen, where it needs another training
         bus, spec, files = environment.bus, self._spec, self._spec.files
         self.evaluation = Evaluation(
             spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
@@ -96,26 +102,22 @@ class Run:
         )  # fmt: skip
         self.training = self._begin(resume.step, History(samples=resume.samples, loss=resume.loss))
         self.checkpointing = self._checkpointing()
-        if config.auto:
-            leaves = spec.sampler.plan(0).num_leaves
-            self._tuner = StrategyTuner(leaves, lambda text: bus.publish(Warned(text=text)), config, spec.possible)
-            self._tuner.resume(self._strategy.update, resume.step)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train to the end, a stop or a failure (which is raised)."""
         self._tasks = tasks
         while True:
-            training, tuner, spec = self.training, self._tuner, self._spec
+            training, spec = self.training, self._spec
             finding = training.roster.programs.run(self._environment.reference, spec.program, spec.untraceable)
             tracing = tasks.create_task(finding, name="trace")
             try:
                 await training.run()
             finally:
                 tracing.cancel()
-            more = tuner is not None and not self._stopping and training.progress < training.total_steps
-            if tuner is None or not more or tuner.choice is None or not tuner.changes(training):
+            choice, self._next = self._next, None
+            if choice is None or self._stopping or training.progress >= training.total_steps:
                 return
-            await self._change(chosen(tuner.choice, self.config.update))
+            await self._change(choice)
 
     def stop(self) -> None:
         """End in good order."""
@@ -147,8 +149,39 @@ class Run:
         assert self._tasks is not None
         self.checkpointing.on_commit(commit, self._tasks)
         self.evaluation.on_commit(commit, self.training.aggregator, self._tasks)
-        if self._tuner is not None and self._tuner.after_commit(self.training):
+        choice = None if self._chooser is None else self._chooser.after_commit(self.training)
+        if choice is not None:
+            self._choose(choice)
+
+    def _choose(self, choice: Choice) -> None:
+        """Go by what was chosen for the run's links. That is done once."""
+        self._chooser = None
+        update = self.config.update
+        if choice.reason:
+            self._warn(f"auto: {choice.reason}")
+        if (choice.update, choice.codec) != (update.rule, update.codec):
+            self._next = choice
             self.training.stop()
+        else:
+            bound = self._memory_bound_bytes()
+            self.training.pacing.lead(choice.leases_ahead)
+            self._tell_bound(bound)
+
+    def _memory_bound_bytes(self) -> int:
+        layout, config = self._spec.layout, replace(self.config, pacing=self.training.pacing.config)
+        return memory_bound_bytes(layout.vector_bytes, layout.state_bytes, self._batch_leaves, config)
+
+    def _tell_bound(self, before: int) -> None:
+        """Say how much may be held for workers now, where it is not ``before``."""
+        bound = self._memory_bound_bytes()
+        if bound != before:
+            self._warn(
+                f"auto: workers have {self.training.pacing.config.leases_ahead} leases at once; for them the "
+                f"coordinator holds at most {bound / 2**30:,.1f} GiB from now on"
+            )
+
+    def _warn(self, text: str) -> None:
+        self._environment.bus.publish(Warned(text=text))
 
     def _checkpointing(self) -> Checkpointing:
         environment, state = self._environment, KeptState(self._spec, self._strategy)
@@ -169,20 +202,17 @@ class Run:
             layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config,
             bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps,
         )  # fmt: skip
-        training = make_training(
+        return make_training(
             spec, self._strategy, context, environment, first_step=step, journal=self._journal, history=history,
             hooks=Hooks(on_commit=self._committed, on_quarantine=self._hooks.on_quarantine),
         )  # fmt: skip
-        if self._tuner is not None:
-            self._tuner.lead(training)
-        return training
 
-    async def _change(self, update: UpdateConfig) -> None:
+    async def _change(self, choice: Choice) -> None:
         """Go on by another rule, or by this one where the job turns out not to fit the other.
 
         Every lease was given back; workers connect anew.
         """
-        before, bus = self.training, self._environment.bus
+        before, bound = self.training, self._memory_bound_bytes()
         before.roster.say_goodbye(ByeCode.STOPPING, "the update rule changes; join again")
         await gone(before)
         for session in tuple(before.roster.sessions.values()):
@@ -191,17 +221,17 @@ class Run:
         await self.checkpointing.settle()
         await self.evaluation.settle()
         step, samples = before.progress, before.samples_applied
+        update, leases_ahead = chosen(choice, self.config.update), choice.leases_ahead
         try:
             self._strategy = await asyncio.get_running_loop().run_in_executor(
                 None, change_strategy, self._spec, self.config, self._strategy, update, step, samples
             )
         except (JobError, UsageError) as error:
-            bus.publish(Warned(text=f"auto: the run goes on as before: {error}"))
-            if self._tuner is not None:
-                self._tuner.stay(self.config.update)
+            self._warn(f"auto: the run goes on as before: {error}")
+            leases_ahead = self.config.pacing.leases_ahead
         else:
             if (unlike := self.config.unlike_results(update)) is not None:
-                bus.publish(Warned(text=unlike))
+                self._warn(unlike)
             self.config = replace(self.config, update=update)
         await before.aclose()
         history = History(
@@ -209,6 +239,8 @@ class Run:
             contributions=before.roster.contributions,
         )  # fmt: skip
         self.training = self._begin(step, history)
+        self.training.pacing.lead(leases_ahead)
+        self._tell_bound(bound)
         self.checkpointing = self._checkpointing()
         if self._stopping:
             self.training.stop()

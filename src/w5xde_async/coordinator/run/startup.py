@@ -69,9 +69,7 @@ def prepare(
         except BaseException:
             directory.close()
             raise
-    # The orders that the event loop will ask for at once are there.
-    if config.auto:
-        built.spec.sampler.prepare(0)
+    # The order that the event loop will ask for at once is there.
     steps = prepared.spec.steps
     steps.prepare(steps.epoch_of(prepared.resume.step))
     return prepared

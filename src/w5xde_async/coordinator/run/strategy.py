@@ -14,7 +14,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.spec import RunSpec, Strategy
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
-from w5xde_async.plan.tuning import PAIRS
+from w5xde_async.plan.strategy_choice import PAIRS
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule, check_trainable, make_rule
 from w5xde_async.updates.sync import SyncRule
@@ -63,7 +63,7 @@ def change_strategy(
 
 
 def possible_choices(spec: RunSpec, update: UpdateConfig) -> frozenset[tuple[str, str]]:
-    """Rules and codecs of ``plan.tuning`` that this job and the other settings go with."""
+    """Rules and codecs of ``plan.strategy_choice`` that this job and the other settings go with."""
     found, optimizer = set[tuple[str, str]](), SyncRule.of(spec.job, spec.model, spec.layout, spec.state).optimizer
     for rule, codec in PAIRS:
         try:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from w5xde_async.codecs.codec import Codec
 from w5xde_async.coordinator.parameters.aggregator import StepState
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.context import SyncContext
@@ -67,11 +66,6 @@ class Results:
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(context.run.layout)
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
-
-    def allow(self, codec: Codec) -> None:
-        """Results may come in this codec too."""
-        if self._receive_buffers is not None:
-            self._receive_buffers.allow(codec)
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
         """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""

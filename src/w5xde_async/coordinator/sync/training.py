@@ -18,7 +18,6 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
 
-from w5xde_async.codecs.registry import codec as make_codec
 from w5xde_async.coordinator.memory_bound import most_held
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
@@ -191,12 +190,6 @@ class SyncTraining:
             await self._commit()
         if self.lifecycle.failure is not None:
             raise self.lifecycle.failure
-
-    def retune(self, codec: str, downlink: str, inner_steps: int) -> None:
-        self.roster.retune(codec, downlink)
-        self.results.allow(make_codec(codec))
-        if self.downlink is not None:
-            self.aggregator.submit(partial(self.downlink.change, make_codec(downlink)))
 
     def stop(self) -> None:
         if self.lifecycle.stop():

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Protocol
 
@@ -34,7 +34,6 @@ from w5xde_async.wire.messages import (
     ProgramRequest,
     Ready,
     Refusal,
-    Retune,
     Revoke,
     Welcome,
 )
@@ -136,7 +135,6 @@ class Roster:
         self._returned = asyncio.Event()
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
-        self._retuned: Retune | None = None
         self._liveness = Liveness(
             config=config, sessions=self.sessions, joining=self._joining, membership=self.membership, ledger=leases,
             revoke=scheduling.revoke, warn=self._warn, overran=scheduling.overran,
@@ -176,13 +174,6 @@ class Roster:
         """Tell all members that the coordinator stops and will wait for ``grace_s`` seconds."""
         for session in self.sessions.values():
             session.post(Drain("the coordinator stops", grace_s))
-
-    def retune(self, codec: str, downlink: str) -> None:
-        """Tell all members, and those that come later, of other codecs for results and for parameters."""
-        self._retuned = Retune(codec, downlink)
-        for session in self.sessions.values():
-            session.post(self._retuned)
-        self._welcome = replace(self._welcome, codec=codec, downlink=downlink)
 
     def revoke(self, grant: Held, reason: str) -> None:
         """Tell a worker that a lease was taken from it; a lease that still lies in its outbox is not sent."""
@@ -360,8 +351,6 @@ class Roster:
             )
         )  # fmt: skip
         self._quarantined.discard(session.worker_id)  # somebody has let it in again
-        if self._retuned is not None:  # it may have been welcomed before
-            session.post(self._retuned)
         self._scheduling.introduce(session, ready.awaited[:_MOST_AWAITED])
         self._scheduling.schedule()
         return None

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame
-from w5xde_async.wire.messages import Retune, Submit, Verdict
+from w5xde_async.wire.messages import Submit, Verdict
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Version
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
@@ -28,7 +28,7 @@ _STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took
 _LISTEN_S = 0.05  # for what came while the process stood still
 _IDLE = "waiting for work"
 
-Item = HeldLease | Version | Submit | Verdict | Retune
+Item = HeldLease | Version | Submit | Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +178,8 @@ class ComputeQueue:
                     executor.load(item)
             elif isinstance(item, Verdict):
                 executor.settle(item)
-            elif isinstance(item, Submit):
-                self._submit(item)
             else:
-                executor.retune(item)
+                self._submit(item)
 
     def _lease(self, held: HeldLease) -> None:
         executor, lease = self._executor, held.message

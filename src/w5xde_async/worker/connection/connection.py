@@ -30,7 +30,6 @@ from w5xde_async.wire.messages import (
     Ready,
     Refusal,
     Report,
-    Retune,
     Revoke,
     Submit,
     Verdict,
@@ -214,8 +213,6 @@ class Connection:
                     self.heard = "".join(filter(str.isprintable, message.activity[:100]))
                 elif type(message) is Submit:
                     leases.submit(message)
-                elif type(message) is Retune:
-                    leases.retune(message)
                 elif type(message) is Drain:
                     leases.draining()
                 elif type(message) is Refusal:

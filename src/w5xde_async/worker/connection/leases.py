@@ -22,7 +22,6 @@ from w5xde_async.wire.messages import (
     Message,
     Params,
     Result,
-    Retune,
     Revoke,
     Submit,
     Verdict,
@@ -106,11 +105,6 @@ class Leases:
         if self._executor.admit(message):
             self._inbox.submit(message)
             self._queue.put(self._inbox.take())
-
-    def retune(self, message: Retune) -> None:
-        """Another codec from now on."""
-        if self._executor.admit(message):
-            self._queue.put((message,))
 
     def verdict(self, message: Verdict) -> None:
         """What became of results."""

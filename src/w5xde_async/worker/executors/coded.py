@@ -17,7 +17,7 @@ from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.block import Computing, Outcome
 from w5xde_async.errors import MalformedFrame, UsageError
 from w5xde_async.params.flat import ResultVector
-from w5xde_async.wire.messages import Retune, Submit, Verdict, Welcome
+from w5xde_async.wire.messages import Submit, Verdict, Welcome
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send, Version
 from w5xde_async.worker.executors.published import DeltaReceiver, Published
 from w5xde_async.worker.executors.replicas import FollowingReplica, Replica, SteppingReplica
@@ -58,15 +58,12 @@ class CodedExecutor:
     def child(self) -> int:
         return self._engine.child
 
-    def admit(self, message: Verdict | Submit | Retune) -> bool:
+    def admit(self, message: Verdict | Submit) -> bool:
         if type(message) is Submit:
             if not self._replica.submits:
                 raise MalformedFrame("SUBMIT under a rule that has every lease submitted")
             if any(bucket >= len(self.layout.result_buckets) for bucket in message.buckets):
                 raise MalformedFrame(f"SUBMIT for buckets {message.buckets[:8]} of {len(self.layout.result_buckets)}")
-        elif type(message) is Retune:
-            self.parameters.allow(_codec_of(message.downlink))
-            _codec_of(message.codec)
         return True
 
     def load(self, version: Version) -> None:
@@ -96,9 +93,6 @@ class CodedExecutor:
     def settle(self, verdict: Verdict) -> None:
         self._encoder.settle(verdict.leases, verdict.code, verdict.buckets)
         self._replica.settle(verdict.leases, verdict.code)
-
-    def retune(self, message: Retune) -> None:
-        self._encoder.change(_codec_of(message.codec))
 
     def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:  # the encoder outlives this link, the replica does not

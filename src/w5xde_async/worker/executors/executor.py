@@ -18,7 +18,7 @@ from w5xde_async.compute.block import Outcome, Task
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Lease, Params, Retune, Submit, Verdict
+from w5xde_async.wire.messages import Lease, Params, Submit, Verdict
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
 __all__ = ["BucketUpdate", "Computed", "HeldLease", "LeaseExecutor", "ParameterReceiver", "Send", "Version"]
@@ -112,7 +112,7 @@ class LeaseExecutor(Protocol):
     An executor may rely on this:
 
     - It belongs to one connection, from READY to the link's end. The model behind it may outlive it.
-    - ``load``, ``compute``, ``submit``, ``settle`` and ``retune`` come one at a time on one compute thread, in the
+    - ``load``, ``compute``, ``submit`` and ``settle`` come one at a time on one compute thread, in the
       order in which their messages arrived. Where ``newest_first`` holds, versions are loaded ahead of their turn.
     - ``compute`` comes only after ``load`` of a version that is at least the lease's; where ``exact`` holds, of just
       that version.
@@ -154,7 +154,7 @@ class LeaseExecutor(Protocol):
     def child(self) -> int:
         """The process that it computes in, where that is one of its own, else 0."""
 
-    def admit(self, message: Verdict | Submit | Retune) -> bool:
+    def admit(self, message: Verdict | Submit) -> bool:
         """Whether this message is to be queued for the compute thread. On the event loop.
 
         Raises MalformedFrame for one that does not fit the rule or the layout.
@@ -171,9 +171,6 @@ class LeaseExecutor(Protocol):
 
     def settle(self, verdict: Verdict) -> None:
         """What became of results that have left."""
-
-    def retune(self, message: Retune) -> None:
-        """Encode by another codec from now on."""
 
     def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
         """The link ended before these came to their turn: nobody will say them again unasked. Last call of all."""

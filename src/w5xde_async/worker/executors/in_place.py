@@ -13,7 +13,7 @@ from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Params, Retune, Submit, Verdict, Welcome
+from w5xde_async.wire.messages import Params, Submit, Verdict, Welcome
 from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version
 from w5xde_async.worker.uplink.result_encoder import BucketResult, raw_specs
 
@@ -72,7 +72,7 @@ class InPlaceExecutor:
     def child(self) -> int:
         return self._engine.child
 
-    def admit(self, message: Verdict | Submit | Retune) -> bool:
+    def admit(self, message: Verdict | Submit) -> bool:
         return False
 
     def load(self, version: Version) -> None:
@@ -99,9 +99,6 @@ class InPlaceExecutor:
 
     def settle(self, verdict: Verdict) -> None:
         """Nothing was left out of the results."""
-
-    def retune(self, message: Retune) -> None:
-        """There is no codec."""
 
     def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
         """Nothing was left out of the results."""

@@ -33,10 +33,6 @@ class DeltaReceiver:
         self._placed: BucketUpdate | None = None
         self._kept: dict[int, list[BucketUpdate]] = {}  # bucket -> what is to be done to it, in order
 
-    def allow(self, codec: Codec) -> None:
-        """Versions may come in this codec too."""
-        self._codecs |= {known.name: known for known in codec.alternatives}
-
     def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
         buckets = self._layout.buckets
         if message.bucket >= len(buckets) or message.num_buckets > len(buckets) or len(specs) != 1:

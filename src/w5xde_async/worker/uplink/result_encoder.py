@@ -56,7 +56,6 @@ class ResultEncoder:
         self._wanted = feedback
         self._build()
         self._keys: set[int] = set()
-        self._next: Codec | None = None
         self.encode_s = 0.0  #: of the lease under way
         self.raw_bytes = 0
 
@@ -69,20 +68,23 @@ class ResultEncoder:
         self._encoders = {} if kept else {index: codec.encoder(form) for index, form in self._forms.items()}
 
     def change(self, codec: Codec) -> None:
-        """Encode by another codec, as soon as no verdict is awaited; what was left out is added as ever."""
-        self._next = codec
+        """Encode by this codec on the next link; what was left out is added as ever.
 
-    def begin(self) -> None:
-        """A lease's results are about to be encoded."""
-        self.encode_s, self.raw_bytes = 0.0, 0
-        if self._next is None or self._keys:
+        Only a coordinator that was started anew has another codec, and it knows nothing of what is awaited.
+        """
+        if codec.name == self.codec.name:
             return
+        self.cut()
         kept = {} if self._feedback is None else self._feedback.state_dict()
-        self.codec, self._next = self._next, None
+        self.codec = codec
         self._build()
         if self._feedback is not None:  # residuals are values, whatever the codec
             residuals = {name: value for name, value in kept.items() if name.startswith("residual.")}
             self._feedback.load_state_dict(residuals | self._feedback.state_dict())
+
+    def begin(self) -> None:
+        """A lease's results are about to be encoded."""
+        self.encode_s, self.raw_bytes = 0.0, 0
 
     def encode(self, lease: int, bucket: int, vector: ResultVector) -> BucketResult:
         """One bucket of ``vector``, encoded; its values (in host memory) are not changed."""

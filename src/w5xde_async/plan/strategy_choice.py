@@ -7,33 +7,20 @@ A worker's figures are measured while all transfer at once, so the coordinator's
     local:      computes R = H batch_s a round                utilization R / (R + T)
     streaming:  a P-th at a time, hidden where it is back within d batch_s; the longer way fills no line
 
-Candidates stand in the order of how much they give up (``LADDER``), and the first that reaches ``target`` is chosen, or
-the best where none does. Exact sync may miss it: ``exact_target`` is enough for it, and so is any network that costs a
-step less than ``negligible_s``.
+Candidates stand in the order of how much they give up (``LADDER``), and the first that reaches its target (``Targets``)
+is chosen, or the best where none does. Exact sync has a lower one, and any network that costs a step next to nothing is
+good enough for it.
 
-The rule is chosen once; ``Tuner`` goes on looking at codec and round, with hysteresis: it moves when ``patience`` looks
-in a row say that the present choice misses the target by ``margin``, or that a gentler one beats it by as much.
 Pure: figures in, choice out; no clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "CODECS",
-    "LADDER",
-    "PAIRS",
-    "Choice",
-    "CodecCost",
-    "Figures",
-    "Situation",
-    "Tuner",
-    "TuningConfig",
-    "choose",
-]
+__all__ = ["CODECS", "LADDER", "PAIRS", "Choice", "CodecCost", "Figures", "Situation", "Targets", "choose", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +86,17 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningConfig:
-    """``target``: part of the time that workers are to compute; ``exact_target``: enough where nothing is given up.
-    The rest: see the module."""
+class Targets:
+    """``computing``: part of the time that workers are to compute; ``exact``: enough where nothing is given up;
+    ``negligible_s``: what the network may cost a step without being worth a thought."""
 
-    target: float = 0.9
-    exact_target: float = 0.7
-    margin: float = 0.05
-    patience: int = 3
+    computing: float = 0.9
+    exact: float = 0.7
     negligible_s: float = 0.005
-    max_inner_steps: int = 500
 
-    def __post_init__(self) -> None:
-        if not 0 < self.target < 1 or not 0 <= self.margin < min(self.target, 1 - self.target) or self.patience < 1:
-            raise ValueError("target lies between 0 and 1, margin keeps it there, patience is at least 1")
-        if not 0 <= self.exact_target < 1:
-            raise ValueError("exact_target lies between 0 and 1")
+    def reached(self, choice: Choice) -> bool:
+        """Whether the choice's workers compute enough of the time."""
+        return choice.utilization >= (self.exact if choice.codec == "raw" else self.computing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,22 +117,22 @@ class Choice:
 
 
 def choose(
-    situation: Situation, config: TuningConfig | None = None, possible: Collection[tuple[str, str]] = PAIRS
+    situation: Situation, targets: Targets | None = None, possible: Collection[tuple[str, str]] = PAIRS
 ) -> Choice:
     """The gentlest choice that keeps workers busy, and why, in one sentence.
 
     ``possible``: (update, codec) that the job and its other settings go with. Exact sync always does.
     """
-    config = config or TuningConfig()
-    exact = _predict(situation, "sync", "raw", 0)
-    seconds = _network_s(situation, "raw")
-    if seconds < config.negligible_s:
-        reason = f"exact sync: the network takes {_duration(seconds)} of a step"
-        return replace(exact, reason=reason)
-    if exact.utilization >= config.exact_target:
+    targets = targets or Targets()
+    exact = predict(situation, "sync", "raw", 0)
+    seconds = max(_exchange_s(situation, worker, "raw") for worker in situation.workers)
+    if seconds < targets.negligible_s:
+        return replace(exact, reason=f"exact sync: the network takes {_duration(seconds)} of a step")
+    if targets.reached(exact):
         return replace(exact, reason=f"exact sync: workers compute {exact.utilization:.0%} of the time")
-    best = _first([exact, *_candidates(situation, config, possible)], config)
-    if _rung(best) == _rung(exact):
+    candidates = [exact, *_candidates(situation, possible)]
+    best = next(filter(targets.reached, candidates), None) or max(candidates, key=lambda choice: choice.utilization)
+    if best.update == "sync" and best.codec == "raw":
         reason = f"exact sync: workers compute {exact.utilization:.0%} of the time, and nothing better fits this job"
         return replace(exact, reason=reason)
     reason = (
@@ -160,67 +142,19 @@ def choose(
     return replace(best, reason=reason)
 
 
-class Tuner:
-    """Looks again, under the rule of ``choice``. State: the choice and two counts of looks in a row."""
-
-    def __init__(
-        self, choice: Choice, config: TuningConfig | None = None, possible: Collection[tuple[str, str]] = PAIRS
-    ) -> None:
-        self.choice, self.config, self._possible = choice, config or TuningConfig(), possible
-        self._short = self._long = 0
-
-    def look(self, situation: Situation) -> Choice | None:
-        """New figures, at a round's end or once in a while under sync; the new choice where it is time to change.
-
-        Of leases ahead there may be more at any time: ``choice``."""
-        config, present = self.config, self.choice
-        same_rule = [c for c in _candidates(situation, config, self._possible) if c.update == present.update]
-        rungs = [_rung(candidate) for candidate in same_rule]
-        now = _predict(situation, *_rung(present))
-        self.choice = present = replace(present, leases_ahead=max(present.leases_ahead, now.leases_ahead))
-        place = rungs.index(_rung(present)) if _rung(present) in rungs else len(rungs)
-        gentler = next((c for c in same_rule[:place] if c.utilization >= _enough(c, config) + config.margin), None)
-        self._short = self._short + 1 if now.utilization < _enough(present, config) - config.margin else 0
-        self._long = self._long + 1 if gentler is not None and not self._short else 0
-        found: Choice | None = None
-        if self._short >= config.patience and same_rule:
-            found = _first(same_rule, config)
-        elif self._long >= config.patience:
-            found = gentler
-        if found is None or _rung(found) == _rung(present):
-            return None
-        self._short = self._long = 0
-        self.choice = replace(
-            found,
-            reason=f"{_named(found)}: links have changed, {_named(present)} now computes {now.utilization:.0%} of the "
-            f"time, this {found.utilization:.0%}",
-        )
-        return self.choice
-
-
-def _candidates(situation: Situation, config: TuningConfig, possible: Collection[tuple[str, str]]) -> Iterator[Choice]:
+def _candidates(situation: Situation, possible: Collection[tuple[str, str]]) -> Iterator[Choice]:
     for update, codec, inner_steps in LADDER:
-        if (update, codec) not in possible and (update, codec) != ("sync", "raw"):
-            continue
-        if inner_steps <= config.max_inner_steps and (update != "streaming" or situation.num_layers > 1):
-            yield _predict(situation, update, codec, inner_steps)
+        if (update, codec) in possible and (update != "streaming" or situation.num_layers > 1):
+            yield predict(situation, update, codec, inner_steps)
 
 
-def _first(candidates: Sequence[Choice], config: TuningConfig) -> Choice:
-    reached = (candidate for candidate in candidates if candidate.utilization >= _enough(candidate, config))
-    return next(reached, None) or max(candidates, key=lambda candidate: candidate.utilization)
-
-
-def _enough(choice: Choice, config: TuningConfig) -> float:
-    return config.exact_target if choice.codec == "raw" else config.target
-
-
-def _predict(situation: Situation, update: str, codec: str, inner_steps: int) -> Choice:
-    """What the model says of one candidate, by its slowest worker."""
+def predict(situation: Situation, update: str, codec: str, inner_steps: int) -> Choice:
+    """What the model says of one candidate, by its slowest worker. Its ``reason`` is empty."""
     fragments, delay, utilization = 1, 0, 1.0
     if update == "sync":
         compute_s = 1 / sum(1 / worker.batch_s for worker in situation.workers)
-        utilization = compute_s / (compute_s + _network_s(situation, codec))
+        exchange_s = max(_exchange_s(situation, worker, codec) for worker in situation.workers)
+        utilization = compute_s / (compute_s + exchange_s)
     elif update == "local":
         # A round ends with its slowest worker; the others' waiting for it is not the network's.
         for worker in situation.workers:
@@ -264,10 +198,6 @@ def _fragments(situation: Situation, codec: str, inner_steps: int) -> tuple[int,
     return most, min(_MAX_DELAY, inner_steps - 1)
 
 
-def _network_s(situation: Situation, codec: str) -> float:
-    return max(_exchange_s(situation, worker, codec) for worker in situation.workers)
-
-
 def _exchange_s(situation: Situation, worker: Figures, codec: str) -> float:
     """Results up, parameters down, the round trip and coding, one after the other."""
     return sum(_ways_s(situation, worker, codec)) + worker.round_trip_s
@@ -282,10 +212,6 @@ def _ways_s(situation: Situation, worker: Figures, codec: str) -> tuple[float, f
         values * down.value_bytes / worker.down_bytes_s,
         values * (up.value_s + down.value_s),
     )
-
-
-def _rung(choice: Choice) -> tuple[str, str, int]:
-    return choice.update, choice.codec, choice.inner_steps
 
 
 def _named(choice: Choice) -> str:
