@@ -377,7 +377,7 @@ def test_segments_that_no_kept_checkpoint_needs_go(tmp_path: Path) -> None:
 def life(directory: Path, filesystem: MortalFilesystem, durable: list[int]) -> None:
     """A start, steps in batches, rotations and a prune; ``durable`` gets each step when ``sync`` has returned."""
     made = journal(directory, filesystem)
-    made.sweep()
+    filesystem.sweep(directory / "journal")
     replay = Replay(0)
     for _ in made.read(2, None, replay):
         pass
@@ -419,7 +419,7 @@ def test_a_crash_between_any_two_calls_loses_nothing_that_was_durable(
         # Whatever happened, the run can go on from here, twice.
         for term in (3, 4):
             made, again = journal(directory), Replay(after)
-            made.sweep()
+            Filesystem().sweep(directory / "journal")
             for _ in made.read(after, None, again):
                 pass
             made.begin(again.step, term, again)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, temporary_beside
+from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, temporary_beside, unused
 from w5xde_async.store.state import JSON
 from w5xde_async.store.tensors import read_tensors, write_tensors
 
@@ -97,7 +97,7 @@ class CheckpointStore:
             if not _GROUP.fullmatch(group) or group == "manifest":
                 raise StoreError(str(self._directory), f"{group!r} cannot name a group of tensors")
         with disk_errors(self._directory, "save a checkpoint"):
-            self._make_directories(self._directory)
+            self._filesystem.make_directories(self._directory)
             target = self._unused_name(record.step)
             temporary = temporary_beside(target)
             try:
@@ -158,18 +158,6 @@ class CheckpointStore:
         """The steps that have a record, ascending, whole or not."""
         return sorted({_order(path)[0] for path in self._paths()})
 
-    def sweep(self) -> list[Path]:
-        """Remove what writes left behind that died; returns what was removed. Call it before the first ``save``."""
-        removed = []
-        for path in self._listing():
-            if path.name.startswith(TEMPORARY):
-                try:
-                    self._filesystem.remove(path)
-                    removed.append(path)
-                except OSError as error:
-                    logger.warning("checkpoint leftovers stay path=%s reason=%s", path, explain(error))
-        return removed
-
     def abandon_after(self, step: int) -> list[Path]:
         """Set aside every record later than ``step`` and return where they lie now.
 
@@ -181,11 +169,7 @@ class CheckpointStore:
         with disk_errors(self._directory, "set later checkpoints aside"):
             for path in self._paths():
                 if _order(path)[0] > step:
-                    target = path.with_name(f"abandoned-{path.name}")
-                    number = 0
-                    while target.exists():
-                        number += 1
-                        target = path.with_name(f"abandoned-{path.name}-{number}")
+                    target = unused(path.with_name(f"abandoned-{path.name}"))
                     self._filesystem.rename(path, target)
                     moved.append(target)
             if moved:
@@ -193,12 +177,6 @@ class CheckpointStore:
         return moved
 
     # --- writing
-
-    def _make_directories(self, path: Path) -> None:
-        if not path.is_dir():
-            self._make_directories(path.parent)
-            self._filesystem.make_directory(path)
-            self._filesystem.sync_directory(path.parent)
 
     def _unused_name(self, step: int) -> Path:
         revisions = [_order(path)[1] for path in self._paths() if _order(path)[0] == step]
@@ -228,16 +206,13 @@ class CheckpointStore:
 
     def _write_group(self, path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        nbytes = 0
         with self._filesystem.create(path) as file:
 
             def sink(data: bytes | memoryview) -> None:
-                nonlocal nbytes
                 self._filesystem.write(file, data)
                 digest.update(data)
-                nbytes += len(data)
 
-            write_tensors(sink, tensors)
+            nbytes = write_tensors(sink, tensors)
             self._filesystem.sync(file)
         return nbytes, digest.hexdigest()
 
@@ -265,13 +240,11 @@ class CheckpointStore:
 
     # --- reading
 
-    def _listing(self) -> list[Path]:
-        with disk_errors(self._directory, "list checkpoints"):
-            return sorted(self._directory.iterdir()) if self._directory.is_dir() else []
-
     def _paths(self) -> list[Path]:
         """The records' directories, oldest first."""
-        return sorted((path for path in self._listing() if _DIRECTORY.fullmatch(path.name)), key=_order)
+        with disk_errors(self._directory, "list checkpoints"):
+            found = list(self._directory.iterdir()) if self._directory.is_dir() else []
+        return sorted((path for path in found if _DIRECTORY.fullmatch(path.name)), key=_order)
 
     def _load_group(self, path: Path, group: str, *, nbytes: int, blake2b: str) -> dict[str, Tensor]:
         if not _GROUP.fullmatch(group):

@@ -18,11 +18,15 @@ from typing import IO, BinaryIO
 
 from w5xde_async.errors import StoreError
 
-__all__ = ["TEMPORARY", "FencedFilesystem", "Filesystem", "disk_errors", "explain", "replace_file", "temporary_beside"]
+__all__ = [
+    "TEMPORARY", "FencedFilesystem", "Filesystem", "disk_errors", "explain", "replace_file", "temporary_beside",
+    "unused",
+]  # fmt: skip
 
 TEMPORARY = ".tmp-"
 
 _WRITE_BUFFER_BYTES = 1 << 20
+_LOCKED_BYTE = 1 << 20  # far behind the pid in a lock file: Windows would not let others read a locked byte
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space or choose another --run-dir",
@@ -110,11 +114,27 @@ class Filesystem:
 
     def lock(self, file: IO[str]) -> None:
         """Take the one lock of an open file, which ends with this process. Raises OSError where another has it."""
-        _lock_exclusively(file)
+        if sys.platform == "win32":  # pragma: no cover
+            import msvcrt
+
+            file.seek(_LOCKED_BYTE)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(self, file: IO[str]) -> None:
         """Let others take the lock."""
-        _unlock(file)
+        if sys.platform == "win32":  # pragma: no cover
+            import msvcrt
+
+            file.seek(_LOCKED_BYTE)
+            msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_UN)  # explicitly: a forked child may hold the file open too
 
     def remove(self, path: Path) -> None:
         """Remove a file, or a directory with all that is in it."""
@@ -122,6 +142,12 @@ class Filesystem:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+    def sweep(self, directory: Path) -> None:
+        """Remove what writes left behind that died; what cannot be removed stays."""
+        for path in directory.glob(f"{TEMPORARY}*"):
+            with suppress(OSError):
+                self.remove(path)
 
 
 class FencedFilesystem(Filesystem):
@@ -155,6 +181,15 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}-{os.urandom(4).hex()}")
 
 
+def unused(path: Path) -> Path:
+    """``path``, or the first of ``path-1``, ``path-2``, ... where something lies there."""
+    target, number = path, 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}-{number}")
+    return target
+
+
 def replace_file(filesystem: Filesystem, path: Path, fill: Callable[[BinaryIO], None]) -> None:
     """Let ``fill`` write a file and put it at ``path`` in one step: readers see the old one or the new one.
 
@@ -172,26 +207,3 @@ def replace_file(filesystem: Filesystem, path: Path, fill: Callable[[BinaryIO], 
         with suppress(OSError):
             filesystem.remove(temporary)
         raise
-
-
-if sys.platform == "win32":  # pragma: no cover
-    import msvcrt
-
-    # A byte far behind the pid: Windows would not let others read a locked one.
-    _LOCKED_BYTE = 1 << 20
-
-    def _lock_exclusively(lock: IO[str]) -> None:
-        lock.seek(_LOCKED_BYTE)
-        msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _unlock(lock: IO[str]) -> None:
-        lock.seek(_LOCKED_BYTE)
-        msvcrt.locking(lock.fileno(), msvcrt.LK_UNLCK, 1)
-else:
-    import fcntl
-
-    def _lock_exclusively(lock: IO[str]) -> None:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _unlock(lock: IO[str]) -> None:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a forked child may hold the file open too

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import TEMPORARY, Filesystem, disk_errors, explain, temporary_beside
+from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, temporary_beside, unused
 from w5xde_async.store.state import JSON
 
 __all__ = ["Entry", "Gap", "Journal", "Position", "Replay"]
@@ -128,13 +128,6 @@ class Journal:
         with disk_errors(self._directory, "list the journal"):
             abandoned = [path for path in self._directory.glob("abandoned-segment-*")]
         return max((self._read_header(path).term for path in (*self._paths()[-1:], *abandoned)), default=0)
-
-    def sweep(self) -> None:
-        """Remove what died while it was made."""
-        with disk_errors(self._directory, "read the journal"):
-            for path in self._directory.glob(f"{TEMPORARY}*"):
-                with suppress(OSError):
-                    self._filesystem.remove(path)
 
     def read(self, after: int, position: Position | None, replay: Replay) -> Iterator[Entry]:
         """Every step after ``after``, in order, each verified before it is given; ``replay`` is filled on the way.
@@ -290,7 +283,7 @@ class Journal:
                 # What lies behind the gap belongs to a course of the run that is not gone on with.
                 for path in reversed(self._paths()):
                     if self._read_header(path).step >= replay.gap.until:
-                        self._filesystem.rename(path, _unused(path.with_name(f"abandoned-{path.name}")))
+                        self._filesystem.rename(path, unused(path.with_name(f"abandoned-{path.name}")))
                 self._filesystem.sync_directory(self._directory)
                 self._sequence = max((_sequence(path) for path in self._paths()), default=0)
             if not self._durable[1]:
@@ -383,7 +376,7 @@ class Journal:
         self.close()
         if not self._directory.is_dir():
             return None
-        target = _unused(self._directory.with_name(f"abandoned-{self._directory.name}"))
+        target = unused(self._directory.with_name(f"abandoned-{self._directory.name}"))
         with disk_errors(self._directory, "set the journal aside"):
             self._filesystem.rename(self._directory, target)
             self._filesystem.sync_directory(target.parent)
@@ -445,14 +438,6 @@ def _sequence(path: Path) -> int:
     named = _SEGMENT.fullmatch(path.name)
     assert named is not None
     return int(named[1])
-
-
-def _unused(path: Path) -> Path:
-    target, number = path, 0
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}-{number}")
-    return target
 
 
 def _unpack(data: bytes) -> tuple[int, int, int, int, int] | None:

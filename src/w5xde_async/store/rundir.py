@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.store.filesystem import TEMPORARY, FencedFilesystem, Filesystem, disk_errors, explain, replace_file
+from w5xde_async.store.filesystem import FencedFilesystem, Filesystem, disk_errors, explain, replace_file
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
@@ -47,6 +47,8 @@ class RunDir:
     """One run's directory, held until ``close()``. Make it with ``open``.
 
     ``resumes`` is True when it held a run that goes on; ``set_aside`` is where an old run's files were moved, if any.
+    ``run_id``: sixteen hex digits that name the run for good, through every resume. ``term``: the one that was handed
+    out last, 0 before the first.
     """
 
     def __init__(
@@ -58,12 +60,18 @@ class RunDir:
         set_aside: Path | None,
         new_run_id: Callable[[], str],
     ) -> None:
-        self._path = path
+        self.path = path
+        self.config_path = path / "config.toml"
+        self.metrics_path = path / "metrics.jsonl"
+        self.plot_path = path / "loss.png"
+        self.model_path = path / "model.safetensors"
+        self.checkpoints_path = path / "checkpoints"
+        self.journal_path = path / "journal"
+        self.set_aside = set_aside
         self._lock: IO[str] | None = lock
         self._filesystem = filesystem
-        self.set_aside = set_aside
         self.resumes = (path / _IDENTITY).exists()
-        self._run_id, self._term = self._read_identity() if self.resumes else (new_run_id(), 0)
+        self.run_id, self.term = self._read_identity() if self.resumes else (new_run_id(), 0)
         if not self.resumes:
             self._write_identity()
 
@@ -84,9 +92,8 @@ class RunDir:
         filesystem = filesystem or Filesystem()
         lock = _take_lock(path, filesystem)
         try:
-            for leftover in path.glob(f"{TEMPORARY}*"):
-                with suppress(OSError):
-                    filesystem.remove(leftover)
+            for directory in (path, path / "checkpoints", path / "journal"):
+                filesystem.sweep(directory)
             try:
                 set_aside = None if resume else _set_aside(path, filesystem)
                 return cls(path, lock, filesystem, set_aside=set_aside, new_run_id=new_run_id)
@@ -98,20 +105,6 @@ class RunDir:
             raise
 
     @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
-    def run_id(self) -> str:
-        """Sixteen hex digits that name the run for good, through every resume."""
-        return self._run_id
-
-    @property
-    def term(self) -> int:
-        """The term handed out last; 0 before the first."""
-        return self._term
-
-    @property
     def filesystem(self) -> Filesystem:
         """For what lies in this directory: once a later term has begun in it, it lets nothing be put there or removed.
 
@@ -119,42 +112,18 @@ class RunDir:
         """
         return FencedFilesystem(self._filesystem, self._check_term)
 
-    @property
-    def config_path(self) -> Path:
-        return self._path / "config.toml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self._path / "metrics.jsonl"
-
-    @property
-    def plot_path(self) -> Path:
-        return self._path / "loss.png"
-
-    @property
-    def model_path(self) -> Path:
-        return self._path / "model.safetensors"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self._path / "checkpoints"
-
-    @property
-    def journal_path(self) -> Path:
-        return self._path / "journal"
-
     def next_term(self) -> int:
         """A term higher than any before in this directory; on the disk before it is returned.
 
         Raises:
             StoreError: it could not be stored, and must not be used.
         """
-        self._term += 1  # also when storing fails: the number may have reached the disk
-        with disk_errors(self._path / _IDENTITY, "store the term"):
+        self.term += 1  # also when storing fails: the number may have reached the disk
+        with disk_errors(self.path / _IDENTITY, "store the term"):
             failpoint("term.store.before")
             self._write_identity()
             failpoint("term.store.after")
-        return self._term
+        return self.term
 
     def write_config(self, settings: Mapping[str, object]) -> None:
         """Replace ``config.toml`` by ``settings``. Leaving secrets out is the caller's part.
@@ -180,7 +149,7 @@ class RunDir:
         self.close()
 
     def _read_identity(self) -> tuple[str, int]:
-        path = self._path / _IDENTITY
+        path = self.path / _IDENTITY
         try:
             content = json.loads(path.read_bytes())
             run_id, term = content["run_id"], content["term"]
@@ -193,13 +162,13 @@ class RunDir:
 
     def _check_term(self) -> None:
         _, stored = self._read_identity()
-        if stored > self._term:
-            reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self._term}"
-            raise Superseded(str(self._path), reason)
+        if stored > self.term:
+            reason = f"a coordinator of term {stored} has taken the run over; this one is of term {self.term}"
+            raise Superseded(str(self.path), reason)
 
     def _write_identity(self) -> None:
-        content = json.dumps({"run_id": self._run_id, "term": self._term}).encode() + b"\n"
-        identity = self._path / _IDENTITY
+        content = json.dumps({"run_id": self.run_id, "term": self.term}).encode() + b"\n"
+        identity = self.path / _IDENTITY
         replace_file(self._filesystem, identity, lambda file: self._filesystem.write(file, content))
 
 
@@ -215,12 +184,8 @@ def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None 
     nbytes = 0
 
     def fill(file: BinaryIO) -> None:
-        def sink(data: bytes | memoryview) -> None:
-            nonlocal nbytes
-            filesystem.write(file, data)
-            nbytes += len(data)
-
-        write_tensors(sink, model.state_dict())
+        nonlocal nbytes
+        nbytes = write_tensors(partial(filesystem.write, file), model.state_dict())
 
     with disk_errors(path, "write the model"):
         filesystem.make_directories(path.parent)

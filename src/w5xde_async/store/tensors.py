@@ -49,8 +49,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 Sink = Callable[[bytes | memoryview], None]
 
 
-def write_tensors(sink: Sink, tensors: Mapping[str, Tensor]) -> None:
-    """Give ``sink`` the bytes of a safetensors file that holds ``tensors``, in order.
+def write_tensors(sink: Sink, tensors: Mapping[str, Tensor]) -> int:
+    """Give ``sink`` the bytes of a safetensors file that holds ``tensors``, in order; how many they are.
 
     Raises:
         StoreError: a value that the format cannot hold; ``path`` is its name.
@@ -75,6 +75,7 @@ def write_tensors(sink: Sink, tensors: Mapping[str, Tensor]) -> None:
         data = _bytes_of(stored[name].detach().resolve_conj().resolve_neg().cpu().contiguous())
         for start in range(0, len(data), _CHUNK_BYTES):
             sink(data[start : start + _CHUNK_BYTES])
+    return 8 + len(encoded) + offset
 
 
 def read_tensors(file: BinaryIO, nbytes: int, tap: Sink) -> dict[str, Tensor]:

@@ -207,8 +207,8 @@ def _in_place(put: Put) -> None:
 @bug("term-not-stored", "a start does not store its term", *RESTART)
 def _term_not_stored(put: Put) -> None:
     def next_term(self: RunDir) -> int:
-        self._term += 1
-        return self._term
+        self.term += 1
+        return self.term
 
     put(RunDir, "next_term", next_term)
 

@@ -46,7 +46,6 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     store = CheckpointStore(
         directory.checkpoints_path, keep=config.keep_checkpoints, filesystem=directory.filesystem
     )  # fmt: skip
-    store.sweep()
     record, num_skipped = _find(store, directory, config, notes)
     # The bucket size is in the layout's own fingerprint; it may change from start to start.
     entries = json.dumps(json.loads(spec.layout.describe())["entries"]).encode()
@@ -54,7 +53,6 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     journal = Journal(
         directory.journal_path, run_id=directory.run_id, fingerprint=fingerprint, filesystem=directory.filesystem
     )  # fmt: skip
-    journal.sweep()
     if record is not None:
         known: Any = record.meta.get("update")
         if config.auto and known is not None and known["rule"] != strategy.update.rule:
