@@ -12,7 +12,8 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -87,46 +88,28 @@ class Job:
                 raise JobError(type(self).__name__, reason, hint)
 
         need(callable(self.model), "model is neither a module nor a function that makes one")
-        need(
-            callable(self.optimizer),
-            "optimizer is not a function",
-            "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)",
-        )
+        hint = "write optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=...)"
+        need(callable(self.optimizer), "optimizer is not a function", hint)
         need(self.scheduler is None or callable(self.scheduler), "scheduler is not a function of the optimizer")
         need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
-        for name in (
-            "batch_size",
-            "microbatch_size",
-            "accumulate_grad_batches",
-            "epochs",
-            "max_steps",
-            "evaluate_every",
-        ):
+        optional = ("microbatch_size", "epochs", "max_steps", "evaluate_every")
+        for name in ("batch_size", "accumulate_grad_batches", *optional):
             value = getattr(self, name)
-            need(
-                value is None or (type(value) is int and value >= 1), f"{name} is {value!r}", "give a whole number >= 1"
-            )
+            fits = value is None or (type(value) is int and value >= 1)
+            need(fits, f"{name} is {value!r}", "give a whole number >= 1")
         need(self.epochs is not None or self.max_steps is not None, "it has no end", "give epochs or max_steps")
         need(self.precision in ("fp32", "bf16", "fp16"), f"precision is {self.precision!r}", "give fp32, bf16 or fp16")
-        need(
-            type(self.seed) is int and 0 <= self.seed < 1 << 63,
-            f"seed is {self.seed!r}",
-            "give a whole number from 0 to 2^63 - 1",
-        )
+        seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
+        need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")
         clip = self.gradient_clip_val
         need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
         need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i]", "use a map-style dataset")
         need(hasattr(self.dataset, "__len__"), "dataset has no len()", "use a map-style dataset, not an iterable one")
         need(len(self.dataset) > 0, "dataset is empty")
-        need(
-            not self.drop_last or len(self.dataset) >= self.batch_size,
-            f"drop_last leaves no step: {len(self.dataset)} samples, batch_size {self.batch_size}",
-        )
-        need(
-            self.leaf_samples <= self.batch_size,
-            f"a leaf of {self.leaf_samples} samples (microbatch_size x accumulate_grad_batches) is larger than "
-            f"batch_size {self.batch_size}",
-        )
+        left_out = f"drop_last leaves no step: {len(self.dataset)} samples, batch_size {self.batch_size}"
+        need(not self.drop_last or len(self.dataset) >= self.batch_size, left_out)
+        leaf = f"a leaf of {self.leaf_samples} samples (microbatch_size x accumulate_grad_batches)"
+        need(self.leaf_samples <= self.batch_size, f"{leaf} is larger than batch_size {self.batch_size}")
 
     @property
     def microbatch_samples(self) -> int:
@@ -163,14 +146,21 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
 
 def made_by(part: str, make: Callable[[], _T], *, hint: str = "") -> _T:
     """What a function of the job's makes. ``part``: which one. Raises JobError, in one line, where it raises."""
-    try:
+    with _as_job_errors(part, "the function", hint, passed_on=(JobError,)):
         return make()
-    except JobError:
-        raise
+
+
+@contextmanager
+def _as_job_errors(
+    reference: str, what: str, hint: str = "", *, passed_on: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """The user's code runs here: whatever it raises becomes a JobError, in one line, which says that ``what`` did."""
+    try:
+        yield
     except BaseException as error:
-        if is_interrupt(error):
+        if is_interrupt(error) or isinstance(error, passed_on):
             raise
-        raise JobError(part, f"the function raised {_where(error)}", hint) from error
+        raise JobError(reference, f"{what} raised {_where(error)}", hint) from error
 
 
 def step_function(job: Job) -> StepFunction:
@@ -258,14 +248,7 @@ def _load(reference: str, target: str, attribute: str) -> Job:
     if not isinstance(found, Job):
         if not callable(found):
             raise JobError(reference, f"is a {type(found).__name__}, not a Job or a function that returns one")
-        try:
-            found = found()
-        except JobError:
-            raise
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            raise JobError(reference, f"raised {_where(error)}", "run it alone to see the whole traceback") from error
+        found = made_by(reference, found, hint="run it alone to see the whole traceback")
     if not isinstance(found, Job):
         raise JobError(reference, f"returned {type(found).__name__}", "return a w5xde_async.Job")
     return found
@@ -286,31 +269,27 @@ def _import_file(reference: str, path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
-        if is_interrupt(error):
+    with _as_job_errors(reference, f"importing {path}"):
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            if before is not None:
+                sys.modules[name] = before
             raise
-        raise JobError(reference, f"importing {path} raised {_where(error)}") from error
     return module
 
 
 def _import_module(reference: str, name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise JobError(reference, f"there is no module {name}", "for a file write its name with .py") from None
-        raise JobError(reference, f"importing {name} raised {_where(error)}") from error
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise JobError(reference, f"importing {name} raised {_where(error)}") from error
+    with _as_job_errors(reference, f"importing {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not error.name or not (name == error.name or name.startswith(error.name + ".")):
+                raise
+    raise JobError(reference, f"there is no module {name}", "for a file write its name with .py")
 
 
 def _where(error: BaseException) -> str:

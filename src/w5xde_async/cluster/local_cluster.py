@@ -8,31 +8,23 @@ process: they are for tests and notebooks, not for speed.
 from __future__ import annotations
 
 import asyncio
-import copy
-import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from torch import nn
-
+from w5xde_async.cluster.task_workers import TaskWorkers, with_own_model
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LocalError, UsageError, W5xdeError
 from w5xde_async.job import Job, load_job
-from w5xde_async.net.endpoint import format_address
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.service import RunFailed, Worker
 
 __all__ = ["LocalCluster"]
-
-logger = logging.getLogger(__name__)
 
 
 class LocalCluster:
@@ -61,11 +53,11 @@ class LocalCluster:
         Entering raises what ``start`` raises.
         """
         self._given, self._n_workers, self._threads = job, n_workers, threads
-        self._replica = None if isinstance(job, str) else _with_own_model(job)  # before it is trained in place
+        self._replica = None if isinstance(job, str) else with_own_model(job)  # before it is trained in place
         self._run_dir, self._bus, self._runtime = run_dir, bus or Bus(), runtime
         self._config = config or CoordinatorConfig(port=0, min_workers=max(n_workers, 1), dashboard=dashboard)
         self._coordinator: Coordinator | None = None
-        self._workers: LocalWorkers | _TaskWorkers | None = None
+        self._workers: LocalWorkers | TaskWorkers | None = None
         self._changed = asyncio.Event()
         self._unsubscribe: Callable[[], None] | None = None
         self._lost = ""
@@ -112,7 +104,7 @@ class LocalCluster:
     @property
     def address(self) -> str:
         """``host:port`` for more workers."""
-        return format_address(_reachable(self.coordinator.host), self.coordinator.port)
+        return self.coordinator.address
 
     @property
     def dashboard_link(self) -> str:
@@ -185,13 +177,12 @@ class LocalCluster:
             if self._unsubscribe is not None:
                 self._unsubscribe()
 
-    def _make_workers(self) -> LocalWorkers | _TaskWorkers:
+    def _make_workers(self) -> LocalWorkers | TaskWorkers:
         config = self._config
         if self._replica is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
-            return _TaskWorkers(
-                self._replica, self.coordinator.local_join or self.address, settings, self._on_all_lost, self._runtime
-            )
+            place = self.coordinator.local_join or self.address
+            return TaskWorkers(self._replica, place, settings, self._on_all_lost, runtime=self._runtime)
         assert isinstance(self._given, str)
         return LocalWorkers(
             0,
@@ -214,57 +205,3 @@ class LocalCluster:
         self._lost = reason
         if not self.num_workers:
             self.coordinator.request_stop(reason)
-
-
-class _TaskWorkers:
-    """Workers as tasks of this loop."""
-
-    def __init__(
-        self, job: Job, address: str, config: WorkerConfig, on_all_lost: Callable[[str], None], runtime: Runtime | None
-    ) -> None:
-        self._job, self._address, self._config, self._runtime = job, address, config, runtime
-        self._on_all_lost = on_all_lost
-        self._running: list[tuple[Worker, asyncio.Task[None]]] = []
-        self._number = 0
-
-    async def scale(self, count: int) -> None:
-        while len(self._running) < count:
-            config = dataclasses.replace(self._config, name=f"local-{self._number}")
-            self._number += 1
-            worker = Worker(self._address, job=_with_own_model(self._job), config=config, runtime=self._runtime)
-            task = asyncio.create_task(self._run(worker), name=f"worker {config.name}")
-            self._running.append((worker, task))
-        leaving, self._running = self._running[count:], self._running[:count]
-        for worker, _ in leaving:
-            worker.drain("the cluster has no more use for it")
-        if leaving:
-            tasks = [task for _, task in leaving]
-            try:
-                await asyncio.wait(tasks)
-            except asyncio.CancelledError:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-                raise
-
-    async def aclose(self) -> None:
-        await self.scale(0)
-
-    async def _run(self, worker: Worker) -> None:
-        try:
-            await worker.run()
-        except RunFailed:
-            pass  # the coordinator raises it, with more to say
-        except W5xdeError as error:
-            logger.error("worker %s has failed: %s", worker.name, error)
-            if all(task.done() for other, task in self._running if other is not worker):
-                self._on_all_lost(f"every local worker has failed: {error}")
-
-
-def _with_own_model(job: Job) -> Job:
-    """A ready-made model is the coordinator's, which trains it in place; every worker needs a replica."""
-    return dataclasses.replace(job, model=copy.deepcopy(job.model)) if isinstance(job.model, nn.Module) else job
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -291,7 +291,7 @@ class Coordinator:
     @property
     def address(self) -> str:
         """``host:port``, for workers on this machine."""
-        return format_address(self.host, self.port)
+        return format_address(_LOCAL.get(self.host, self.host), self.port)
 
     @property
     def dashboard_link(self) -> str:

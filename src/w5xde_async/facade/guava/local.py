@@ -6,21 +6,18 @@ one they compute in this process after all, and take turns, since the random sta
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from typing import Self
 
 import torch
 
+from w5xde_async.cluster.task_workers import TaskWorkers
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job
-from w5xde_async.net.endpoint import format_address
 from w5xde_async.telemetry.events import Event, WorkerLeft
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.service import RunFailed, Worker
 
 __all__ = ["LocalGroup"]
 
@@ -37,12 +34,8 @@ class LocalGroup:
     def __init__(self, coordinator: Coordinator, job: Job, token: str, count: int) -> None:
         self._coordinator, self._job, self._token = coordinator, job, token
         self._count = max(count, 1)
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(coordinator.host, coordinator.host)
-        self._address = format_address(host, coordinator.port)
-        gpus = torch.cuda.device_count()
-        self._devices = [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
-        self._processes: LocalWorkers | None = None
-        self._tasks: list[tuple[Worker, asyncio.Task[None]]] = []
+        self._devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+        self._groups: list[LocalWorkers | TaskWorkers] = []
         self._unsubscribe = coordinator.bus.subscribe(self._on_event)
         self._failed = ""
         self.lost = ""
@@ -52,45 +45,39 @@ class LocalGroup:
             self._start_here()
             return self
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._processes = LocalWorkers(
-            self._count, address=self._address, reference="", threads=max(1, cores // self._count),
-            devices=self._devices, token=self._token, join=self._coordinator.local_join,
+        processes = LocalWorkers(
+            self._count,
+            address=self._coordinator.address,
+            reference="",
+            threads=max(1, cores // self._count),
+            devices=self._devices,
+            token=self._token,
+            join=self._coordinator.local_join,
             on_all_lost=self._on_processes_lost,
-        )  # fmt: skip
-        await self._processes.scale(self._count)
+        )
+        self._groups.append(processes)
+        await processes.scale(self._count)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._unsubscribe()
-        for worker, _task in self._tasks:
-            worker.drain("the run has ended")
-        if self._processes is not None:
-            await self._processes.aclose()
-        if self._tasks:
-            await asyncio.wait([task for _, task in self._tasks])
+        for group in self._groups:
+            await group.aclose()
 
     def _on_processes_lost(self, reason: str) -> None:
         logger.warning("the workers compute in this process and take turns reason=%s", reason.splitlines()[0])
         self._start_here()
 
     def _start_here(self) -> None:
-        for number in range(self._count):
-            config = WorkerConfig(
-                name=f"local-{number}", token=self._token, device=self._devices[number % len(self._devices)]
-            )
-            worker = Worker(self._coordinator.local_join or self._address, job=self._job, config=config)
-            self._tasks.append((worker, asyncio.create_task(self._work(worker), name=f"worker {number}")))
+        address = self._coordinator.local_join or self._coordinator.address
+        config = WorkerConfig(token=self._token)
+        here = TaskWorkers(self._job, address, config, self._on_all_lost, devices=self._devices)
+        self._groups.append(here)
+        here.start(self._count)
 
-    async def _work(self, worker: Worker) -> None:
-        try:
-            await worker.run()
-        except RunFailed:
-            pass  # the coordinator raises it, with more to say
-        except W5xdeError as error:
-            logger.error("worker %s has failed: %s", worker.name, error)
-            if all(task.done() for other, task in self._tasks if other is not worker):
-                self._failed = f"every local worker has failed: {error}"
-                self._end()
+    def _on_all_lost(self, reason: str) -> None:
+        self._failed = reason
+        self._end()
 
     def _on_event(self, event: Event) -> None:
         if self._failed and isinstance(event, WorkerLeft):

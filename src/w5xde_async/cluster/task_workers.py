@@ -1,0 +1,90 @@
+"""Workers as tasks of this loop. They take turns, since the random state belongs to the process."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from w5xde_async.errors import W5xdeError
+from w5xde_async.job import Job
+from w5xde_async.runtime import Runtime
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import RunFailed, Worker
+
+__all__ = ["TaskWorkers", "with_own_model"]
+
+logger = logging.getLogger(__name__)
+
+
+class TaskWorkers:
+    """Workers of ``job`` for the coordinator at ``address`` (or that a join string names); none until ``start``.
+
+    ``devices`` are dealt out in turn; none: the configuration's. ``on_all_lost(reason)`` is called when one has failed
+    for good and no other is left.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        address: str,
+        config: WorkerConfig,
+        on_all_lost: Callable[[str], None],
+        *,
+        devices: Sequence[str] = (),
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._job, self._address, self._config, self._runtime = job, address, config, runtime
+        self._devices = devices or (config.device,)
+        self._on_all_lost = on_all_lost
+        self._running: list[tuple[Worker, asyncio.Task[None]]] = []
+        self._number = 0
+
+    def start(self, count: int) -> None:
+        """Have ``count`` workers at least."""
+        while len(self._running) < count:
+            device = self._devices[self._number % len(self._devices)]
+            config = replace(self._config, name=f"local-{self._number}", device=device)
+            self._number += 1
+            worker = Worker(self._address, job=with_own_model(self._job), config=config, runtime=self._runtime)
+            task = asyncio.create_task(self._run(worker), name=f"worker {config.name}")
+            self._running.append((worker, task))
+
+    async def scale(self, count: int) -> None:
+        """Start workers, or have the youngest ones leave in good order."""
+        self.start(count)
+        leaving, self._running = self._running[count:], self._running[:count]
+        for worker, _ in leaving:
+            worker.drain("the cluster has no more use for it")
+        if leaving:
+            tasks = [task for _, task in leaving]
+            try:
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                raise
+
+    async def aclose(self) -> None:
+        """All of them leave. May be called twice."""
+        await self.scale(0)
+
+    async def _run(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except RunFailed:
+            pass  # the coordinator raises it, with more to say
+        except W5xdeError as error:
+            logger.error("worker %s has failed: %s", worker.name, error)
+            if all(task.done() for other, task in self._running if other is not worker):
+                self._on_all_lost(f"every local worker has failed: {error}")
+
+
+def with_own_model(job: Job) -> Job:
+    """A ready-made model is the coordinator's, which trains it in place; every worker needs a replica."""
+    return replace(job, model=copy.deepcopy(job.model)) if isinstance(job.model, nn.Module) else job
