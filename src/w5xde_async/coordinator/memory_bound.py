@@ -5,6 +5,7 @@ from __future__ import annotations
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
 from w5xde_async.hub.config import NetworkConfig
+from w5xde_async.net.stock import BUFFERED_BYTES
 
 __all__ = ["EXTRA_LINKS", "memory_bound_bytes", "most_held", "most_vectors"]
 
@@ -36,10 +37,10 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     those of two steps under the synchronous rule, of as many as there are leases and one more under others.
 
     Result vectors (``most_vectors``), and those of a recomputation, which meanwhile also holds a model; for each
-    connection 256 KiB of read-ahead and one scratch bucket; for each worker what is queued for it (``credit_bytes``;
-    the lease that goes beyond is among the samples). Under other rules than the synchronous one: the results that
-    workers have under way, and what the rule keeps; with codecs what is published. With a journal also the vectors of
-    the steps that are not durable yet.
+    connection 256 KiB of read-ahead, the buffers of a pair of asyncio's own, and one scratch bucket; for each worker
+    what is queued for it (``credit_bytes``; the lease that goes beyond is among the samples). Under other rules than
+    the synchronous one: the results that workers have under way, and what the rule keeps; with codecs what is
+    published. With a journal also the vectors of the steps that are not durable yet.
     """
     vectors = most_vectors(num_leaves, config) + _RECOMPUTATION_VECTORS
     replica_bytes = 2 * state_bytes
@@ -53,6 +54,6 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
             vectors += 2 + (16 if config.update.max_staleness is None else config.update.max_staleness)
     if not config.update.plain:  # what is published, one copy of it being sent, and deltas that wait for the slowest
         replica_bytes += 6 * state_bytes
-    per_link = (256 << 10) + min(config.bucket_bytes, max(vector_bytes, state_bytes))
+    per_link = (256 << 10) + BUFFERED_BYTES + min(config.bucket_bytes, max(vector_bytes, state_bytes))
     links_bytes = (config.max_workers + EXTRA_LINKS) * per_link + config.max_workers * config.credit_bytes
     return vectors * vector_bytes + replica_bytes + links_bytes

@@ -8,7 +8,8 @@ that and one read of 256 KiB, and a writer holds a piece more than the transport
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from w5xde_async.net.stream import (
@@ -25,9 +26,10 @@ from w5xde_async.net.stream import (
 )
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["StockChannel", "our_pair", "peer_of"]
+__all__ = ["BUFFERED_BYTES", "StockChannel", "our_pair", "peer_of"]
 
 PIECE_BYTES = 64 * 1024
+BUFFERED_BYTES = 512 * 1024  #: that a pair holds at most, in and out (above)
 
 
 def our_pair(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Reader, Writer]:
@@ -63,8 +65,7 @@ class StockChannel(Channel):
 
     async def receive(self, view: memoryview, least: int) -> int:
         got = 0
-        self._busy += 1
-        try:
+        with self._moving():
             while got < least:
                 self._check()
                 data = await self._reader.read(len(view) - got)
@@ -74,16 +75,7 @@ class StockChannel(Channel):
                 view[got : got + len(data)] = data
                 got += len(data)
                 self.bytes_received += len(data)
-                self._turn += len(data) + CALL_BYTES
-                if self._turn >= TURN_BYTES:
-                    await self._yield_turn()
-        except StreamLost:
-            raise
-        except OSError as error:
-            self._check()
-            raise StreamLost(self.peer, ended_by(error)) from None
-        finally:
-            self._busy -= 1
+                await self._moved(len(data))
         return got
 
     def writelines(self, chunks: Iterable[Buffer]) -> None:
@@ -91,17 +83,21 @@ class StockChannel(Channel):
 
     async def drain(self) -> None:
         chunks, self._chunks = self._chunks, []
-        self._busy += 1
-        try:
-            self._check()
+        with self._moving():
             for piece in _copied(chunks):
                 self._writer.write(piece)
                 await self._writer.drain()
                 self._check()
                 self.bytes_sent += len(piece)
-                self._turn += len(piece) + CALL_BYTES
-                if self._turn >= TURN_BYTES:
-                    await self._yield_turn()
+                await self._moved(len(piece))
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """A receive or a drain. Whatever ends the connection in it is raised as a StreamLost."""
+        self._busy += 1
+        try:
+            self._check()
+            yield
         except StreamLost:
             raise
         except OSError as error:
@@ -109,6 +105,11 @@ class StockChannel(Channel):
             raise StreamLost(self.peer, ended_by(error)) from None
         finally:
             self._busy -= 1
+
+    async def _moved(self, num_bytes: int) -> None:
+        self._turn += num_bytes + CALL_BYTES
+        if self._turn >= TURN_BYTES:
+            await self._yield_turn()
 
     async def aclose(self) -> None:
         if self.lost is not None:
