@@ -221,22 +221,6 @@ async def test_buckets_of_leases_that_ended_are_let_go() -> None:
         assert not intake._parts
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-async def test_delay_compensation_keeps_the_versions_under_lease(workers: int) -> None:
-    update = UpdateConfig(rule="async", compensation=True)
-    async with rounds(steps=30, update=update) as run:
-        made = [await run.worker(f"worker {number}") for number in range(workers)]
-        rule: Any = run.rounds.rule
-        for turn in range(1, 8):
-            for one in made:
-                lease = await newest(one, turn)
-                assert lease.version in rule._kept
-                assert (await answer(one, lease)).code == VerdictCode.APPLIED
-        await one.lease(turn)
-        assert len(rule._kept) <= workers + 1  # not the 17 that a result may be old
-        assert rule.version == 7 * workers
-
-
 @pytest.mark.parametrize(
     ("update", "most"),
     [

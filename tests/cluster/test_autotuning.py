@@ -56,7 +56,6 @@ SYNC = {("sync", "raw"), ("sync", "bf16"), ("sync", "int8")}
         (jobs.odd, {}, SYNC),  # half of it is float16
         (jobs.fp16, {}, {("sync", "raw")}),
         (jobs.mlp_sgd, {"feedback": False}, {pair for pair in PAIRS if pair[1] != "sparseloco"}),
-        (jobs.mlp_sgd, {"rule": "async", "compensation": True}, set()),
         (
             jobs.mlp_sgd,
             {"rule": "local", "average": "median"},

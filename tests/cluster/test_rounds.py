@@ -29,7 +29,6 @@ from w5xde_async.worker.service import Worker
 RULES: dict[str, dict[str, Any]] = {
     "fresh": {"rule": "async", "max_staleness": 0},  # whoever is late is told of the newest version
     "async": {"rule": "async", "results_per_step": 2},
-    "compensated": {"rule": "async", "compensation": True},
     "local": {"rule": "local", "inner_steps": 3, "outer_momentum": 0.5},
     "radial": {"rule": "local", "inner_steps": 3, "average": "radial", "codec": "int8"},
     "streaming": {"rule": "streaming", "inner_steps": 4, "fragments": 2, "codec": "int4"},
@@ -256,7 +255,6 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
         ({"codec": "topk:0.01", "feedback": False}, "does not converge without error feedback"),
         ({"rule": "fedavg"}, "give one of sync, async"),
         ({"codec": "zip"}, "unknown codec"),
-        ({"rule": "local", "compensation": True}, "none to correct"),
         ({"rule": "async-local", "average": "median"}, "several results at once"),
     ],
 )

@@ -47,7 +47,6 @@ async def warmed(run: Fleet, answers: int = 1) -> None:
         ("local", 256, {}),
         ("streaming", 256, {}),
         ("async", 256, {"update": UpdateConfig(rule="async", max_staleness=999)}),
-        ("async", 256, {"update": UpdateConfig(rule="async", max_staleness=16, compensation=True)}),
         ("async-local", 256, {}),
         ("async-local", 256, {"update": UpdateConfig(rule="async-local", inner_steps=1)}),
     ],

@@ -356,8 +356,6 @@ class _Run(Cluster):
             low = expected / (4 * scenario.workers + 4) - tolerance  # the mean of whoever took part in its round
             if scenario.average != "mean":
                 low = expected * 0.0  # what few of them say is left out
-            if scenario.average == "clipping":
-                high = expected * 1.5  # it begins at the last average, of which something stays where results differ
         elif scenario.rule == "async" and scenario.results_per_step > 1:
             low, high = expected / (2 * scenario.batch) - tolerance, high * scenario.batch
         if scenario.rule == "async" and scenario.gate:

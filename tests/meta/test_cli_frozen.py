@@ -11,7 +11,7 @@ ALWAYS = "--print-config --version --help"
 COORDINATOR = """
 --max-steps --epochs --max-time --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
 --update --codec --downlink --feedback --no-feedback --inner-steps --outer-lr --outer-momentum --fragments --overlap
---mixing --results-per-step --max-staleness --staleness-exponent --compensation --average --quorum --data-dir
+--mixing --results-per-step --max-staleness --staleness-exponent --average --quorum --data-dir
 --target-batch --batch-patience
 --norm-gate --audit-fraction --audit-tolerance --quarantine --no-quarantine
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise

@@ -49,9 +49,7 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
     if config.update.rule != "sync":
         # Each worker's results under way, encoded (never more than they are raw), one decoded, and the rule's own.
         vectors, replica_bytes = config.max_workers * config.pacing.leases_ahead + 4, 0
-        vectors += 64 if config.update.average not in ("mean", "radial") else 3
-        if config.update.compensation:  # the versions under lease
-            vectors += 2 + (16 if config.update.max_staleness is None else config.update.max_staleness)
+        vectors += 64 if config.update.average == "median" else 3
     if not config.update.plain:  # what is published, one copy of it being sent, and deltas that wait for the slowest
         replica_bytes += 6 * state_bytes
     per_link = (256 << 10) + BUFFERED_BYTES + min(config.bucket_bytes, max(vector_bytes, state_bytes))

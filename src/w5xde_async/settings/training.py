@@ -108,10 +108,6 @@ class TrainingSettings(Program):
         None, "a result N versions old counts (1 + N)^-X", group="updates", metavar="X", accepts="a number >= 0",
         shown="0.5; async-local 0",
     )  # fmt: skip
-    compensation: bool = setting(
-        _UPDATE.compensation, "async: correct old gradients for how far the parameters have moved", group="updates",
-        accepts="true or false",
-    )  # fmt: skip
     average: Average = setting(
         _UPDATE.average, "how results of one step are averaged", group="updates", metavar="HOW",
         accepts=f"one of {', '.join(AVERAGES)}",
@@ -136,6 +132,6 @@ class TrainingSettings(Program):
             feedback=self.feedback, inner_steps=self.inner_steps, outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum, fragments=self.fragments, overlap=self.overlap, mixing=self.mixing,
             results_per_step=self.results_per_step or 0, max_staleness=self.max_staleness,
-            staleness_exponent=self.staleness_exponent, compensation=self.compensation, average=self.average,
+            staleness_exponent=self.staleness_exponent, average=self.average,
             quorum=self.quorum,
         )  # fmt: skip

@@ -5,8 +5,8 @@
     g   = sum over K results of w_i n_i g_i / sum n_i     then one optimizer step with g
 
 K = 1 is plain asynchronous SGD (Recht et al. 2011, arXiv:1106.5730; Dean et al. 2012), K > 1 is FedBuff's buffer
-(Nguyen et al. 2022, arXiv:2106.06639, algorithm 1; K = 10 there). Options: delay compensation (``compensation``), a
-norm gate (``norm_gate``), a robust average over the buffer (``robust``).
+(Nguyen et al. 2022, arXiv:2106.06639, algorithm 1; K = 10 there). Options: a norm gate (``norm_gate``), another average
+over the buffer (``averages``).
 
 Holds: each sample counts once (G1): a refused result's leaves go back to the ledger, and the buffer is part of the
 state_dict. Does not hold: the same bits (G3), for the order of arrival decides; with one worker, K = 1 and no option it
@@ -16,19 +16,15 @@ Momentum adds its own delay to the results': see ``delay_warning``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from w5xde_async.updates.admission import Admission, Outcome, check_vector
 from w5xde_async.updates.averages import Average, WeightedMean
-from w5xde_async.updates.compensation import CompensationConfig, DelayCompensation
 from w5xde_async.updates.norm_gate import NormGate
-from w5xde_async.wire.messages import VerdictCode
 
 __all__ = ["MAX_MOMENTUM", "AsynchronousConfig", "AsynchronousRule", "delay_warning"]
 
@@ -38,12 +34,11 @@ MAX_MOMENTUM = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronousConfig:
-    """``results_per_step`` is K; ``max_staleness`` in versions; ``compensation`` None for none."""
+    """``results_per_step`` is K; ``max_staleness`` in versions."""
 
     results_per_step: int = 1
     max_staleness: int = 16
     staleness_exponent: float = 0.5
-    compensation: CompensationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.results_per_step < 1:
@@ -54,7 +49,7 @@ class AsynchronousRule:
     """Makes gradients of results; the optimizer that steps with them, and its state, are the caller's.
 
     ``offer`` each result as it comes; when ``ready``, ``take`` the gradient, step, count one version. One thread at a
-    time. Memory for n parameters: 4 n bytes, 4 n more with adaptive compensation, and whatever a robust average states.
+    time. Memory for n parameters: 4 n bytes, or what another average states.
     """
 
     name = "asynchronous"
@@ -67,7 +62,6 @@ class AsynchronousRule:
         self.admission = Admission(
             max_staleness=config.max_staleness, exponent=config.staleness_exponent, gate=gate
         )  # fmt: skip
-        self._compensation = None if config.compensation is None else DelayCompensation(numel, config.compensation)
 
     def offer(
         self,
@@ -76,16 +70,13 @@ class AsynchronousRule:
         samples: int,
         staleness: int,
         loss_scale: float = 1.0,
-        now: Tensor | None = None,
-        leased: Tensor | None = None,
         sender: str = "one",
         present: int = 1,
         vouched: float = 0.0,
     ) -> Outcome:
         """Count one block's sum of gradients (scaled by ``loss_scale``), which is used up.
 
-        ``now`` and ``leased``: the present parameters and the lease's, needed with compensation alone.
-        Raises ValueError where they are missing, the vector is not as long as the parameters, or a step is due.
+        Raises ValueError where the vector is not as long as the parameters, or a step is due.
         """
         check_vector(total, self.numel)
         if self.ready:
@@ -95,16 +86,8 @@ class AsynchronousRule:
         outcome = self.admission.judge(
             total, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
         )
-        if not outcome.accepted:
-            return outcome
-        if self._compensation is not None:
-            if now is None or leased is None:
-                raise ValueError("delay compensation needs the present parameters and the lease's")
-            self._compensation.apply_(total, now, leased)
-            if not math.isfinite(float(torch.linalg.vector_norm(total))):
-                reason = "not finite after delay compensation"
-                return Outcome(verdict=VerdictCode.REJECTED, reason=reason, norm=math.inf)
-        self.average.add(total, samples=samples, weight=outcome.weight)
+        if outcome.accepted:
+            self.average.add(total, samples=samples, weight=outcome.weight)
         return outcome
 
     @property
@@ -127,19 +110,14 @@ class AsynchronousRule:
             "rule": self.name,
             "average": self.average.state_dict(),
             "admission": self.admission.state_dict(),
-            "compensation": None if self._compensation is None else self._compensation.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or other options."""
         if state["rule"] != self.name:
             raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
-        if (state["compensation"] is None) != (self._compensation is None):
-            raise ValueError("the checkpoint and the rule do not agree on delay compensation")
         self.average.load_state_dict(state["average"])
         self.admission.load_state_dict(state["admission"])
-        if self._compensation is not None:
-            self._compensation.load_state_dict(state["compensation"])
 
 
 def delay_warning(param_groups: Iterable[Mapping[str, Any]]) -> str | None:

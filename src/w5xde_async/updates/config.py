@@ -16,9 +16,9 @@ RULES = ("sync", "async", "local", "streaming", "async-local")
 #: Rules whose workers run the optimizer themselves and submit how far they went.
 LOCAL_RULES = ("local", "streaming", "async-local")
 _SHORT_ROUND = 100  # inner steps
-AVERAGES = ("mean", "radial", "median", "trimmed", "clipping")
-#: Results of which an average makes something else than the mean: trimmed leaves out a quarter at each end.
-_FEWEST = {"mean": 1, "radial": 2, "median": 3, "trimmed": 4, "clipping": 3}
+#: The averages, and of how many results each makes something else than the mean.
+_FEWEST = {"mean": 1, "radial": 2, "median": 3}
+AVERAGES = tuple(_FEWEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,7 @@ class UpdateConfig:
     results_per_step    async: K results make a commit; async-local: N (0: the workers that are there)
     max_staleness       versions; None: the rule's own (async 16, local 1, others none)
     staleness_exponent  a result tau versions old counts (1 + tau)^-exponent; None: the rule's own
-    compensation        async: delay compensation (DC-ASGD)
-    average             mean, radial, or one that a few bad results cannot move: median, trimmed, clipping
+    average             mean; radial, which keeps the length of unlike results; median, which few bad ones cannot move
     quorum              local, streaming: part of the workers after which a round closes, with a learned grace
     """
 
@@ -61,7 +60,6 @@ class UpdateConfig:
     results_per_step: int = 0
     max_staleness: int | None = None
     staleness_exponent: float | None = None
-    compensation: bool = False
     average: str = "mean"
     quorum: float = 0.5
 
@@ -84,10 +82,6 @@ class UpdateConfig:
             f"staleness_exponent is {self.staleness_exponent}; give a number >= 0",
         )
         need(0 < self.quorum <= 1, f"quorum is {self.quorum}; it lies in (0, 1]")
-        need(
-            not self.compensation or self.rule == "async",
-            f"compensation corrects gradients of the async rule; {self.rule} has none to correct",
-        )
         need(
             self.average == "mean" or self.rule in ("async", "local"),
             f"average {self.average} needs several results at once: async with --results-per-step, or local",

@@ -12,7 +12,7 @@ samples of the one that is judged, and as it came where that is shorter. With n 
 Neither a short last batch nor the short last piece of a worker that leaves is over the bound for its length. MAD is the
 median absolute deviation (Hampel 1974). Both hold while fewer than half of the window is bad, which a mean and a
 standard deviation do not. The gate bounds what one result can move (G13). It does not see a result of usual size and
-wrong direction (a sign flip): for those, the averages of ``robust``, or re-execution of the block.
+wrong direction (a sign flip): for those, the median of ``averages``, or re-execution of the block.
 
 Every sender has one vote: the norms that are known of it weigh as much, all together, as those of any other, however
 fast it is. Those that have left have one vote together. Where the votes are divided equally the larger norms have it.

@@ -26,15 +26,13 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.stream import DoneSteps
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRule
-from w5xde_async.updates.averages import Average, RadialDirectionalAverage, WeightedMean
+from w5xde_async.updates.averages import Average, CoordinateMedian, RadialDirectionalAverage, WeightedMean
 from w5xde_async.updates.buffers import BufferState
-from w5xde_async.updates.compensation import CompensationConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig
 from w5xde_async.updates.norm_gate import NormGate, NormGateConfig
-from w5xde_async.updates.robust import CenteredClipping, CoordinateMedian, TrimmedMean
 from w5xde_async.updates.streaming import StreamingRule
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.messages import VerdictCode
@@ -42,7 +40,6 @@ from w5xde_async.wire.messages import VerdictCode
 __all__ = ["Contribution", "OuterRule", "bucket_fragments", "check_trainable", "make_rule"]
 
 _ROWS = 64  # results that an average which keeps them all has room for
-_TRIM = 0.25
 _LOCAL_SPREAD = 0.5
 _REMEMBERED = 1024  # versions by which a fragment's staleness is told
 
@@ -171,7 +168,6 @@ class OuterRule(ABC):
     """Contributions are how far a worker's parameters went, not gradients."""
     loss_scale = 1.0
     scheduler: Any = None
-    oldest = 0  #: no result of a version before this will be offered any more
     once = False
     """Steps of a contribution that is refused are done all the same: other fragments have them."""
 
@@ -281,28 +277,15 @@ class _Asynchronous(OuterRule):
         super().__init__(inner.layout, state, inner.optimizer)
         self._inner, self.scheduler = inner, inner.scheduler
         numel = self.parameters.numel()
-        staleness = 16 if config.max_staleness is None else config.max_staleness
         made = AsynchronousConfig(
             results_per_step=config.results_per_step or 1,
-            max_staleness=staleness,
+            max_staleness=16 if config.max_staleness is None else config.max_staleness,
             staleness_exponent=0.5 if config.staleness_exponent is None else config.staleness_exponent,
-            compensation=CompensationConfig() if config.compensation else None,
         )
         self._rule = AsynchronousRule(numel, made, average=_average(config, inner.layout, self.group, numel), gate=gate)
         self._root = ResultVector(inner.layout)
         self._present = [bucket.group == self.group for bucket in inner.layout.result_buckets]
         self._untouched: frozenset[int] | None = None
-        self._max_staleness = staleness
-        self._kept: dict[int, Tensor] | None = {} if config.compensation else None  # version -> its parameters
-        self._keep()
-
-    def _keep(self) -> None:
-        """The parameters of every version that a result may still come of (the paper's w_bak, once a version)."""
-        if self._kept is None:
-            return
-        oldest = max(self.oldest, self.version - self._max_staleness)
-        self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
-        self._kept[self.version] = self.parameters.clone()
 
     def pending(self, fragment: int) -> int:
         return self._rule.average.count
@@ -315,12 +298,9 @@ class _Asynchronous(OuterRule):
         return self._rule.ready
 
     def _offer(self, given: Contribution, staleness: int) -> Outcome:
-        now = leased = None
-        if self._kept is not None:
-            now, leased = self.parameters, self._kept.get(given.version, self.parameters)
         outcome = self._rule.offer(
-            given.vector.group(self.group), samples=given.samples, staleness=staleness, now=now, leased=leased,
-            sender=given.sender, present=given.workers, vouched=given.vouched,
+            given.vector.group(self.group), samples=given.samples, staleness=staleness, sender=given.sender,
+            present=given.workers, vouched=given.vouched,
         )  # fmt: skip
         if outcome.accepted:
             known = self._untouched
@@ -337,23 +317,12 @@ class _Asynchronous(OuterRule):
             changed=tuple(sorted(changed)),
         )  # fmt: skip
 
-    def commit(self, fragment: int) -> Applied | None:
-        applied = super().commit(fragment)
-        self._keep()
-        return applied
-
     def _rule_state(self) -> dict[str, Any]:
         return {"asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict()}
 
     def _load_rule_state(self, state: Mapping[str, Any]) -> None:
         self._rule.load_state_dict(state["asynchronous"])
         self._inner.load_state_dict(state["inner"])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._kept is not None:
-            self._kept.clear()  # no lease outlives its term
-            self._keep()
 
 
 class _Fragmented(OuterRule):
@@ -502,18 +471,12 @@ def make_rule(
     )
 
 
-def _average(config: UpdateConfig, layout: Layout, group: int, numel: int, fragment: Fragment | None = None) -> Average:
-    kind = config.average
-    if kind == "mean":
+def _average(config: UpdateConfig, layout: Layout, group: int, numel: int) -> Average:
+    if config.average == "mean":
         return WeightedMean(numel)
-    if kind == "radial":
+    if config.average == "radial":
         tensors = [
             (e.offset, e.offset + e.numel) for e in layout.entries if e.group == group and e.role == "grad" and e.numel
         ]
         return RadialDirectionalAverage(numel, tensors)
-    rows = config.results_per_step or _ROWS
-    if kind == "median":
-        return CoordinateMedian(numel, rows)
-    if kind == "trimmed":
-        return TrimmedMean(numel, rows, trim=_TRIM)
-    return CenteredClipping(numel, rows)
+    return CoordinateMedian(numel, config.results_per_step or _ROWS)

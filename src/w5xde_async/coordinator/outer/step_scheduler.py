@@ -6,7 +6,6 @@ steps (``local_step_schedule``). What comes back is for ``training``.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
@@ -68,7 +67,6 @@ class StepScheduler:
         self._over = False  # nothing was left to lease the last time
         self._unjudged: Counter[str] = Counter()  # results of each worker that wait to be judged
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
-        self._by_version: list[tuple[int, int]] = []  # heap of (that version, lease), some that have ended among them
         self._idle: dict[str, None] = {}  # workers for which nothing was left to lease
         self._submitting = Pacing(context.config.pacing)  # how long submissions under rules of local steps take
         self.num_backups = 0
@@ -314,26 +312,11 @@ class StepScheduler:
     def needs(self, lease: int, version: int) -> None:
         """A lease's worker computes at ``version`` or a later one."""
         self._oldest[lease] = version
-        if self._context.config.update.compensation:
-            heapq.heappush(self._by_version, (version, lease))
-
-    def oldest_needed(self) -> int:
-        """The oldest version that a result may still be of, of what is leased and what waits to be judged."""
-        heap = self._by_version
-        while heap:
-            version, lease = heap[0]
-            if self._oldest.get(lease) == version and self._ledger.is_open(lease):
-                return min(version, self._version)
-            heapq.heappop(heap)
-        return self._version
 
     def _forget_leases(self) -> None:
         """Leases that have ended need no version."""
         if len(self._oldest) > 2 * self._ledger.num_open + 64:
             self._oldest = {lease: at for lease, at in self._oldest.items() if self._ledger.is_open(lease)}
-        if len(self._by_version) > 2 * len(self._oldest) + 64:
-            self._by_version = [(at, lease) for lease, at in self._oldest.items()]
-            heapq.heapify(self._by_version)
 
     def _send_waiting(self, worker: str) -> None:
         """Send, in order, what has its data."""

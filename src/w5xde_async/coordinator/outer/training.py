@@ -336,8 +336,6 @@ class OuterTraining:
 
     async def _commit(self, fragment: int) -> None:
         waited = self.context.clock() - self._last_commit
-        if self.context.config.update.compensation:
-            self.rule.oldest = self.scheduler.oldest_needed()
         applied, pieces = await self.aggregator.commit(fragment, self.progress)
         failpoint("publish.before")
         self.version += 1
