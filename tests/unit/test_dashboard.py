@@ -17,9 +17,8 @@ import pytest
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
 from w5xde_async.telemetry.dashboard.feed import Feed, sse
-from w5xde_async.telemetry.dashboard.history import recorded_rows
 from w5xde_async.telemetry.dashboard.server import Dashboard
-from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View
+from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View, recorded_rows
 from w5xde_async.telemetry.events import (
     Audited,
     CheckpointSaved,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from w5xde_async.users_code import users_code
 
@@ -264,6 +264,11 @@ class WorkerShare:
     raw_bytes: int = 0
     encoded_bytes: int = 0
 
+    def __add__(self, other: WorkerShare) -> WorkerShare:
+        """What both did, under this one's name and device."""
+        counted = [entry.name for entry in fields(self) if entry.name not in ("name", "device")]
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in counted})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
@@ -322,19 +327,19 @@ class WorkerReported(Sample):
     activity: str
     waits_for: str
     member_s: float
-    leases_held: int
-    leaves: int
-    samples: int
-    share: float
-    leaves_per_s: float
-    compute_s: float
-    wait_s: float
-    network_s: float
-    encode_s: float
-    bytes_sent: int
-    bytes_received: int
-    raw_bytes: int
-    encoded_bytes: int
+    leases_held: int = 0
+    leaves: int = 0
+    samples: int = 0
+    share: float = 0.0
+    leaves_per_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    network_s: float = 0.0
+    encode_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    raw_bytes: int = 0
+    encoded_bytes: int = 0
     rtt_s: float | None = None
     retransmits: int | None = None
     host_bytes: int = 0

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -92,10 +93,10 @@ class Wandb(Tracker):
         self.folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_stats=True)
         self._step = 0
+        mode, folder = self.target or "offline", str(self.folder)
         self._run = wandb.init(
-            project="w5xde-async", name=name, config=config, dir=str(self.folder), mode=self.target or "offline",
-            settings=settings,
-        )  # fmt: skip
+            project="w5xde-async", name=name, config=config, dir=folder, mode=mode, settings=settings
+        )
 
     def log(self, step: int, values: Values) -> None:
         self._step = max(self._step, step)  # it takes no step that is older than the last; evaluations come late
@@ -109,10 +110,8 @@ class Mlflow(Tracker):
     """Files in ``folder/mlflow``, or the tracking URI that is the target."""
 
     package, extra = "mlflow", "mlflow"
-    quiet: ClassVar[Mapping[str, str]] = {
-        "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
-        "MLFLOW_ALLOW_FILE_STORE": "true",  # files need no database's packages; mlflow wants to be told so
-    }  # fmt: skip
+    # The last: files need no database's packages, and mlflow wants to be told so.
+    quiet = dict.fromkeys(("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "MLFLOW_ALLOW_FILE_STORE"), "true")
 
     def begin(self, name: str, config: Config) -> None:
         tracking, entities = import_module("mlflow.tracking"), import_module("mlflow.entities")
@@ -128,9 +127,8 @@ class Mlflow(Tracker):
 
     def log(self, step: int, values: Values) -> None:
         now_ms = int(time.time() * 1000)
-        self._client.log_batch(
-            self._run, metrics=[self._metric(key, value, now_ms, step) for key, value in values.items()]
-        )
+        metrics = [self._metric(key, value, now_ms, step) for key, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def end(self, outcome: str) -> None:
         status = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED")
@@ -141,9 +139,7 @@ class Trackio(Tracker):
     """trackio's local database; the target is a project's name."""
 
     package, extra = "trackio", "trackio"
-    quiet: ClassVar[Mapping[str, str]] = {
-        "HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False", "DO_NOT_TRACK": "1",
-    }  # fmt: skip
+    quiet: ClassVar = {"HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False", "DO_NOT_TRACK": "1"}
 
     def begin(self, name: str, config: Config) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((self.folder / "trackio").absolute()))
@@ -230,10 +226,8 @@ class Tracking:
             self._row(event, now)
 
     def _row(self, event: StepCommitted, now: float) -> None:
-        values = {
-            "loss": sum(self._losses) / len(self._losses), "learning_rate": event.learning_rate,
-            "num_workers": float(event.num_workers),
-        }  # fmt: skip
+        loss = sum(self._losses) / len(self._losses)
+        values = {"loss": loss, "learning_rate": event.learning_rate, "num_workers": float(event.num_workers)}
         if now > self._since:
             values["samples_per_s"] = self._samples / (now - self._since)
         if event.gradient_norm is not None:
@@ -269,18 +263,12 @@ class Tracking:
                 self._begin(item)
                 begun = True
             elif begun:
-                self._log(item)
+                values = {key: value for key, value in item.values.items() if math.isfinite(value)}
+                self._each(methodcaller("log", item.step, values))
         if begun:
-            self._end(outcome)
+            self._each(methodcaller("end", outcome))
         if self.dropped:
             logger.warning("trackers were too slow rows_left_out=%d", self.dropped)
-
-    def _log(self, row: _Row) -> None:
-        values = {key: value for key, value in row.values.items() if math.isfinite(value)}
-        self._each(lambda tracker: tracker.log(row.step, values))
-
-    def _end(self, outcome: str) -> None:
-        self._each(lambda tracker: tracker.end(outcome))
 
     def _begin(self, run: RunStarted) -> None:
         config = plain_fields(run, omit=SECRETS)

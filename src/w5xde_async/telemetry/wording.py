@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
+from operator import add
 
 from w5xde_async.telemetry import events
-from w5xde_async.telemetry.events import RunFinished, RunStarted, StepCommitted, WorkerShare
+from w5xde_async.telemetry.events import RunFinished, RunStarted, StepCommitted
 
 __all__ = [
     "Paint", "brief", "clean", "colored", "duration", "header", "line", "phases", "plain", "short", "size", "status",
@@ -256,17 +258,12 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     return [*lines, ""]
 
 
-def _summed(name: str, shares: Sequence[WorkerShare]) -> WorkerShare:
-    names = ("leaves", "samples", "compute_s", "wait_s", "bytes_sent", "bytes_received")
-    return WorkerShare(name=name, device="", **{of: sum(getattr(share, of) for share in shares) for of in names})
-
-
 def _shares(event: RunFinished, paint: Paint) -> list[str]:
     total = sum(share.leaves for share in event.shares) or 1
     shares = sorted(event.shares, key=lambda share: -share.leaves)
     if len(shares) > _MOST_ROWS:
         rest = shares[_MOST_ROWS - 1 :]
-        shares[_MOST_ROWS - 1 :] = [_summed(f"{len(rest):,} others", rest)]
+        shares[_MOST_ROWS - 1 :] = [replace(reduce(add, rest), name=f"{len(rest):,} others", device="")]
     rows = [("worker", "device", "share", "leaves", "samples", "computing", "sent", "received")]
     for share in shares:
         busy = share.compute_s + share.wait_s

@@ -110,9 +110,8 @@ class Outputs:
         except ImportError as error:
             self._notes.append(f"no dashboard: {error.name} is not installed (pip install 'w5xde-async[dashboard]')")
             return
-        from w5xde_async.telemetry.dashboard.history import recorded_rows
         from w5xde_async.telemetry.dashboard.server import Dashboard
-        from w5xde_async.telemetry.dashboard.view import LogHandler, View
+        from w5xde_async.telemetry.dashboard.view import LogHandler, View, recorded_rows
         from w5xde_async.telemetry.metrics import Metrics
 
         local = is_loopback(host)

@@ -112,8 +112,7 @@ class StatusSampler:
         return WorkerReported(
             worker_id=session.worker_id, name=session.name, peer=link.peer, device="", threads=0, state="joining",
             activity=session.last_message, waits_for="its model to be built", member_s=now - session.admitted_at,
-            leases_held=0, leaves=0, samples=0, share=0.0, leaves_per_s=0.0, compute_s=0.0, wait_s=0.0, network_s=0.0,
-            encode_s=0.0, bytes_sent=link.bytes_received, bytes_received=link.bytes_sent, raw_bytes=0, encoded_bytes=0,
+            bytes_sent=link.bytes_received, bytes_received=link.bytes_sent,
         )  # fmt: skip
 
     def _run(self, now: float) -> RunReported:

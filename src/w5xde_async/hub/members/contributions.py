@@ -47,7 +47,8 @@ class Contributions:
                 del self._left[next(iter(self._left))]
         if key not in self._shares and len(self._shares) >= _MAX_SHARES:
             key = ""
-        self._shares[key] = _joined(self._shares.get(key), member, session, "others" if not key else member.name)
+        share, known = _share(member, session, member.name if key else "others"), self._shares.get(key)
+        self._shares[key] = share + known if known else share
 
     def traffic(self, sessions: Iterable[Session]) -> tuple[int, int]:
         """Bytes sent and received so far, those of ``sessions`` included."""
@@ -62,18 +63,18 @@ class Contributions:
         return tuple(sorted(self._shares.values(), key=lambda share: (-share.leaves, share.name)))
 
 
-def _joined(known: WorkerShare | None, member: Member, session: Session, name: str) -> WorkerShare:
+def _share(member: Member, session: Session, name: str) -> WorkerShare:
     return WorkerShare(
         name=name,
         device=member.device,
-        leaves=member.leaves + (known.leaves if known else 0),
-        samples=member.samples + (known.samples if known else 0),
-        compute_s=member.compute_s + (known.compute_s if known else 0.0),
-        wait_s=member.wait_s + (known.wait_s if known else 0.0),
-        bytes_sent=session.link.bytes_received + (known.bytes_sent if known else 0),
-        bytes_received=session.link.bytes_sent + (known.bytes_received if known else 0),
-        encode_s=member.encode_s + (known.encode_s if known else 0.0),
-        network_s=session.receiving_s + session.outbox.sending_s + (known.network_s if known else 0.0),
-        raw_bytes=member.raw_bytes + (known.raw_bytes if known else 0),
-        encoded_bytes=member.encoded_bytes + (known.encoded_bytes if known else 0),
+        leaves=member.leaves,
+        samples=member.samples,
+        compute_s=member.compute_s,
+        wait_s=member.wait_s,
+        bytes_sent=session.link.bytes_received,
+        bytes_received=session.link.bytes_sent,
+        encode_s=member.encode_s,
+        network_s=session.receiving_s + session.outbox.sending_s,
+        raw_bytes=member.raw_bytes,
+        encoded_bytes=member.encoded_bytes,
     )

@@ -7,6 +7,8 @@ visible, evenly, and the newest rows are there at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
+from statistics import fmean
 from typing import Literal
 
 __all__ = ["Merge", "Row", "Rows"]
@@ -15,15 +17,12 @@ Row = tuple[float | None, ...]
 Merge = Literal["last", "mean", "low", "high"]
 
 
-def _last(values: Sequence[float]) -> float:
-    return values[-1]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-_MERGES: dict[Merge, Callable[[Sequence[float]], float]] = {"last": _last, "mean": _mean, "low": min, "high": max}
+_MERGES: dict[Merge, Callable[[Sequence[float]], float]] = {
+    "last": itemgetter(-1),
+    "mean": fmean,
+    "low": min,
+    "high": max,
+}
 
 
 class Rows:

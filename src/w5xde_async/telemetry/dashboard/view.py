@@ -10,8 +10,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.dashboard.rows import Row, Rows
@@ -24,9 +26,9 @@ from w5xde_async.telemetry.events import (
     WorkerLeft,
     WorkerReported,
 )
-from w5xde_async.telemetry.records import SECRETS, plain_fields, plain_value
+from w5xde_async.telemetry.records import SECRETS, number, plain_fields, plain_value, read_records
 
-__all__ = ["SERIES", "TIMELINE", "LogHandler", "View"]
+__all__ = ["SERIES", "TIMELINE", "LogHandler", "View", "recorded_rows"]
 
 #: Columns of ``series``: one row an update, merged over long runs.
 SERIES = ("step", "time", "loss", "loss_low", "loss_high", "samples_per_s", "num_workers", "stale_share")
@@ -38,6 +40,7 @@ _MOST_GONE = 32
 _MOST_LOGS = 400
 _MOST_CHECKPOINTS = 50
 _MOST_EVALUATIONS = 500
+_MOST_BYTES = 64 << 20  # of a longer metrics.jsonl the end alone is read: a start must not wait for it
 #: What the last step has to say of the run.
 _OF_STEP = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "loss_scale", "staleness", "metrics", "phases_s")
 
@@ -84,7 +87,7 @@ class View:
         self._in_vain = self._in_vain_before = self._leaves = self._leaves_before = 0
 
     def recall(self, rows: Iterable[Row]) -> None:
-        """What the run had come to before it was resumed; before the first event."""
+        """What the run had come to before it was resumed (``recorded_rows``); before the first event."""
         for row in rows:
             self._series.append(row)
 
@@ -329,3 +332,23 @@ class LogHandler(logging.Handler):
             return
         except Exception:
             self.handleError(record)
+
+
+def recorded_rows(path: Path, resumed_step: int, *, most_bytes: int = _MOST_BYTES) -> Iterator[Row]:
+    """A row of ``SERIES`` for each step of ``metrics.jsonl`` up to ``resumed_step``.
+
+    Blocking; never raises for the file's sake.
+    """
+    with suppress(OSError):
+        for record in read_records(path, last_bytes=most_bytes):
+            with suppress(ValueError, KeyError, TypeError):  # a record that is not ours
+                if record["event"] == "step_committed" and record["step"] <= resumed_step:
+                    loss, seconds = _finite(record["loss"]), _finite(record["seconds"])
+                    rate = number(record["samples"]) / seconds if seconds else None
+                    workers = int(number(record["num_workers"]))
+                    yield record["step"], round(number(record["time"]), 2), loss, loss, loss, rate, workers, None
+
+
+def _finite(value: object) -> float | None:
+    found = number(value)
+    return found if abs(found) < float("inf") else None
