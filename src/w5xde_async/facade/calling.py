@@ -49,7 +49,7 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
     with _ended_at_exit() as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
-            return runner.run(_noted(main, running))
+            return runner.run(running.call(main))
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # where the loop stood is no news
         except asyncio.CancelledError:
@@ -67,32 +67,25 @@ class _Running:
     def __init__(self) -> None:
         self.cancelled = False
         self.ended = threading.Event()
-        self._place: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._task: asyncio.Task[Any] | None = None
 
-    def begin(self) -> None:
-        """In its loop."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._place = (asyncio.get_running_loop(), task)
-        if self.cancelled:
+    async def call(self, main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """``main()``, in its loop."""
+        self._task = task = asyncio.current_task()
+        if self.cancelled and task is not None:
             task.cancel()
+        return await main()
 
     def cancel(self) -> None:
         """From any thread: as Ctrl-C does in the main one."""
         self.cancelled = True
-        if self._place is not None:
-            loop, task = self._place
+        if self._task is not None:
             with suppress(RuntimeError):  # it has ended just now
-                loop.call_soon_threadsafe(task.cancel)
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
 _in_daemons: set[_Running] = set()
 _registered = threading.Lock()  # taken for good
-
-
-async def _noted(main: Callable[[], Coroutine[Any, Any, _T]], running: _Running) -> _T:
-    running.begin()
-    return await main()
 
 
 @contextmanager

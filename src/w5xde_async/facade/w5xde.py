@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +182,8 @@ class CentralServer:
                 loop.call_soon_threadsafe(coordinator.request_stop, reason)
 
     async def _serve(self) -> RunResult:
-        coordinator = Coordinator(
-            self._job, run_dir=self._directory, name=self._name, config=self._config, bus=self.bus
-        )  # fmt: skip
+        config, bus = self._config, self.bus
+        coordinator = Coordinator(self._job, run_dir=self._directory, name=self._name, config=config, bus=bus)
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._running is not None:
@@ -274,7 +274,7 @@ class TrainingNode:
         self._criterion = criterion
         self._traffic: tuple[int, int, Worker | None] = (0, 0, None)  # by earlier calls; the worker of this one
         self._training = threading.Lock()
-        self._stopping: Callable[[], None] | None = None
+        self._stopping: Callable[[], object] | None = None
 
     @property
     def model(self) -> nn.Module | Callable[[], nn.Module]:
@@ -309,14 +309,12 @@ class TrainingNode:
             network_callback = None
         if not self._training.acquire(blocking=False):
             raise UsageError("this node trains already")
+        report = _reporting(loss_callback, network_callback)
         try:
-            block_on(lambda: self._work(_reporting(loss_callback, network_callback)), instead="w5xde_async.Worker")
+            block_on(lambda: self._work(report), instead="w5xde_async.Worker")
         except _NeedsProgram as needs:
             try:
-                block_on(
-                    lambda: self._work(_reporting(loss_callback, network_callback), program=True),
-                    instead="w5xde_async.Worker",
-                )
+                block_on(lambda: self._work(report, program=True), instead="w5xde_async.Worker")
             except Refused as error:
                 if error.code is not RefusalCode.NO_PROGRAM:
                     raise
@@ -346,12 +344,7 @@ class TrainingNode:
         hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered)
         config = replace(self._config, gather_frames=self.batch_gradients)
         worker = Worker(self.server_address, job=job, config=config, hooks=hooks)
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            loop.call_soon_threadsafe(worker.drain, "stopped")
-
-        self._stopping = stop
+        self._stopping = partial(asyncio.get_running_loop().call_soon_threadsafe, worker.drain, "stopped")
         self._traffic = (*self._traffic[:2], worker)
         try:
             await working(worker)
@@ -396,13 +389,7 @@ def _reporting(
         if loss_callback is not None:
             loss_callback(answered.loss, f"{answered.step}_batch{answered.start}")
         if network_callback is not None:
-            network_callback(
-                answered.sent_bytes,
-                answered.received_bytes,
-                answered.encode_s,
-                answered.network_s,
-                answered.gradient_bytes,
-                answered.encoded_bytes,
-            )
+            traffic, times = (answered.sent_bytes, answered.received_bytes), (answered.encode_s, answered.network_s)
+            network_callback(*traffic, *times, answered.gradient_bytes, answered.encoded_bytes)
 
     return report

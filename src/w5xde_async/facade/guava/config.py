@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -20,7 +20,14 @@ __all__ = ["DistributedConfig", "ParallelismMissing"]
 
 logger = logging.getLogger(__name__)
 
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+#: Of a field's type: what its values are, how a variable is read, and what is wanted.
+_KINDS: dict[str, tuple[tuple[type, ...], Callable[[str], Any], str]] = {
+    "int": ((int,), int, "a whole number"),
+    "float": ((int, float), float, "a number"),
+    "bool": ((bool,), lambda text: _BOOLEANS[text.lower()], "1 or 0"),
+    "str": ((str,), str, "a text"),
+}
 #: Undocumented fields of the original, which its ``to_dict`` wrote: sockets tune themselves, a model needs no source.
 _GONE = frozenset({
     "socket_buffer_size", "tcp_nodelay", "enable_keepalive", "max_message_size_gb", "layers_per_gpu", "layer_ranges",
@@ -47,9 +54,9 @@ class ParallelismMissing(UsageError):
         )
 
 
-def _knob(default: Any, env: str) -> Any:
-    """A field and the environment variable that ``from_env`` reads it from."""
-    return field(default=default, metadata={"env": env})
+def _knob(default: Any, env: str = "", *, least: int | None = None) -> Any:
+    """A field, the environment variable that ``from_env`` reads it from, and the least that it can be."""
+    return field(default=default, metadata={"env": env, "least": least})
 
 
 @dataclass
@@ -73,38 +80,38 @@ class DistributedConfig:
     checkpoint_dir, save_interval  the run's directory, and steps between checkpoints
     """
 
-    vocab_size: int = _knob(50257, "VOCAB_SIZE")
-    d_model: int = _knob(768, "D_MODEL")
-    n_heads: int = _knob(12, "N_HEADS")
-    n_layers: int = _knob(12, "N_LAYERS")
-    d_ff: int = _knob(3072, "D_FF")
-    max_seq_len: int = _knob(1024, "MAX_SEQ_LEN")
+    vocab_size: int = _knob(50257, "VOCAB_SIZE", least=1)
+    d_model: int = _knob(768, "D_MODEL", least=1)
+    n_heads: int = _knob(12, "N_HEADS", least=1)
+    n_layers: int = _knob(12, "N_LAYERS", least=1)
+    d_ff: int = _knob(3072, "D_FF", least=1)
+    max_seq_len: int = _knob(1024, "MAX_SEQ_LEN", least=1)
     dropout: float = _knob(0.1, "DROPOUT")
-    batch_size: int = _knob(16, "BATCH_SIZE")
+    batch_size: int = _knob(16, "BATCH_SIZE", least=1)
     learning_rate: float = _knob(3e-4, "LEARNING_RATE")
-    weight_decay: float = _knob(0.01, "WEIGHT_DECAY")
-    max_grad_norm: float = _knob(1.0, "MAX_GRAD_NORM")
+    weight_decay: float = _knob(0.01, "WEIGHT_DECAY", least=0)
+    max_grad_norm: float = _knob(1.0, "MAX_GRAD_NORM", least=0)
     use_amp: bool = _knob(False, "USE_AMP")
-    num_workers: int = _knob(1, "NUM_WORKERS")
+    num_workers: int = _knob(1, "NUM_WORKERS", least=0)
     master_ip: str = _knob("localhost", "MASTER_IP")
     master_port: int = _knob(29500, "MASTER_PORT")
     data_parallel: bool = _knob(True, "DATA_PARALLEL")
     model_parallel: bool = _knob(False, "MODEL_PARALLEL")
     pipeline_parallel: bool = _knob(False, "PIPELINE_PARALLEL")
     tensor_parallel: bool = _knob(False, "TENSOR_PARALLEL")
-    micro_batches: int = _knob(4, "MICRO_BATCHES")
-    tensor_parallel_size: int = _knob(2, "TENSOR_PARALLEL_SIZE")
-    activation_timeout: float = _knob(60.0, "ACT_TIMEOUT_SEC")
-    ack_timeout: float = _knob(30.0, "ACK_TIMEOUT_SEC")
-    max_resends: int = _knob(3, "RESENDS_MAX")
+    micro_batches: int = _knob(4, "MICRO_BATCHES", least=1)
+    tensor_parallel_size: int = _knob(2, "TENSOR_PARALLEL_SIZE", least=1)
+    activation_timeout: float = _knob(60.0, "ACT_TIMEOUT_SEC", least=0)
+    ack_timeout: float = _knob(30.0, "ACK_TIMEOUT_SEC", least=0)
+    max_resends: int = _knob(3, "RESENDS_MAX", least=0)
     resend_probe_interval: float = _knob(5.0, "RESEND_PROBE_SEC")
     allow_activation_reuse: bool = _knob(False, "ALLOW_ACT_REUSE")
-    activation_cache_steps: int = _knob(256, "ACT_CACHE_STEPS")
+    activation_cache_steps: int = _knob(256, "ACT_CACHE_STEPS", least=0)
     compact_log: bool = _knob(True, "COMPACT_LOG")
-    log_step_every: int = _knob(100, "LOG_STEP_EVERY")
+    log_step_every: int = _knob(100, "LOG_STEP_EVERY", least=0)
     log_activations: bool = _knob(False, "LOG_ACT")
-    checkpoint_dir: str = "./checkpoints"
-    save_interval: int = 1000
+    checkpoint_dir: str = _knob("./checkpoints")
+    save_interval: int = _knob(1000, least=1)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -117,15 +124,9 @@ class DistributedConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; give {wanted}")
 
         for knob in fields(self):
-            value = getattr(self, knob.name)
-            fits: tuple[type, ...] = (int, float) if knob.type == "float" else (_TYPES[str(knob.type)],)
+            value, fits, least = getattr(self, knob.name), _KINDS[str(knob.type)][0], knob.metadata["least"]
             need(isinstance(value, fits) and (not isinstance(value, bool) or bool in fits), knob.name, f"a {knob.type}")
-        for name in ("vocab_size", "d_model", "n_heads", "n_layers", "d_ff", "max_seq_len", "batch_size",
-                     "micro_batches", "tensor_parallel_size", "save_interval"):  # fmt: skip
-            need(getattr(self, name) >= 1, name, "a number >= 1")
-        for name in ("weight_decay", "max_grad_norm", "num_workers", "activation_timeout", "ack_timeout",
-                     "max_resends", "activation_cache_steps", "log_step_every"):  # fmt: skip
-            need(getattr(self, name) >= 0, name, "a number >= 0")
+            need(least is None or value >= least, knob.name, f"a number >= {least}")
         need(0 <= self.dropout < 1, "dropout", "a number from 0, below 1")
         need(self.learning_rate > 0, "learning_rate", "a number > 0")
         need(self.resend_probe_interval > 0, "resend_probe_interval", "seconds > 0")
@@ -137,13 +138,13 @@ class DistributedConfig:
         environment = os.environ if environment is None else environment
         given: dict[str, Any] = {}
         for knob in fields(cls):
-            variable = knob.metadata.get("env", "")
-            text = environment.get(variable, "").strip()
-            if text:
+            variable = knob.metadata["env"]
+            if text := environment.get(variable, "").strip():
+                _, parse, wanted = _KINDS[str(knob.type)]
                 try:
-                    given[knob.name] = _PARSERS[str(knob.type)](text)
-                except ValueError:
-                    raise UsageError(f"{variable} is {text!r}; give {_WANTED[str(knob.type)]}") from None
+                    given[knob.name] = parse(text)
+                except (ValueError, KeyError):
+                    raise UsageError(f"{variable} is {text!r}; give {wanted}") from None
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,8 +180,7 @@ class DistributedConfig:
         """Raises ParallelismMissing where a model in pieces is asked for; says what has no effect without one."""
         if kinds := tuple(kind for kind in _SPLIT if getattr(self, kind)):
             raise ParallelismMissing(kinds)
-        defaults = type(self)()
-        changed = [name for name in _FOR_SPLIT if getattr(self, name) != getattr(defaults, name)]
+        changed = [name for name in _FOR_SPLIT if getattr(self, name) != getattr(type(self), name)]
         if changed:
             logger.warning("without a model in pieces these have no effect: %s", ", ".join(changed))
 
@@ -204,16 +204,3 @@ class DistributedConfig:
             code_free=code_free,
             pacing=PacingConfig(min_deadline_s=min(5.0, limit_s), max_deadline_s=limit_s, first_deadline_s=limit_s),
         )
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise ValueError(text)
-
-
-_TYPES: dict[str, type] = {"int": int, "bool": bool, "str": str}
-_PARSERS: dict[str, Any] = {"int": int, "float": float, "bool": _boolean, "str": str}
-_WANTED = {"int": "a whole number", "float": "a number", "bool": "1 or 0"}

@@ -20,19 +20,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import default_collate as torch_collate
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import StoreError, UsageError, W5xdeError
-from w5xde_async.facade.calling import block_on, find_token, shown
+from w5xde_async.facade.calling import LogMode, block_on, find_token, shown
 from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.facade.guava.local import LocalGroup
 from w5xde_async.facade.reading import BatchLoss, token_loss
@@ -117,10 +111,10 @@ class Orchestrator:
             raise UsageError("no model is registered: call register_model(model) first")
         given = reading_of(dataloader, config, seed=self._seed)
         job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
+        token, code_free = find_token(self._token), self.mode == "orchestrator" or config.num_workers > 1
         settings = config.coordinator_config(
-            token=find_token(self._token), resume=self._resume, loader_processes=given.processes,
-            code_free=self.mode == "orchestrator" or config.num_workers > 1,
-        )  # fmt: skip
+            token=token, resume=self._resume, loader_processes=given.processes, code_free=code_free
+        )
         return block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator")
 
     def stop(self, reason: str = "stopped") -> None:
@@ -215,21 +209,16 @@ class Orchestrator:
         config = self.config
         assert self._model is not None
         template = copy.deepcopy(self._model)  # before it is trained in place
-        coordinator = Coordinator(job, run_dir=config.checkpoint_dir, name=type(template).__name__, config=settings,
-                                  bus=self.bus)  # fmt: skip
+        name = type(template).__name__
+        coordinator = Coordinator(job, run_dir=config.checkpoint_dir, name=name, config=settings, bus=self.bus)
         with self._lock:
             if self._running is not None:
                 raise UsageError("this orchestrator trains already")
             self._running = (asyncio.get_running_loop(), coordinator)
         try:
             async with AsyncExitStack() as stack:
-                progress = stack.enter_context(
-                    shown(
-                        self.bus,
-                        "normal" if config.compact_log else "verbose",
-                        join=lambda: _how_to_join(coordinator, config),
-                    )
-                )
+                mode: LogMode = "normal" if config.compact_log else "verbose"
+                progress = stack.enter_context(shown(self.bus, mode, join=lambda: _how_to_join(coordinator, config)))
                 stack.callback(self.bus.subscribe(self._on_event))
                 if config.log_step_every:
                     stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every)))
@@ -245,9 +234,8 @@ class Orchestrator:
                 workers: LocalGroup | None = None
                 if self.mode == "local":
                     job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
-                    workers = await stack.enter_async_context(
-                        LocalGroup(coordinator, job, settings.token, config.num_workers)
-                    )
+                    workers = LocalGroup(coordinator, job, settings.token, config.num_workers)
+                    await stack.enter_async_context(workers)
                 try:
                     result = await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
@@ -327,11 +315,11 @@ class Reading:
 
     dataset: Any
     batch_size: int
-    shuffle: bool
-    drop_last: bool
-    collate: Callable[[list[Any]], Any] | None
-    processes: int
     seed: int
+    shuffle: bool = True
+    drop_last: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+    processes: int = 0
 
 
 def reading_of(loader: Any, config: DistributedConfig, *, seed: int) -> Reading:
@@ -341,8 +329,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int) -> Reading:
     own, batches that the dataset makes.
     """
     if not isinstance(loader, DataLoader):
-        return Reading(dataset=loader, batch_size=config.batch_size, shuffle=True, drop_last=False, collate=None,
-                       processes=0, seed=seed)  # fmt: skip
+        return Reading(dataset=loader, batch_size=config.batch_size, seed=seed)
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError("the DataLoader's dataset is iterable: a step must know its samples from its number alone")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -362,7 +349,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int) -> Reading:
         batch_size=loader.batch_size,
         shuffle=shuffle,
         drop_last=loader.drop_last,
-        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        collate=None if loader.collate_fn is torch_collate else loader.collate_fn,
         processes=loader.num_workers if hasattr(os, "fork") else 0,
         seed=seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1),
     )
