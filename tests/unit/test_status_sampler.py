@@ -28,6 +28,7 @@ from w5xde_async.coordinator.training import Counts
 from w5xde_async.errors import ExitCode
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
@@ -153,6 +154,13 @@ async def test_who_fails_while_it_joins_is_shown_no_longer():
     assert b"doomed" not in metrics.text()
 
 
+def changed_to(rule: str) -> Choice:
+    return Choice(
+        update=rule, codec="raw", downlink="", inner_steps=50, fragments=1, delay=0, leases_ahead=2, utilization=1.0,
+        reason="",
+    )  # fmt: skip
+
+
 async def test_another_rule_does_not_begin_the_counting_anew():
     """Under ``auto`` the run goes on as another training: what was counted and how long it runs go on too."""
     bus, found = Bus(), list[Any]()
@@ -169,12 +177,12 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     first.results.leaves, first.results.leaves_wasted = 40, 4  # type: ignore[union-attr]
     first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
     try:
-        await run._change(UpdateConfig(rule="local"))
+        await run._change(changed_to("local"))
         outputs.tick(now + 100.0)
         second = run.training
         assert second is not first
         assert second.totals() == Counts(40, 4, 3, 0, 0, 0)
-        await run._change(UpdateConfig(rule="async"))
+        await run._change(changed_to("async"))
         assert run.training.totals() == second.totals()  # once, not twice
     finally:
         await run.aclose()
