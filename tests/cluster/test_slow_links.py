@@ -113,9 +113,10 @@ class Watch:
             self.published[version] = digest(publisher._published)
             send(publisher, sessions, version, pieces)
 
-        def sent_lacking(publisher: DeltaPublisher, sessions: Any, version: int, pieces: Any) -> None:
+        def sent_lacking(publisher: DeltaPublisher, sessions: Any, pieces: Any) -> None:
+            version = publisher._version
             assert self.published.setdefault(version, digest(publisher._published)) == digest(publisher._published)
-            send_lacking(publisher, sessions, version, pieces)
+            send_lacking(publisher, sessions, pieces)
 
         def applied(published: Published, version: Version) -> None:
             apply(published, version)

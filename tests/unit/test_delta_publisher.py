@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from w5xde_async.codecs.registry import codec
-from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
+from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
+from w5xde_async.coordinator.parameters.publisher import Piece
 from w5xde_async.errors import FrameTooLarge
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState
@@ -110,7 +111,7 @@ class Run:
 
     def send_lacking(self) -> list[Session]:
         due = self.publisher.due
-        self.publisher.send_lacking(due, self.version, self.publisher.whole(self.publisher.lacks(due)))
+        self.publisher.send_lacking(due, self.publisher.whole(self.publisher.lacks(due)))
         return due
 
     def check(self, worker: Worker) -> None:

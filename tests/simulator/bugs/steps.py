@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.simulator.bugs.registry import LOST, RESTART, Put, bug
 
-from w5xde_async.coordinator.parameters.publisher import Publisher
+from w5xde_async.coordinator.parameters.publisher import LivePublisher
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.hub.members.liveness import Liveness
@@ -236,17 +236,19 @@ def _forget_partial(put: Put) -> None:
 
 @bug("publish-before-apply", "workers are sent the parameters of the version before")
 def _publish_early(put: Put) -> None:
-    real_frame, real_begin = Publisher._frame, Publisher.begin
+    real_frame, real_init, real_send = LivePublisher._frame, LivePublisher.__init__, LivePublisher.send
     before: dict[int, list[bytes]] = {}
     now: dict[int, list[bytes]] = {}
 
-    def begin(self: Publisher, version: int, loss_scale: float) -> None:
-        state = [bytes(piece) for piece in self._state.bucket_bytes]
-        before[id(self)] = now.get(id(self), state) if version else state
-        now[id(self)] = state
-        real_begin(self, version, loss_scale)
+    def init(self: LivePublisher, *given: Any) -> None:
+        real_init(self, *given)
+        before[id(self)] = now[id(self)] = [bytes(piece) for piece in self._state.bucket_bytes]
 
-    def frame(self: Publisher, number: int, num_buckets: int) -> Any:
+    def send(self: LivePublisher, sessions: Any, version: int, pieces: Any) -> None:
+        before[id(self)], now[id(self)] = now[id(self)], [bytes(piece) for piece in self._state.bucket_bytes]
+        real_send(self, sessions, version, pieces)
+
+    def frame(self: LivePublisher, number: int, num_buckets: int) -> Any:
         state = self._state
         stale = before[id(self)]
         self._state = SimpleNamespace(bucket_bytes=[memoryview(piece) for piece in stale])  # type: ignore[assignment]
@@ -255,8 +257,9 @@ def _publish_early(put: Put) -> None:
         finally:
             self._state = state
 
-    put(Publisher, "begin", begin)
-    put(Publisher, "_frame", frame)
+    put(LivePublisher, "__init__", init)
+    put(LivePublisher, "send", send)
+    put(LivePublisher, "_frame", frame)
 
 
 @bug(

@@ -18,7 +18,7 @@ from functools import partial
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.monitoring.waiting import reason_of_network, reason_of_standing
 from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
-from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
+from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
 from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
@@ -85,11 +85,12 @@ class OuterTraining:
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=rule.version)
         self.intake = ReceiveBuffers(layout, update.uplink_codec)
         self.publisher = DeltaPublisher(
-            layout, context.state, update.downlink_codec, wake=self.lifecycle.wake.set
-        )  # fmt: skip
-        self.aggregator = OuterAggregator(
-            layout, context.state, rule, self.intake, self.publisher, clock=clock, executor=executor
-        )  # fmt: skip
+            layout, context.state, update.downlink_codec, version=rule.version, wake=lambda: catch_up.begin()
+        )
+        self.aggregator = OuterAggregator(context, rule, self.intake, self.publisher, executor)
+        catch_up = CatchUp(
+            self.publisher, self.aggregator, self.roster.sessions, fail=self.fail, caught_up=self._caught_up
+        )
         self.scheduler = StepScheduler(
             context, self.roster, self.lifecycle, self.ledger, self.pacing, self.publisher,
             sampler=sampler, inner_schedule=schedule, version=rule.version,
@@ -158,9 +159,7 @@ class OuterTraining:
         self.schedule()
         while self.lifecycle.failure is None and not self._ended():
             self.lifecycle.wake.clear()
-            if due := self.publisher.due:
-                await self._send_lacking(due)
-            elif self._inbox:
+            if self._inbox:
                 await self._judge(self._inbox.popleft())
             else:
                 fragment, look = self.local_steps.closing(self.context.clock()) if self._with_quorum else (None, None)
@@ -233,14 +232,10 @@ class OuterTraining:
         await self.context.loader.aclose()
         await self.aggregator.aclose()
 
-    async def _send_lacking(self, due: Sequence[Session]) -> None:
-        """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
-        pieces = await self.aggregator.submit(partial(self.publisher.whole, self.publisher.lacks(due)))
-        here = [session for session in due if self.roster.sessions.get(session.worker_id) is session]
-        new = [session for session in here if session.current_version < 0]
+    def _caught_up(self, here: Sequence[Session], new: Sequence[Session]) -> None:
+        """These were sent parameters, ``new`` ones for the first time: they may have work."""
         for session in new:
             self.local_steps.of(session.worker_id).blocked = False
-        self.publisher.send_lacking(here, self.version, pieces)
         if new:
             self.schedule()  # who is new may back others up
         else:

@@ -8,19 +8,17 @@ between two commits, never inside one.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from typing import NamedTuple
 
-from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
+from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
 from w5xde_async.coordinator.parameters.step_reports import known_mean
+from w5xde_async.coordinator.training import RunContext
 from w5xde_async.hub.work.block_store import Addition, BlockStore
-from w5xde_async.params.flat import FlatState, ResultVector
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.reducer import Halves, VectorPool
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
@@ -29,7 +27,7 @@ from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.users_code import users_code
 from w5xde_async.wire.messages import Done
 
-__all__ = ["Aggregator", "StepState"]
+__all__ = ["Aggregator", "Committed", "StepState"]
 
 #: Additions of at most this much are done on the loop: they take about as long as the way to a thread and back, and a
 #: bucket is added while it is still in the cache.
@@ -37,8 +35,6 @@ _INLINE_ADD_BYTES = 4 << 20
 #: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
 _INLINE_UPDATE_BYTES = 64 << 10
 _INLINE_UPDATE_S = 0.0005
-
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -80,26 +76,25 @@ class StepState:
         self.untouched = untouched if self.untouched is None else self.untouched & untouched
 
 
+class Committed(NamedTuple):
+    """A step that was applied: what tells workers of it, and seconds by phase."""
+
+    step: StepState
+    applied: Applied
+    pieces: list[Piece]
+    phases_s: dict[str, float]
+
+
 class Aggregator(ParameterOwner):
     """Parameters and optimizer, and what the step under way has gathered. ``store`` has its sums."""
 
     def __init__(
-        self,
-        layout: Layout,
-        state: FlatState,
-        rule: SyncRule,
-        store: BlockStore,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        executor: Executor | None = None,
-        keep: VectorPool | None = None,
-    ) -> None:
-        """``executor`` runs one call at a time, in order; it belongs to this object from now on.
-
-        ``keep``: where copies of each step's sum come from, where they are wanted.
-        """
-        super().__init__(layout, state, clock=clock, executor=executor)
-        self.rule, self._store = rule, store
+        self, context: RunContext, rule: SyncRule, store: BlockStore, publisher: Publisher, executor: Executor | None,
+        *, keep: VectorPool | None = None,
+    ) -> None:  # fmt: skip
+        """``executor``: see ``ParameterOwner``. ``keep``: where copies of each step's sum come from, if wanted."""
+        super().__init__(context, executor)
+        self.rule, self._store, self._publisher = rule, store, publisher
         self.step: StepState | None = None
         self._keep = keep
         self._update_s = math.inf  # what the last update took
@@ -118,16 +113,16 @@ class Aggregator(ParameterOwner):
             self._add(additions)
         return bool(additions)
 
-    async def commit(self) -> tuple[StepState, Applied, dict[str, float]]:
-        """Apply the complete step: its state, what was applied, seconds by phase. Raises UpdateFailed."""
+    async def commit(self) -> Committed:
+        """Apply the complete step. Raises UpdateFailed: then the parameters are ``torn``, and none of them is saved."""
         step = self.step
         assert step is not None
         additions = self._store.additions()
         waited = self._clock() - step.began - step.reduce_s
-        apply_s = 0.0
+        apply_s = encode_s = 0.0
 
-        def apply() -> Applied:
-            nonlocal apply_s
+        def apply() -> tuple[Applied, list[Piece]]:
+            nonlocal apply_s, encode_s
             self._add(additions)
             began = self._clock()
             root, present, halves = self._store.take()
@@ -146,31 +141,21 @@ class Aggregator(ParameterOwner):
                 )
             failpoint("apply.after")
             apply_s = self._clock() - began
-            return applied
+            pieces = self._publisher.advance(applied.changed)
+            encode_s = self._clock() - began - apply_s
+            return applied, pieces
 
         small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S
         try:
-            applied = apply() if small and self._idle else await self.submit(apply)
+            applied, pieces = apply() if small and self._idle else await self.submit(apply)
         except Exception as error:
             self.torn = True
             raise await self._failed(step.plan.step, error) from error
-        self._update_s = apply_s
+        self._update_s = apply_s + encode_s
         self._store.clear()
         self.step = None
-        return step, applied, {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s}
-
-    async def encode(self, publisher: DeltaPublisher, changed: Sequence[int], version: int) -> list[Piece]:
-        """What tells workers of the update that was applied just now, to the parameters of ``version``.
-
-        Raises UpdateFailed: then the parameters are of no version that anybody has counted, and none of them is saved.
-        """
-        try:
-            return await self.submit(partial(publisher.advance, changed))
-        except BaseException as error:
-            self.torn = True
-            if not isinstance(error, Exception):
-                raise
-            raise await self._failed(version, error) from error
+        seconds = {"wait": max(0.0, waited), "reduce": step.reduce_s, "apply": apply_s, "publish": encode_s}
+        return Committed(step, applied, pieces, seconds)
 
     def _add(self, additions: Sequence[Addition]) -> None:
         began = self._clock()

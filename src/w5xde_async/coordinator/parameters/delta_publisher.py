@@ -17,13 +17,16 @@ many bytes as the model has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
 from w5xde_async.codecs.codec import BytePool, Codec
+from w5xde_async.coordinator.parameters.owner import ParameterOwner
+from w5xde_async.coordinator.parameters.publisher import Piece
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
@@ -31,18 +34,9 @@ from w5xde_async.updates.forms import form_of, is_coded_down
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
-__all__ = ["DeltaPublisher", "Piece"]
+__all__ = ["CatchUp", "DeltaPublisher"]
 
 _MOST_QUEUED = 1024  # versions that may wait for one worker, where there is next to nothing in them
-
-
-class Piece(NamedTuple):
-    """One bucket, encoded: its bytes belong to whoever sends them."""
-
-    bucket: int
-    spec: BufferSpec
-    data: Buffer
-    delta: bool
 
 
 @dataclass(slots=True)
@@ -60,10 +54,11 @@ class DeltaPublisher:
     """One run's published parameters. ``wake`` is called when a worker has become ``due``."""
 
     def __init__(
-        self, layout: Layout, state: FlatState, codec: Codec, *, wake: Callable[[], object] = lambda: None
-    ) -> None:
+        self, layout: Layout, state: FlatState, codec: Codec, *, version: int = 0,
+        wake: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self.layout, self.codec, self._state = layout, codec, state
-        self._wake = wake
+        self._version, self._wake = version, wake
         self.deltas = codec.name != "raw"
         # As many bytes of deltas pile up while the model is sent whole only where the link carries less than they are:
         # whoever can follow at all gets there. Versions that are whole themselves take each other's place.
@@ -180,6 +175,7 @@ class DeltaPublisher:
 
     def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
         """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
+        self._version = version
         told_to = [(session, self._ways[session]) for session in sessions]
         for session, way in told_to:
             self._unsent(session, way)
@@ -199,8 +195,9 @@ class DeltaPublisher:
                 self._unsent(session, way)
                 self.catch_up(session)
 
-    def send_lacking(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
-        """Queue what those that are ``due`` lack at ``version``: ``pieces`` has it all, whole."""
+    def send_lacking(self, sessions: Iterable[Session], pieces: Sequence[Piece]) -> None:
+        """Queue what those that are ``due`` lack of the newest version: ``pieces`` has it all, whole."""
+        version = self._version
         frames: dict[tuple[int, ...], list[tuple[int, list[Buffer]]]] = {}
         for session in sessions:
             way = self._ways[session]
@@ -242,3 +239,53 @@ class DeltaPublisher:
                         self._wake()
 
             session.outbox.post(chunks, sent=sent, version=version)
+
+
+def _nothing_more(here: Sequence[Session], new: Sequence[Session]) -> None:
+    """Who was sent what it lacked is left to itself."""
+
+
+class CatchUp:
+    """Sends those that are ``due`` what they lack, copied in the parameters' thread between two commits.
+
+    One copy at a time: who becomes due meanwhile is in the next.
+    """
+
+    def __init__(
+        self, publisher: DeltaPublisher, parameters: ParameterOwner, sessions: Mapping[str, Session], *,
+        fail: Callable[[BaseException], None],
+        caught_up: Callable[[Sequence[Session], Sequence[Session]], None] = _nothing_more,
+    ) -> None:  # fmt: skip
+        """``sessions``: members by worker id. ``fail`` ends the run.
+
+        ``caught_up`` is given those that were sent something, and which of them had nothing before.
+        """
+        self._publisher, self._parameters, self._sessions = publisher, parameters, sessions
+        self._fail, self._caught_up = fail, caught_up
+        self._copying = False
+
+    def begin(self) -> None:
+        """Somebody is due. Not at once: others may be in the same turn, and a commit that begins now comes first."""
+        asyncio.get_running_loop().call_soon(self._copy)
+
+    def _copy(self) -> None:
+        if self._copying or self._parameters.closed or not (due := self._publisher.due):
+            return
+        self._copying = True
+        copying = self._parameters.submit(partial(self._publisher.copy, self._publisher.lacks(due)))
+        copying.add_done_callback(partial(self._copied, due))
+
+    def _copied(self, due: Sequence[Session], copying: asyncio.Future[tuple[int, list[Piece]]]) -> None:
+        self._copying = False
+        if self._parameters.closed or copying.cancelled():
+            return
+        if (error := copying.exception()) is not None:
+            self._fail(error)
+            return
+        number, pieces = copying.result()
+        if number == self._publisher.sent:  # else a commit came between
+            here = [session for session in due if self._sessions.get(session.worker_id) is session]
+            new = [session for session in here if session.current_version < 0]
+            self._publisher.send_lacking(here, pieces)
+            self._caught_up(here, new)
+        self._copy()

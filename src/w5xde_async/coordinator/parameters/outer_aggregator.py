@@ -6,17 +6,14 @@ workers, all in the owner's thread.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
+from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
 from w5xde_async.coordinator.parameters.receive_buffers import Part, ReceiveBuffers
-from w5xde_async.params.flat import FlatState
-from w5xde_async.params.layout import Layout
+from w5xde_async.coordinator.training import RunContext
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.updates.admission import Outcome
@@ -48,15 +45,15 @@ class OuterAggregator(ParameterOwner):
     """Rule, parameters and what is published of them."""
 
     def __init__(
-        self, layout: Layout, state: FlatState, rule: OuterRule, intake: ReceiveBuffers, publisher: DeltaPublisher, *,
-        clock: Callable[[], float] = time.monotonic, executor: Executor | None = None,
+        self, context: RunContext, rule: OuterRule, intake: ReceiveBuffers, publisher: Publisher,
+        executor: Executor | None,
     ) -> None:  # fmt: skip
-        """``executor`` runs one call at a time, in order; it belongs to this object from now on."""
-        super().__init__(layout, state, clock=clock, executor=executor)
+        """``executor``: see ``ParameterOwner``."""
+        super().__init__(context, executor)
         self.rule, self.publisher = rule, publisher
         self._decode_s = self._apply_s = 0.0
         self._intake = intake
-        self._pool = VectorPool(layout, spare=1)
+        self._pool = VectorPool(context.layout, spare=1)
 
     async def offer(self, given: Submission, counted: int, vouched: float = 0.0) -> Outcome:
         """Decode a result and offer it to the rule; ``counted``: samples of its steps; ``vouched``: as there.
@@ -114,12 +111,3 @@ class OuterAggregator(ParameterOwner):
         """Seconds spent decoding and applying since the last call."""
         times, self._decode_s, self._apply_s = (self._decode_s, self._apply_s), 0.0, 0.0
         return times
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """What is done in it is done whole, or the rule and its parameters count as ``torn``."""
-        try:
-            yield
-        except BaseException:
-            self.torn = True
-            raise

@@ -6,19 +6,18 @@ What is submitted to that thread runs in order, so it sees the parameters betwee
 from __future__ import annotations
 
 import asyncio
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from w5xde_async.coordinator.training import RunContext
 from w5xde_async.errors import UpdateFailed
-from w5xde_async.params.flat import FlatState
-from w5xde_async.params.layout import Layout
 
 __all__ = ["ParameterOwner"]
 
@@ -28,18 +27,12 @@ _T = TypeVar("_T")
 class ParameterOwner:
     """Parameters and their thread. ``aggregator`` and ``outer_aggregator`` say how results become parameters."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        state: FlatState,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        executor: Executor | None = None,
-    ) -> None:
-        """``executor`` runs one call at a time, in order; it belongs to this object from now on."""
-        self.layout, self.state = layout, state
+    def __init__(self, context: RunContext, executor: Executor | None) -> None:
+        """``executor`` runs one call at a time, in order; it belongs to this object from now on. None: a thread."""
+        self.layout, self.state = context.layout, context.state
         self.torn = False  #: an update broke off: the parameters are not those of any version
-        self._clock = clock
+        self.closed = False  #: nothing may be submitted any more
+        self._clock = context.clock
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
         self._last: Future[Any] | None = None
 
@@ -55,12 +48,22 @@ class ParameterOwner:
 
     async def aclose(self) -> None:
         """Wait for the thread."""
+        self.closed = True
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
     @property
     def _idle(self) -> bool:
         """Whether everything that was submitted is done (first in, first out)."""
         return self._last is None or self._last.done()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done in it is done whole, or the parameters, and what goes with them, count as ``torn``."""
+        try:
+            yield
+        except BaseException:
+            self.torn = True
+            raise
 
     async def _failed(self, step: int, error: Exception) -> UpdateFailed:
         """What is raised for an ``error`` of the update, or of what follows it, at ``step``."""

@@ -2,40 +2,84 @@
 
 A worker lacks a bucket when the bucket has changed since the last time that it was sent to it whole. Buckets that a
 commit leaves alone (frozen parameters, constant buffers) therefore travel once, at joining.
+
+``LivePublisher`` sends the parameters themselves, whole. ``delta_publisher`` sends copies, of what has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
+from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
-__all__ = ["Publisher"]
+__all__ = ["LivePublisher", "Piece", "Publisher"]
 
 
-class Publisher:
-    """Sends buckets of ``state`` at one version after the other."""
+class Piece(NamedTuple):
+    """One bucket of a version, as it is sent."""
 
-    def __init__(self, layout: Layout, state: FlatState) -> None:
-        self._layout, self._state = layout, state
-        self._version, self._loss_scale = 0, 1.0
+    bucket: int
+    spec: BufferSpec
+    data: Buffer
+    delta: bool
+
+
+class Publisher(Protocol):
+    """How workers are told of each version. Everything but ``advance`` runs on the event loop's thread."""
+
+    raw_bytes: int
+    """Of the versions that a codec wrote, before it, each once however many workers took it."""
+    encoded_bytes: int
+    """Of the same, after it."""
+
+    def advance(self, changed: Iterable[int]) -> list[Piece]:
+        """What tells the new version from the one before. In the parameters' thread, right after the update."""
+
+    def join(self, session: Session) -> None:
+        """A worker has come: it lacks everything, and is sent it."""
+
+    def forget(self, session: Session) -> None:
+        """The session has ended."""
+
+    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+        """Queue a version that ``advance`` made. Who cannot follow is sent later what it lacks."""
+
+
+class LivePublisher:
+    """Sends buckets of ``state`` at one version after the other: no copies, so an update may overwrite what leaves."""
+
+    raw_bytes = encoded_bytes = 0  # no codec writes anything
+
+    def __init__(self, layout: Layout, state: FlatState, rule: SyncRule, version: int) -> None:
+        """``rule``: its loss scale travels with each version. ``version``: that of ``state`` now."""
+        self._layout, self._state, self._rule = layout, state, rule
+        self._version, self._loss_scale = version, rule.loss_scale
         self._encoded: dict[tuple[int, int], list[Buffer]] = {}  # (bucket, buckets in all) -> frame, of this version
 
-    def begin(self, version: int, loss_scale: float) -> None:
-        """From now on this is the version."""
-        self._version, self._loss_scale = version, loss_scale
+    def advance(self, changed: Iterable[int]) -> list[Piece]:
+        return [self._piece(number) for number in changed]
+
+    def join(self, session: Session) -> None:
+        self._queue(session, range(len(self._layout.buckets)))
+
+    def forget(self, session: Session) -> None:
+        """Nothing is kept of it."""
+
+    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+        self._version, self._loss_scale = version, self._rule.loss_scale
         self._encoded.clear()
+        changed = [piece.bucket for piece in pieces]
+        for session in sessions:
+            self._queue(session, changed)
 
-    def welcome(self, session: Session) -> None:
-        """A worker has come: it lacks everything."""
-        self.send(session, (bucket.index for bucket in self._layout.buckets))
-
-    def send(self, session: Session, changed: Iterable[int]) -> None:
-        """Queue every bucket that the worker lacks, ``changed`` ones included, at the current version."""
+    def _queue(self, session: Session, changed: Iterable[int]) -> None:
+        """Every bucket that the worker lacks, ``changed`` ones included, at the current version."""
         version = self._version
         session.outbox.supersede(version)
         session.current_version = version
@@ -55,10 +99,13 @@ class Publisher:
     def _frame(self, number: int, num_buckets: int) -> list[Buffer]:
         chunks = self._encoded.get((number, num_buckets))
         if chunks is None:
-            bucket = self._layout.buckets[number]
-            dtype = str(self._layout.groups[bucket.group].dtype).removeprefix("torch.")
-            spec = BufferSpec("", dtype, (bucket.numel,), "raw", self._layout.state_nbytes(bucket))
-            message = Params(self._version, number, num_buckets, self._loss_scale)
-            chunks = encode(message, [(spec, self._state.bucket_bytes[number])])
+            _, spec, data, _ = self._piece(number)
+            chunks = encode(Params(self._version, number, num_buckets, self._loss_scale), [(spec, data)])
             self._encoded[number, num_buckets] = chunks
         return chunks
+
+    def _piece(self, number: int) -> Piece:
+        bucket = self._layout.buckets[number]
+        dtype = str(self._layout.groups[bucket.group].dtype).removeprefix("torch.")
+        spec = BufferSpec("", dtype, (bucket.numel,), "raw", self._layout.state_nbytes(bucket))
+        return Piece(number, spec, self._state.bucket_bytes[number], False)

@@ -15,13 +15,12 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from typing import Protocol
 
 from w5xde_async.coordinator.memory_bound import most_held
 from w5xde_async.coordinator.parameters.aggregator import Aggregator, StepState
-from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher, Piece
-from w5xde_async.coordinator.parameters.publisher import Publisher
+from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
+from w5xde_async.coordinator.parameters.publisher import LivePublisher, Piece, Publisher
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.batch_growth import AHEAD, BatchGrowth
 from w5xde_async.coordinator.sync.context import SyncContext
@@ -116,17 +115,16 @@ class SyncTraining:
         self.sampler: Steps = sampler if growing is None else growing.plan
         self._ordering = EpochPrefetch(self.sampler, self._order_came, self.fail)
         self.version = first_step
-        self.publisher = Publisher(layout, state)
-        self.publisher.begin(first_step, rule.loss_scale)
-        update = config.update
-        down = update.downlink_codec
-        self.downlink = None if down.name == "raw" else DeltaPublisher(layout, state, down, wake=self._send_lacking)
-        self._copying = self._closing = False
-        self.store = BlockStore(layout)
+        self.store, self._closing, update = BlockStore(layout), False, config.update
+        down, deltas = update.downlink_codec, None
+        if down.name != "raw":
+            deltas = DeltaPublisher(layout, state, down, version=first_step, wake=lambda: catch_up.begin())
+        self.publisher: Publisher = deltas or LivePublisher(layout, state, rule, first_step)
         self.aggregator = Aggregator(
-            layout, state, rule, self.store, clock=clock, executor=executor,
-            keep=None if journal is None else journal.pool,
-        )  # fmt: skip
+            context, rule, self.store, self.publisher, executor, keep=None if journal is None else journal.pool
+        )
+        if deltas is not None:
+            catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, fail=self.fail)
         self._recomputation = recomputation
         shared = SyncContext(context, self.ledger, self.store, self.aggregator, self.lifecycle.wake.set)
         self.verification = Verification(
@@ -156,8 +154,7 @@ class SyncTraining:
 
     def downlink_bytes(self) -> tuple[int, int]:
         raw, encoded = self.history.downlink_bytes
-        made = self.downlink
-        return (raw, encoded) if made is None else (raw + made.raw_bytes, encoded + made.encoded_bytes)
+        return raw + self.publisher.raw_bytes, encoded + self.publisher.encoded_bytes
 
     def counts(self) -> Counts:
         """What became of the work of this phase so far."""
@@ -289,54 +286,28 @@ class SyncTraining:
         if self.journal is not None:
             await self.journal.room()
         waited = self.context.clock() - began
-        step, applied, phases_s = await self.aggregator.commit()
+        step, applied, pieces, phases_s = await self.aggregator.commit()
         if self.journal is not None:
             phases_s["journal"] = waited + step.copy_s
         began = self.context.clock()
-        pieces = None
-        if self.downlink is not None:
-            pieces = await self.aggregator.encode(self.downlink, applied.changed, self.version)
         failpoint("publish.before")
         self.version += 1
         self.ledger.close(step.plan.step)
         self.context.loader.close_step(step.plan.step)
         self._receive()
-        self._publish(applied.changed, pieces)
+        self._publish(pieces)
         failpoint("publish.after")
-        self._note(step, applied, phases_s | {"publish": self.context.clock() - began})
+        phases_s["publish"] += self.context.clock() - began
+        self._note(step, applied, phases_s)
 
-    def _publish(self, changed: Sequence[int], pieces: Sequence[Piece] | None) -> None:
-        """Tell every worker what became of its results and of the new version; ``pieces`` is what deltas tell of it."""
-        self.publisher.begin(self.version, self.rule.loss_scale)
+    def _publish(self, pieces: Sequence[Piece]) -> None:
+        """Tell every worker what became of its results and of the new version."""
         self.verdicts.committed(self.version)
-        if pieces is not None and self.downlink is not None:
-            self.downlink.send(self.roster.sessions.values(), self.version, pieces)
-        else:
-            for session in self.roster.sessions.values():
-                self.publisher.send(session, changed)
+        self.publisher.send(self.roster.sessions.values(), self.version, pieces)
         if self.roster.keeps_residuals:
             for member in tuple(self.roster.membership.members.values()):
                 if member.standing is Standing.DRAINING:
                     self._let_go(member.worker_id)  # it has the verdicts that it waited for
-
-    def _send_lacking(self) -> None:
-        """Have the parameters copied for those that have none to add a delta to, between two commits."""
-        if self.downlink is None or self._copying or self._closing:
-            return
-        if due := self.downlink.due:
-            self._copying = True
-            copying = self.aggregator.submit(partial(self.downlink.copy, self.downlink.lacks(due)))
-            copying.add_done_callback(partial(self._copied, due))
-
-    def _copied(self, due: Sequence[Session], copying: asyncio.Future[tuple[int, list[Piece]]]) -> None:
-        self._copying = False
-        if copying.cancelled() or copying.exception() is not None or self.downlink is None:
-            return  # the thread has ended
-        number, pieces = copying.result()
-        if number == self.downlink.sent:  # else a commit came between
-            here = [session for session in due if self.roster.sessions.get(session.worker_id) is session]
-            self.downlink.send_lacking(here, self.version, pieces)
-        self._send_lacking()
 
     def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
         plan, now = step.plan, self.context.clock()
@@ -540,16 +511,12 @@ class SyncTraining:
         assert said is not None
         machine = Machine(said.device, said.device_name, said.threads, said.torch_version)
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
-        if self.downlink is None:
-            self.publisher.welcome(session)
-        else:
-            self.downlink.join(session)
+        self.publisher.join(session)
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:
         self.results.left(session)
-        if self.downlink is not None:
-            self.downlink.forget(session)
+        self.publisher.forget(session)
 
     def take_back(self, session: Session) -> int:
         grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
