@@ -85,12 +85,10 @@ class OuterTraining:
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=rule.version)
         self.intake = ReceiveBuffers(layout, update.uplink_codec)
         self.publisher = DeltaPublisher(
-            layout, context.state, update.downlink_codec, version=rule.version, wake=lambda: catch_up.begin()
+            layout, context.state, update.downlink_codec, version=rule.version, wake=self.lifecycle.wake.set
         )
         self.aggregator = OuterAggregator(context, rule, self.intake, self.publisher, executor)
-        catch_up = CatchUp(
-            self.publisher, self.aggregator, self.roster.sessions, fail=self.fail, caught_up=self._caught_up
-        )
+        self._catching_up = CatchUp(self.publisher, self.aggregator, self.roster.sessions, self.fail)
         self.scheduler = StepScheduler(
             context, self.roster, self.lifecycle, self.ledger, self.pacing, self.publisher,
             sampler=sampler, inner_schedule=schedule, version=rule.version,
@@ -159,7 +157,9 @@ class OuterTraining:
         self.schedule()
         while self.lifecycle.failure is None and not self._ended():
             self.lifecycle.wake.clear()
-            if self._inbox:
+            if due := self.publisher.due:
+                await self._catch_up(due)
+            elif self._inbox:
                 await self._judge(self._inbox.popleft())
             else:
                 fragment, look = self.local_steps.closing(self.context.clock()) if self._with_quorum else (None, None)
@@ -232,8 +232,9 @@ class OuterTraining:
         await self.context.loader.aclose()
         await self.aggregator.aclose()
 
-    def _caught_up(self, here: Sequence[Session], new: Sequence[Session]) -> None:
-        """These were sent parameters, ``new`` ones for the first time: they may have work."""
+    async def _catch_up(self, due: Sequence[Session]) -> None:
+        """Send the parameters to those that have none, or could not follow; a commit cannot come between."""
+        here, new = await self._catching_up.send(due)
         for session in new:
             self.local_steps.of(session.worker_id).blocked = False
         if new:

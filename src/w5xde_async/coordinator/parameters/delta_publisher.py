@@ -241,39 +241,34 @@ class DeltaPublisher:
             session.outbox.post(chunks, sent=sent, version=version)
 
 
-def _nothing_more(here: Sequence[Session], new: Sequence[Session]) -> None:
-    """Who was sent what it lacked is left to itself."""
-
-
 class CatchUp:
     """Sends those that are ``due`` what they lack, copied in the parameters' thread between two commits.
 
-    One copy at a time: who becomes due meanwhile is in the next.
+    Whoever makes commits itself calls ``send`` between two of them. ``begin`` does it whatever else goes on: one copy
+    at a time, and one more where a commit came between.
     """
 
     def __init__(
-        self, publisher: DeltaPublisher, parameters: ParameterOwner, sessions: Mapping[str, Session], *,
+        self, publisher: DeltaPublisher, parameters: ParameterOwner, sessions: Mapping[str, Session],
         fail: Callable[[BaseException], None],
-        caught_up: Callable[[Sequence[Session], Sequence[Session]], None] = _nothing_more,
     ) -> None:  # fmt: skip
-        """``sessions``: members by worker id. ``fail`` ends the run.
-
-        ``caught_up`` is given those that were sent something, and which of them had nothing before.
-        """
+        """``sessions``: members by worker id. ``fail`` ends the run."""
         self._publisher, self._parameters, self._sessions = publisher, parameters, sessions
-        self._fail, self._caught_up = fail, caught_up
-        self._copying = False
+        self._fail, self._copying = fail, False
+
+    async def send(self, due: Sequence[Session]) -> tuple[list[Session], list[Session]]:
+        """Who was sent something, and which of them had nothing before."""
+        _, pieces = await self._copy(due)
+        return self._queue(due, pieces)
 
     def begin(self) -> None:
-        """Somebody is due. Not at once: others may be in the same turn, and a commit that begins now comes first."""
-        asyncio.get_running_loop().call_soon(self._copy)
+        """Somebody is due."""
+        if not self._copying and not self._parameters.closed and (due := self._publisher.due):
+            self._copying = True
+            self._copy(due).add_done_callback(partial(self._copied, due))
 
-    def _copy(self) -> None:
-        if self._copying or self._parameters.closed or not (due := self._publisher.due):
-            return
-        self._copying = True
-        copying = self._parameters.submit(partial(self._publisher.copy, self._publisher.lacks(due)))
-        copying.add_done_callback(partial(self._copied, due))
+    def _copy(self, due: Sequence[Session]) -> asyncio.Future[tuple[int, list[Piece]]]:
+        return self._parameters.submit(partial(self._publisher.copy, self._publisher.lacks(due)))
 
     def _copied(self, due: Sequence[Session], copying: asyncio.Future[tuple[int, list[Piece]]]) -> None:
         self._copying = False
@@ -284,8 +279,11 @@ class CatchUp:
             return
         number, pieces = copying.result()
         if number == self._publisher.sent:  # else a commit came between
-            here = [session for session in due if self._sessions.get(session.worker_id) is session]
-            new = [session for session in here if session.current_version < 0]
-            self._publisher.send_lacking(here, pieces)
-            self._caught_up(here, new)
-        self._copy()
+            self._queue(due, pieces)
+        self.begin()
+
+    def _queue(self, due: Sequence[Session], pieces: Sequence[Piece]) -> tuple[list[Session], list[Session]]:
+        here = [session for session in due if self._sessions.get(session.worker_id) is session]
+        new = [session for session in here if session.current_version < 0]
+        self._publisher.send_lacking(here, pieces)
+        return here, new

@@ -124,7 +124,7 @@ class SyncTraining:
             context, rule, self.store, self.publisher, executor, keep=None if journal is None else journal.pool
         )
         if deltas is not None:
-            catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, fail=self.fail)
+            catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.fail)
         self._recomputation = recomputation
         shared = SyncContext(context, self.ledger, self.store, self.aggregator, self.lifecycle.wake.set)
         self.verification = Verification(
