@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the settings classes: every flag, variable, TOML key, default and meaning.
+"""Writes docs/settings.md from the declared settings: every flag, variable, TOML key, default and meaning.
 
     python docs/make_settings.py            # write it
     python docs/make_settings.py --check    # exit 1 where it is not current
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from w5xde_async import status
-from w5xde_async.settings.flags import described, programs
+from w5xde_async.settings import PROGRAMS
+from w5xde_async.settings.flags import Program, declared
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\
 # Settings
 
-<!-- Written by docs/make_settings.py; change the settings classes, not this page. -->
+<!-- Written by docs/make_settings.py; change the declarations, not this page. -->
 
 Each program's settings are one table. A setting is given as an argument, as an environment variable or in the TOML file
 of `--config`; arguments win over the environment, the environment over TOML, that over the default. Empty variables
@@ -56,18 +57,21 @@ The secret is looked for in this order: join file or `W5XDE_JOIN`; `--token-file
 """
 
 
-def tables() -> Iterator[str]:
-    for program in programs():
+def tables(programs: Sequence[type[Program]] = PROGRAMS) -> Iterator[str]:
+    for program in programs:
         yield f"\n## `w5xde {program.table}`\n\nThe same as `python -m w5xde_async.{program.table}`."
         yield f" TOML table: `[{program.table}]`.\n"
         group = ""
-        for row in described(program):
-            if row.group != group:
-                group = row.group
+        for row in declared(program).values():
+            if row.setting.hidden:
+                continue
+            if row.setting.group != group:
+                group = row.setting.group
                 yield f"\n### {group[:1].upper()}{group[1:]}: {program.table}\n\n"
                 yield "| flag, variable, TOML key | default | meaning | give |\n|---|---|---|---|\n"
-            names = [f"`{name}`" for name in (row.flag, row.variable, row.key) if name]
-            cells = ["<br>".join(names), code_flags(row.default), code_flags(row.meaning), row.accepts]
+            names = [f"`{name}`" for name in (row.usage, row.variable, row.name)[: 3 if row.in_toml else 2]]
+            told = row.setting
+            cells = ["<br>".join(names), code_flags(row.shown), code_flags(told.meaning), told.kind.accepts]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     yield "\n## `w5xde status`\n\nThe same as `python -m w5xde_async.status`. Arguments alone.\n\n"
     yield "| flag | meaning |\n|---|---|\n"
@@ -93,8 +97,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # The settings of all programs are subclasses of Program once their modules are imported.
-    import w5xde_async.settings
-
-    assert w5xde_async.settings.__all__
     sys.exit(main(sys.argv[1:]))

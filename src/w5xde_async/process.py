@@ -91,7 +91,7 @@ def launch(
         except Answer as answer:
             _answer(answer.text)
             return ExitCode.OK
-        as_json = settings.log_format == "json"
+        as_json = settings.values["log_format"] == "json"
         if settings.profile_memory is not None and hasattr(signal, "SIGUSR2"):
             signal.signal(signal.SIGUSR2, _Early())
         token = find_token(settings.token_file, given_as_argument="token_file" in given, environment=os.environ)

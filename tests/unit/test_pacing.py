@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from w5xde_async.errors import UsageError
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 
 
@@ -164,7 +165,7 @@ def test_a_forgotten_worker_is_unknown() -> None:
 
 @pytest.mark.parametrize("wrong", [{"leases_ahead": 0}, {"min_deadline_s": 0.0}, {"max_deadline_s": 1.0}])
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"leases_ahead|min_deadline_s"):
+    with pytest.raises(UsageError, match=r"leases_ahead|min_deadline_s"):
         PacingConfig(**wrong)  # type: ignore[arg-type]
 
 

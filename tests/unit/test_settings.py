@@ -7,17 +7,24 @@ import resource
 import subprocess
 import sys
 import tomllib
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from w5xde_async.errors import ExitCode, UsageError
-from w5xde_async.settings import Answer, CoordinatorSettings, WorkerSettings, find_token, flag_names, read, to_mapping
-from w5xde_async.settings.flags import Program
-from w5xde_async.settings.values import duration_s, size_bytes
-
-PROGRAMS = [CoordinatorSettings, WorkerSettings]
+from w5xde_async.settings import (
+    PROGRAMS,
+    Answer,
+    CoordinatorSettings,
+    WorkerSettings,
+    find_token,
+    flag_names,
+    read,
+    to_mapping,
+)
+from w5xde_async.settings.flags import Program, declared
+from w5xde_async.worker.config import WorkerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -43,45 +50,20 @@ def answer(program: type[Program], *arguments: str) -> str:
     return caught.value.text
 
 
+def configure(program: type[Program], arguments: tuple[str, ...]) -> None:
+    """As far as a program gets before it imports torch."""
+    settings = read(program, arguments, prog="it")[0]
+    if isinstance(settings, CoordinatorSettings):
+        settings.coordinator_config("")
+
+
 def complaint(*arguments: str, program: type[Program] = CoordinatorSettings) -> str:
     with pytest.raises(UsageError) as caught:
-        read(program, arguments, prog="it")
+        configure(program, arguments)
     assert caught.value.exit_code == ExitCode.USAGE
     text = str(caught.value)
     assert "\n" not in text
     return text
-
-
-# -- values
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1h30m", 5400), ("250ms", 0.25), ("1D", 86400), (7, 7)],
-)
-def test_durations(text: object, seconds: float) -> None:
-    assert duration_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "s", "5 m", "5m3", "-5", "1e3", "5y", "nan", True])
-def test_what_is_no_duration(text: object) -> None:
-    with pytest.raises(ValueError, match="not a duration"):
-        duration_s(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("4096", 4096), ("512KiB", 512 << 10), ("4MiB", 4 << 20), ("4mib", 4 << 20), ("1GB", 10**9), ("2k", 2000),
-     ("1.5 GiB", 3 << 29), ("8B", 8), (5, 5)],
-)  # fmt: skip
-def test_sizes(text: object, nbytes: int) -> None:
-    assert size_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "4iB", "4XB", "-1", "1e6", True])
-def test_what_is_no_size(text: object) -> None:
-    with pytest.raises(ValueError, match="not a size"):
-        size_bytes(text)
 
 
 # -- precedence
@@ -95,28 +77,29 @@ def test_arguments_before_environment_before_toml_before_defaults(
     monkeypatch.setenv("W5XDE_PORT", "2")
     monkeypatch.setenv("W5XDE_MAX_STEPS", "2")
     settings = coordinator("train.py:job", "--port", "3", "--config", str(file))
-    assert (settings.port, settings.max_steps, settings.min_workers, settings.keep_checkpoints) == (3, 2, 3, 3)
-    assert worker("--config", str(file)).threads == 9
+    assert itemgetter("port", "max_steps", "min_workers", "keep_checkpoints")(settings.values) == (3, 2, 3, 3)
+    assert worker("--config", str(file)).values["threads"] == 9
     monkeypatch.setenv("W5XDE_CONFIG", str(file))
-    assert coordinator("train.py:job").min_workers == 3
+    assert coordinator("train.py:job").values["min_workers"] == 3
 
 
 def test_underscores_equals_signs_and_empty_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("W5XDE_PORT", "")
-    settings = coordinator("train.py:job", "--min_workers=2", "--no_evaluate", "--max_time", "2h", "--name", "a_b")
-    assert (settings.min_workers, settings.evaluate, settings.max_time) == (2, False, 7200)
-    assert (settings.port, settings.name) == (5555, "a_b")
+    given = ("train.py:job", "--min_workers=2", "--no_evaluate", "--max_time", "2h", "--name", "a_b")
+    values = coordinator(*given).values
+    assert itemgetter("min_workers", "evaluate", "max_time")(values) == (2, False, 7200)
+    assert itemgetter("port", "name")(values) == (5555, "a_b")
 
 
 def test_what_follows_from_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = coordinator("some/where/train.py:make.job", "--workers", "2")
-    assert (settings.name, settings.run_dir, settings.min_workers) == ("train", Path("runs/train"), 2)
+    assert (settings.name, settings.run_dir, settings.values["min_workers"]) == ("train", Path("runs/train"), 2)
     assert settings.worker_threads is not None
     assert settings.worker_threads >= 1
     assert coordinator("package.module:job").name == "module"
     assert coordinator("train.py:job", "--run-dir", "there/deep").name == "deep"
-    assert coordinator("train.py:job").min_workers == 1
-    assert coordinator("train.py:job", "--workers", "4", "--min-workers", "1").min_workers == 1
+    assert coordinator("train.py:job").values["min_workers"] == 1
+    assert coordinator("train.py:job", "--workers", "4", "--min-workers", "1").values["min_workers"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert coordinator("train.py:job", "--workers", "2").worker_threads == 5
 
@@ -125,9 +108,9 @@ def test_the_config_objects() -> None:
     config = coordinator("j.py:j", "--grace", "0", "--bucket-size", "1MiB", "--silence", "1m").coordinator_config("t")
     assert (config.grace_s, config.bucket_bytes, config.silence_s, config.token) == (0, 1 << 20, 60, "t")
     settings = worker("--memory-limit", "64MiB", "--lifetime", "1h", "--device", "cpu")
-    assert settings.worker_config("").memory_limit_bytes == 64 << 20
-    assert settings.worker_config("").lifetime_s == 3600
-    assert worker("--memory-limit", "auto").memory_limit is None
+    assert settings.make(WorkerConfig).batch_bytes == 64 << 20
+    assert settings.make(WorkerConfig).lifetime_s == 3600
+    assert worker("--memory-limit", "auto").values["memory_limit"] is None
 
 
 def test_print_config_can_be_read_back_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -227,11 +210,10 @@ def test_help_names_every_flag_its_variable_and_fits_80_columns(program: type[Pr
     text = answer(program, "--help")
     assert all(len(line) <= 80 for line in text.splitlines())
     flat = " ".join(text.split())
-    for name, info in program.model_fields.items():
-        extra: Any = info.json_schema_extra
-        shown = not extra["hidden"]
+    for name, one in declared(program).items():
+        shown = not one.setting.hidden
         assert (f"W5XDE_{name.upper()}]" in flat) == shown, name
-        if not extra["positional"]:
+        if not one.setting.positional:
             assert (f"--{name.replace('_', '-')}" in flat) == shown, name
     assert set(flag_names(program)) >= {"--help", "--version", "--print-config"}
 
@@ -245,7 +227,7 @@ import signal, sys
 
 class Slow:  # the first import that takes long: signals come while it does
     def find_spec(self, name, path=None, target=None):
-        if name == "pydantic":
+        if name == "w5xde_async.settings":
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGHUP)
 

@@ -51,13 +51,13 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
     from w5xde_async.telemetry.events import Bus, Event, WorkerLeft
-    from w5xde_async.telemetry.progress import Progress
+    from w5xde_async.telemetry.progress import Progress, ProgressConfig
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
-    progress = Progress(settings.progress_config(color=color), terminal=False if dumb else None)
+    progress = Progress(settings.make(ProgressConfig, color=color), terminal=False if dumb else None)
     handler = progress.handler()
     attach(handler, handler.level)
     job = load_job(reference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from w5xde_async.config import TIME, Kind, setting, whole
 from w5xde_async.coordinator.durability.config import DurabilityConfig
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.verification_config import VerificationConfig
@@ -15,37 +16,35 @@ from w5xde_async.updates.config import UpdateConfig
 
 __all__ = ["CoordinatorConfig"]
 
+_SAMPLES = whole(1)
+_BATCH = Kind(
+    f"auto or {_SAMPLES.accepts}", "N", lambda told: told if told == "auto" else int(told),
+    lambda value: value == "auto" or _SAMPLES.holds(value),
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, DataConfig, NetworkConfig):
     """Settings of one coordinator: those of its parts (below), and how long and by what it trains.
 
-    All of them are given to this class, by name.
-
-    max_steps, epochs       override the job's
-    max_time_s              stop, with a checkpoint, after that long
-    target_batch            let the batch grow with the gradient noise scale, up to so many samples a step; ``auto``:
-                            up to the dataset
-    batch_patience          steps before each time it doubles
-    auto                    choose rule, codec and H from what the first steps show of the links, once
-
-    Raises UsageError for a value that is out of range, or that does not go with another.
+    All of them are given to this class, by name. ``auto``: choose rule, codec and H from what the first steps show of
+    the links, once. Raises UsageError for a value that is out of range, or that does not go with another.
     """
 
-    max_steps: int | None = None
-    epochs: int | None = None
-    max_time_s: float | None = None
+    max_steps: int | None = setting(
+        None, "end at that step; with --epochs in place of what the job says", whole(1), "the run", shown="the job's"
+    )
+    epochs: int | None = setting(None, "end after so many passes over the data", whole(1), "the run", shown="the job's")
+    max_time_s: float | None = setting(None, "stop in good order after that long", TIME, "the run", flag="max_time")
     auto: bool = False
-    target_batch: int | Literal["auto"] | None = None
-    batch_patience: int = 100
+    target_batch: int | Literal["auto"] | None = setting(
+        None, "sync: double the batch as the gradient noise scale asks for it, up to N samples; auto: the dataset",
+        _BATCH, "updates",
+    )  # fmt: skip
+    batch_patience: int = setting(100, "steps before each time that it doubles", whole(1), "updates")
 
     def __post_init__(self) -> None:
-        for part in (NetworkConfig, DataConfig, DurabilityConfig, MonitoringConfig, VerificationConfig):
-            part.__post_init__(self)
-        need(self.batch_patience >= 1, f"batch_patience is {self.batch_patience}; give a number >= 1")
-        for name in ("max_steps", "epochs"):
-            need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give >= 1")
-        need(self.max_time_s is None or self.max_time_s > 0, "max_time_s is more than 0")
+        super().__post_init__()
         need(
             (self.update.rule == "sync" and not self.auto) or self.durability == "checkpoint",
             "a journal keeps the gradients of the sync rule; other rules, and auto, have --durability checkpoint",
@@ -55,10 +54,6 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
 
     def _check_growth(self, target: str) -> None:
         """What a batch that grows goes with. Raises UsageError, beginning with ``target``."""
-        need(
-            self.target_batch == "auto" or (isinstance(self.target_batch, int) and self.target_batch >= 1),
-            f"{target}; give auto or a number of samples >= 1",
-        )
         need(
             self.update.rule == "sync" and not self.auto,
             f"{target}: the batch of a step grows under --update sync alone; other rules have no such step",

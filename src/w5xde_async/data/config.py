@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w5xde_async.errors import need
+from w5xde_async.config import Config, setting, whole
 
 __all__ = ["DataConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Settings of the loader.
+class DataConfig(Config):
+    """Settings of the loader. With ``loader_processes`` these read the dataset, and no threads."""
 
-    loader_threads      threads that read the dataset
-    loader_processes    processes that read it instead; 0: threads do
-    prefetch_leaves     how many leaves are read ahead of need
-    """
-
-    loader_threads: int = 1
-    loader_processes: int = 0
-    prefetch_leaves: int = 64
-
-    def __post_init__(self) -> None:
-        need(self.prefetch_leaves >= 1, f"prefetch_leaves is {self.prefetch_leaves}; give a number >= 1")
-        need(self.loader_threads >= 0 and self.loader_processes >= 0, "threads are >= 0")
+    loader_threads: int = setting(1, "threads that read the dataset", whole(0), "data")
+    loader_processes: int = setting(0, "processes that read the dataset", whole(0), "data")
+    prefetch_leaves: int = setting(64, "microbatches that are read ahead", whole(1), "data")

@@ -12,12 +12,14 @@ import datetime
 import hashlib
 import os
 import ssl
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from w5xde_async.errors import StoreError, UsageError
+from w5xde_async.config import PATH, YES_OR_NO, Config, setting
+from w5xde_async.errors import StoreError, UsageError, need
 
 __all__ = [
+    "SecurityConfig",
     "TlsFiles",
     "certificate_hash",
     "client_context",
@@ -36,12 +38,40 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class TlsFiles:
     """PEM files: a certificate (chain), its private key, and the authorities that the other side must have."""
 
-    cert: Path | None = None
-    key: Path | None = None
-    ca: Path | None = None
+    cert: Path | None = setting(
+        None, "TLS certificate (PEM); without it a self-signed one is made", PATH, "network", flag="tls_cert"
+    )
+    key: Path | None = setting(None, "its private key", PATH, "network", flag="tls_key")
+    ca: Path | None = setting(
+        None, "authorities: every worker needs a certificate of them", PATH, "network", flag="tls_ca_file"
+    )
 
     def with_ca(self, ca: Path | None) -> TlsFiles:
         return replace(self, ca=ca)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecurityConfig(Config):
+    """What both ends of a link are told: the shared secret ``token``, ``tls`` and whether to do without."""
+
+    token: str = field(default="", repr=False)
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    insecure: bool = setting(
+        False, "no TLS off loopback: whoever sits between can read and alter everything", YES_OR_NO, "network"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
+        need(
+            not (self.insecure and self.asks_for_tls),
+            "--insecure and TLS's settings contradict each other; leave out one of them",
+        )
+
+    @property
+    def asks_for_tls(self) -> bool:
+        """Whether a setting is given that only TLS has a use for."""
+        return self.tls.cert is not None or self.tls.ca is not None
 
 
 def is_loopback(host: str) -> bool:

@@ -23,6 +23,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from w5xde_async.config import Config, setting, whole
+from w5xde_async.errors import need
+
 __all__ = ["Pacing", "PacingConfig"]
 
 _ALIKE = 1.5  # speeds that differ by less count as equal
@@ -30,19 +33,22 @@ _MOST_OVERRUN = 4096  # workers whose overrun leases are remembered, those that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PacingConfig:
+class PacingConfig(Config):
     """Knobs of the pace.
 
-    ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``leases_ahead``: leases a worker
-    holds, the one it computes included. ``min_deadline_s`` and ``max_deadline_s`` clamp ``deadline_factor`` x the 95th
-    percentile of the last ``window`` leases; ``first_deadline_s`` serves while nothing is known of any worker (a first
-    step may compile kernels), and is the longest for one of which nothing is known. ``backup_factor``: a lease that
-    takes longer than this many times that percentile, and at least ``min_backup_s``, may be backed up.
+    ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``min_deadline_s`` and
+    ``max_deadline_s`` clamp ``deadline_factor`` x the 95th percentile of the last ``window`` leases;
+    ``first_deadline_s`` serves while nothing is known of any worker (a first step may compile kernels), and is the
+    longest for one of which nothing is known. ``backup_factor``: a lease that takes longer than this many times that
+    percentile, and at least ``min_backup_s``, may be backed up.
     """
 
     target_lease_s: float = 0.03
     min_lease_s: float = 0.005
-    leases_ahead: int = 2
+    leases_ahead: int = setting(
+        2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
+        whole(1), "workers",
+    )  # fmt: skip
     smoothing: float = 0.3
     deadline_factor: float = 8.0
     min_deadline_s: float = 5.0
@@ -53,12 +59,9 @@ class PacingConfig:
     min_backup_s: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.leases_ahead < 1:
-            raise ValueError("leases_ahead is at least 1")
-        if not 0 < self.min_deadline_s <= self.max_deadline_s:
-            raise ValueError("min_deadline_s lies between 0 and max_deadline_s")
-        if self.window < 1 or self.backup_factor < 1:
-            raise ValueError("window and backup_factor are at least 1")
+        super().__post_init__()
+        need(0 < self.min_deadline_s <= self.max_deadline_s, "min_deadline_s lies between 0 and max_deadline_s")
+        need(self.window >= 1 and self.backup_factor >= 1, "window and backup_factor are at least 1")
 
 
 class _Window:

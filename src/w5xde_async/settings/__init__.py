@@ -8,10 +8,11 @@ variable or TOML key, its value and what is accepted. torch is not imported here
 from __future__ import annotations
 
 from w5xde_async.settings.flags import Answer, flag_names, read, to_mapping
-from w5xde_async.settings.programs import CoordinatorSettings, WorkerSettings
+from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings
 from w5xde_async.settings.token import TOKEN, find_token
 
 __all__ = [
+    "PROGRAMS",
     "TOKEN",
     "Answer",
     "CoordinatorSettings",

@@ -1,34 +1,38 @@
-"""From a settings class to a command line: the parser, its help, and messages that a person can act on.
+"""From the declared settings of a program to a command line: parser, help, and messages that a person can act on.
 
-A program's settings are one pydantic-settings class; its fields are the flags. What this module adds to
-pydantic-settings: help with default and environment name of each flag, the TOML table, near names for typos, and
-errors of one line that name where the value came from.
+A program's settings are the fields of its own class and of the configs that it makes (``parts``), wherever these are
+nested (``w5xde_async.config``). Flags, environment variables, TOML keys, the help, docs/settings.md and the configs are
+all made of those declarations.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
-
 import w5xde_async
-from w5xde_async.errors import StoreError, UsageError
+from w5xde_async.config import FOLDER, PATH, TIME, YES_OR_NO, Config, Setting, one_of, setting, setting_of
+from w5xde_async.errors import UsageError
 from w5xde_async.store.toml import to_toml
 
-__all__ = ["Answer", "Described", "Program", "described", "flag_names", "programs", "read", "setting", "to_mapping"]
+__all__ = ["Answer", "Declared", "Program", "declared", "flag_names", "read", "to_mapping"]
 
 _PREFIX = "W5XDE_"
+_TABLES = ("coordinator", "worker")
+_NOT_IN_TOML = ("config", "join")
 _NO_TOKEN_FLAG = (
     "there is no --token: whoever is on this machine could read it from the list of processes; set W5XDE_TOKEN, or "
     "write it to a file of mode 0600 and give --token-file"
 )
+_T = TypeVar("_T")
+_P = TypeVar("_P", bound="Program")
 
 
 class Answer(Exception):  # not an error: --help, --version and --print-config end here
@@ -39,105 +43,138 @@ class Answer(Exception):  # not an error: --help, --version and --print-config e
         super().__init__(text)
 
 
-class Program(BaseSettings):
-    """Base of both programs' settings. ``table`` is their table in the TOML file."""
+@dataclass(frozen=True, kw_only=True)
+class Program(Config):
+    """Base of both programs' settings: what both have. Further settings are those of the configs in ``parts``.
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+    ``table``: the program's in the TOML file. ``first``: settings that come first, which also puts their groups in
+    order; the rest follows as declared. ``defaults`` and ``changed`` say what is otherwise in this program: its
+    default, or something else of its ``Setting``.
+    """
+
     table: ClassVar[str]
     usage: ClassVar[str]
     about: ClassVar[str]
     ending: ClassVar[str]
+    parts: ClassVar[tuple[type, ...]]
+    first: ClassVar[str]
+    defaults: ClassVar[Mapping[str, object]] = {}
+    changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    values: Mapping[str, Any] = dataclasses.field(repr=False)  #: of all settings, by flag; None: not set
+    token_file: Path | None = setting(None, "file with the shared secret, readable by its owner alone", PATH, "network")
+    loop: str = setting(
+        "auto", "event loop: auto, uvloop or asyncio", one_of("auto", "uvloop", "asyncio", metavar="KIND"), "program"
+    )
+    profile_memory: Path | None = setting(
+        None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",
+        FOLDER, "program",
+    )  # fmt: skip
+    config: Path | None = setting(None, "TOML file with the tables [coordinator] and [worker]", PATH, "program")
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        path = init_settings().get("config") or env_settings().get("config")
-        table = _table(cls, Path(path)) if path else {}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, table)
-
-    def defaults(self) -> Mapping[str, object]:
-        """Values of fields that were not given and follow from others."""
+    def derived(cls, values: Mapping[str, Any]) -> Mapping[str, object]:
+        """Values of settings that were not given and follow from others."""
         return {}
 
     def check(self) -> None:
-        """What no single field can say. Raises UsageError."""
+        """What no single setting can say. Raises UsageError."""
 
     def require(self) -> None:
         """What a run cannot do without. Raises UsageError."""
 
-
-_P = TypeVar("_P", bound=Program)
-
-
-def setting(
-    default: Any,
-    meaning: str,
-    *,
-    group: str,
-    accepts: str,
-    metavar: str = "",
-    shown: str = "",
-    hidden: bool = False,
-    positional: bool = False,
-) -> Any:
-    """A field of a program. ``accepts`` completes "give ..."; ``shown`` stands for a default that is computed."""
-    extra: Any = {
-        "group": group, "accepts": accepts, "metavar": metavar, "shown": shown, "hidden": hidden,
-        "positional": positional,
-    }  # fmt: skip
-    return Field(default, description=meaning, json_schema_extra=extra)
+    def make(self, part: type[_T], **more: Any) -> _T:
+        """A config of these settings and ``more``. Raises UsageError for what does not go together."""
+        return _make(part, self.values, more)
 
 
-def programs() -> list[type[Program]]:
-    """The programs whose settings have been imported: those that name their table, by its name."""
-    found: list[type[Program]] = []
-    waiting = list(Program.__subclasses__())
-    while waiting:
-        kind = waiting.pop()
-        waiting += kind.__subclasses__()
-        found += [kind] if "table" in vars(kind) else []
-    return sorted(found, key=lambda kind: kind.table)
-
-
-class Described(NamedTuple):
-    """One setting in words, for the table of docs/settings.md. ``key`` is "" where the TOML file cannot give it."""
-
-    group: str
-    flag: str
-    variable: str
-    key: str
-    default: str
-    accepts: str
-    meaning: str
-
-
-def described(program: type[Program]) -> list[Described]:
-    """Every setting that the help shows, group by group in the order of the help."""
-    groups: dict[str, list[Described]] = {}
-    for name, info in program.model_fields.items():
-        extra = _extra(info)
-        if extra["hidden"]:
+def _make(part: type[_T], values: Mapping[str, Any], more: Mapping[str, Any]) -> _T:
+    given = dict(more)
+    for one in dataclasses.fields(part):  # type: ignore[arg-type]
+        told, nested = setting_of(one), _nested(one)
+        if one.name in given:
             continue
-        option = "--" + name.replace("_", "-")
-        if extra["positional"]:
-            option = extra["metavar"]
-        elif info.annotation is bool:
-            option = f"{option}, --no-{option[2:]}" if info.default else option
-        else:
-            option = f"{option} {extra['metavar'] or 'N'}"
-        key = "" if name in ("config", "join") else name
-        text = info.description or ""
-        row = Described(
-            extra["group"], option, _PREFIX + name.upper(), key, _default(info, extra), extra["accepts"], text
-        )
-        groups.setdefault(row.group, []).append(row)
-    return [row for rows in groups.values() for row in rows]
+        if nested is not None:
+            given[one.name] = _make(nested, values, {})
+        elif told is not None and told.group and values[told.flag or one.name] is not None:
+            given[one.name] = values[told.flag or one.name]
+    return part(**given)
+
+
+def _nested(field: dataclasses.Field[Any]) -> Any:
+    """The config that a field holds, or None."""
+    kind: Any = field.default_factory
+    return kind if dataclasses.is_dataclass(kind) else None
+
+
+class Declared(NamedTuple):
+    """A setting as one program has it. ``name``: its flag with underscores; ``default`` None: it is not set."""
+
+    name: str
+    default: object
+    setting: Setting
+
+    @property
+    def option(self) -> str:
+        return self.setting.kind.metavar if self.setting.positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return _PREFIX + self.name.upper()
+
+    @property
+    def in_toml(self) -> bool:
+        return self.name not in _NOT_IN_TOML
+
+    @property
+    def usage(self) -> str:
+        """The flag with what follows it."""
+        if self.setting.kind is YES_OR_NO:
+            return f"{self.option}, --no-{self.option[2:]}" if self.default else self.option
+        return self.option if self.setting.positional else f"{self.option} {self.setting.kind.metavar}"
+
+    @property
+    def shown(self) -> str:
+        """The default in words."""
+        if self.setting.shown or self.default is None:
+            return self.setting.shown or "none"
+        if isinstance(self.default, bool):
+            return "yes" if self.default else "no"
+        return f"{self.default:g}s" if self.setting.kind.metavar == TIME.metavar else str(self.default)
+
+    def value(self, sources: Sequence[tuple[str, Mapping[str, object]]]) -> object:
+        """Of the first source that has it; each comes with the place's name. Raises UsageError."""
+        for place, source in sources:
+            if self.name in source:
+                told = source[self.name]
+                try:
+                    return self.setting.kind.value(told)
+                except ValueError:
+                    where = place.format(option=self.option, variable=self.variable, name=self.name)
+                    raise UsageError(f"{where}: {told!r} will not do; give {self.setting.kind.accepts}") from None
+        return self.default
+
+
+def declared(program: type[Program]) -> dict[str, Declared]:
+    """All settings of a program by name, group by group in the order of the help."""
+    found = [one for part in (program, *program.parts) for one in _declared(part)]
+    for index, (name, default, told) in enumerate(found):
+        told = told._replace(**program.changed.get(name, {}))
+        found[index] = Declared(name, program.defaults.get(name, default), told)
+    first = program.first.split()
+    found.sort(key=lambda one: first.index(one.name) if one.name in first else len(first))
+    groups = list(dict.fromkeys(one.setting.group for one in found))
+    return {one.name: one for one in sorted(found, key=lambda one: groups.index(one.setting.group))}
+
+
+def _declared(part: Any) -> Iterator[Declared]:
+    for one in dataclasses.fields(part):
+        told, nested = setting_of(one), _nested(one)
+        if nested is not None:
+            yield from _declared(nested)
+        elif told is not None and told.group:
+            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            yield Declared(told.flag or one.name, default if told.kind.holds(default) else None, told)
 
 
 def flag_names(program: type[Program]) -> tuple[str, ...]:
@@ -147,19 +184,23 @@ def flag_names(program: type[Program]) -> tuple[str, ...]:
 
 
 def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P, frozenset[str]]:
-    """The settings, and the names of the fields that were given as arguments.
+    """The settings, and the names of those that were given as arguments.
 
     Raises UsageError, and Answer for --help, --version and --print-config.
     """
     given = _parse(program, arguments, prog)
     printing = given.pop("print_config", False)
-    try:
-        first = program(**given)
-        # The class is built a second time so that what follows from other fields is validated like the rest.
-        derived = {name: value for name, value in first.defaults().items() if getattr(first, name) is None}
-        settings = program(**given, **derived) if derived else first
-    except ValidationError as error:
-        raise UsageError(_explain(program, error, given)) from None
+    known = declared(program)
+    environment = {name: os.environ[one.variable] for name, one in known.items() if os.environ.get(one.variable)}
+    path = given.get("config") or environment.get("config")
+    sources = (
+        ("{option}", given), ("{variable}", environment),
+        (f"[{program.table}] {{name}} of the TOML file", _table(program, Path(path)) if path else {}),
+    )  # fmt: skip
+    values = {name: one.value(sources) for name, one in known.items()}
+    derived = program.derived(values)
+    values |= {name: value for name, value in derived.items() if values[name] is None}
+    settings = _make(program, values, {"values": values})
     settings.check()
     if printing:
         raise Answer(to_toml(to_mapping(settings)).rstrip("\n"))
@@ -169,12 +210,9 @@ def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P,
 
 def to_mapping(settings: Program) -> dict[str, object]:
     """The resolved settings as a TOML file takes them; None where something is not set."""
-    values = {
-        name: getattr(settings, name)
-        for name, info in type(settings).model_fields.items()
-        if name not in ("config", "join") and not _extra(info)["hidden"]
-    }
-    return {settings.table: values}
+    shown = [name for name, one in declared(type(settings)).items() if one.in_toml and not one.setting.hidden]
+    values = {name: settings.values[name] for name in shown}
+    return {settings.table: {name: ",".join(v) if isinstance(v, tuple) else v for name, v in values.items()}}
 
 
 # -- arguments
@@ -193,48 +231,30 @@ class _Formatter(argparse.HelpFormatter):
         return text
 
 
-def _extra(info: Any) -> dict[str, Any]:
-    return info.json_schema_extra  # type: ignore[no-any-return]
-
-
 def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog, usage=f"{prog} {program.usage}", description=program.about, epilog=program.ending, add_help=False,
         allow_abbrev=False, formatter_class=_Formatter, argument_default=argparse.SUPPRESS,
     )  # fmt: skip
     groups: dict[str, Any] = {}
-    for name, info in program.model_fields.items():
-        extra = _extra(info)
-        if extra["group"] not in groups:
-            groups[extra["group"]] = parser.add_argument_group(extra["group"])
-        group, text = groups[extra["group"]], argparse.SUPPRESS if extra["hidden"] else _help(name, info, extra)
-        option = "--" + name.replace("_", "-")
-        if extra["positional"]:
-            group.add_argument(name, metavar=extra["metavar"], nargs="?", help=text)
-        elif info.annotation is bool:
-            kind: Any = "store_true" if info.default is False else argparse.BooleanOptionalAction
-            group.add_argument(option, dest=name, action=kind, help=text)
+    for name, one in declared(program).items():
+        told = one.setting
+        group = groups.setdefault(told.group, None) or parser.add_argument_group(told.group)
+        groups[told.group] = group
+        meaning = f"{told.meaning} [{one.shown}; {one.variable}]".replace("%", "%%")
+        text = argparse.SUPPRESS if told.hidden else meaning
+        if told.positional:
+            group.add_argument(name, metavar=one.option, nargs="?", help=text)
+        elif told.kind is YES_OR_NO:
+            kind: Any = argparse.BooleanOptionalAction if one.default else "store_true"
+            group.add_argument(one.option, dest=name, action=kind, help=text)
         else:
-            group.add_argument(option, dest=name, metavar=extra["metavar"] or "N", help=text)
+            group.add_argument(one.option, dest=name, metavar=told.kind.metavar, help=text)
     last = next(reversed(groups.values()))
     last.add_argument("--print-config", action="store_true", help="print the resolved settings as TOML and exit")
     last.add_argument("--version", action="store_true", help="print the version and exit")
     last.add_argument("--help", "-h", action="store_true", help="this text")
     return parser
-
-
-def _help(name: str, info: Any, extra: dict[str, Any]) -> str:
-    text = f"{info.description} [{_default(info, extra)}; {_PREFIX}{name.upper()}]"
-    return text.replace("%", "%%")
-
-
-def _default(info: Any, extra: dict[str, Any]) -> str:
-    default = extra["shown"] or info.default
-    if default is None or default == "":
-        return "none"
-    if default is True or default is False:
-        return "yes" if default else "no"
-    return str(default)
 
 
 def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[str, Any]:
@@ -272,7 +292,7 @@ def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[
     return values
 
 
-# -- TOML and messages
+# -- TOML
 
 
 def _table(program: type[Program], path: Path) -> dict[str, Any]:
@@ -282,15 +302,14 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from error
-    tables = [kind.table for kind in programs()]
     for name in document:
-        if name not in tables:
-            raise UsageError(f"{path}: {name!r} stands outside of the tables [{'], ['.join(tables)}]")
+        if name not in _TABLES:
+            raise UsageError(f"{path}: {name!r} stands outside of the tables [{'], ['.join(_TABLES)}]")
     table = document.get(program.table, {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {program.table} is not a table; write [{program.table}] and the settings below it")
+    names = [name for name, one in declared(program).items() if one.in_toml and not one.setting.hidden]
     values: dict[str, Any] = {}
-    names = [name for name, info in program.model_fields.items() if name != "config" and not _extra(info)["hidden"]]
     for key, value in table.items():
         name = key.replace("-", "_")
         if name in ("token", "join"):
@@ -303,28 +322,3 @@ def _table(program: type[Program], path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: [{program.table}] has no {key}; {hint}")
         values[name] = value
     return values
-
-
-def _explain(program: type[Program], error: ValidationError, given: Mapping[str, Any]) -> str:
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    value = first["input"]
-    accepts = _extra(program.model_fields[name])["accepts"]
-    variable = _PREFIX + name.upper()
-    if name in given:
-        where = program.model_fields[name]
-        place = _extra(where)["metavar"] if _extra(where)["positional"] else "--" + name.replace("_", "-")
-    elif os.environ.get(variable):
-        place = variable
-    else:
-        place = f"[{program.table}] {name} of the TOML file"
-    shown = value if isinstance(value, str) else _plain(value)
-    return f"{place}: {shown!r} will not do; give {accepts}"
-
-
-def _plain(value: object) -> object:
-    try:
-        to_toml({"value": value})
-    except StoreError:
-        return type(value).__name__
-    return value

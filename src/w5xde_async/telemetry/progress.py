@@ -22,6 +22,7 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
+from w5xde_async.config import Config, one_of, setting
 from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.events import Event, RunFinished, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_line, to_record
@@ -34,14 +35,19 @@ _ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.
 _RATE_MEMORY_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressConfig:
-    """How much is shown, and as what."""
+@dataclass(frozen=True, kw_only=True)
+class ProgressConfig(Config):
+    """How much is shown, and as what.
 
-    #: silent shows warnings and failures alone, verbose adds checkpoints and where each step's time went.
-    mode: Literal["silent", "normal", "verbose"] = "normal"
-    #: json writes an object per line instead of text and bar.
-    log_format: Literal["text", "json"] = "text"
+    silent shows warnings and failures alone, verbose adds checkpoints and where each step's time went.
+    """
+
+    mode: Literal["silent", "normal", "verbose"] = setting(
+        "normal", "silent, normal or verbose", one_of("silent", "normal", "verbose"), "program", flag="log"
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text", "text, or json: an object per line", one_of("text", "json"), "program"
+    )
     #: False where NO_COLOR is set; colours appear on terminals alone in any case.
     color: bool = True
     #: Shortest time between two paintings of the bar.
@@ -50,6 +56,7 @@ class ProgressConfig:
     phases_s: float = 0.3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.refresh_s <= 0 or self.phases_s <= 0:
             raise ValueError("refresh_s and phases_s must be above 0")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from w5xde_async.codecs.names import NAMES
+from w5xde_async.config import YES_OR_NO, Config, number, one_of, setting, text, whole
 from w5xde_async.errors import need
 
 if TYPE_CHECKING:
@@ -19,10 +21,12 @@ _SHORT_ROUND = 100  # inner steps
 #: The averages, and of how many results each makes something else than the mean.
 _FEWEST = {"mean": 1, "radial": 2, "median": 3}
 AVERAGES = tuple(_FEWEST)
+_CODEC = text(f"one of {', '.join(NAMES)}", "CODEC")
+_BELOW_1 = number("from 0 to less than 1", lambda x: 0 <= x < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateConfig:
+class UpdateConfig(Config):
     """How results become parameters, and how both travel.
 
     rule                sync: every leaf of a step, then one commit; the same bits with any workers.
@@ -31,57 +35,58 @@ class UpdateConfig:
                         they went (DiLoCo, ``updates.local``). streaming: the same in ``fragments``, one at a time,
                         while computing goes on (``updates.streaming``). async-local: the same, each counting when it
                         comes (``updates.delayed``).
-    codec               how gradients and Deltas are written (``codecs.registry``)
-    downlink            how changes of the parameters are written; empty: as the codec where it writes every value
-                        (``int8`` for those that leave values out)
-    feedback            what a lossy codec leaves out is added to the next gradient
-    inner_steps         H, of the fastest worker; others do fewer, by their speed
-    outer_lr            of local rules; None: the paper's (0.7; streaming 0.4)
-    outer_momentum      Nesterov momentum of local rules; None: 0.5 below 100 inner steps, whose Deltas are alike (0.9
-                        makes steps of ten times their length of them), and the papers' 0.9 from there on
-    fragments, overlap, mixing   streaming: P, tau (inner steps until a fragment is mixed in) and alpha (kept of local)
-    results_per_step    async: K results make a commit; async-local: N (0: the workers that are there)
-    max_staleness       versions; None: the rule's own (async 16, local 1, others none)
-    staleness_exponent  a result tau versions old counts (1 + tau)^-exponent; None: the rule's own
-    average             mean; radial, which keeps the length of unlike results; median, which few bad ones cannot move
-    quorum              local, streaming: part of the workers after which a round closes, with a learned grace
+
+    Without ``downlink`` it is as the codec where that writes every value, ``int8`` for those that leave values out.
+    Defaults that depend on the rule are the papers': momentum 0.9, but 0.5 below 100 inner steps, whose
+    pseudo-gradients are alike (0.9 makes steps of ten times their length of them). Average ``radial`` keeps the length
+    of unlike results; few bad ones cannot move the ``median``.
     """
 
-    rule: str = "sync"
-    codec: str = "raw"
-    downlink: str = ""
-    feedback: bool = True
-    inner_steps: int = 50
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    fragments: int = 4
-    overlap: int = 1
-    mixing: float = 0.5
-    results_per_step: int = 0
-    max_staleness: int | None = None
-    staleness_exponent: float | None = None
-    average: str = "mean"
-    quorum: float = 0.5
+    rule: str = setting(
+        "sync", "how results become parameters: sync waits for every part of a step, async takes gradients as they "
+        "come; under local, streaming and async-local workers make steps of their own; auto chooses rule, codec and "
+        "steps by the links", one_of("auto", *RULES, metavar="RULE"), "updates", flag="update",
+    )  # fmt: skip
+    codec: str = setting("raw", "how workers write what they send", _CODEC, "updates")
+    downlink: str = setting(
+        "", "how changes of the parameters are written for workers", _CODEC, "updates",
+        shown="as --codec where that keeps every value, else int8",
+    )  # fmt: skip
+    feedback: bool = setting(True, "add what a codec leaves out to the next gradient", YES_OR_NO, "updates")
+    inner_steps: int = setting(
+        50, "steps that the fastest worker makes of its own; others fewer, by speed", whole(1), "updates"
+    )
+    outer_lr: float | None = setting(
+        None, "learning rate of the outer step under rules of own steps", number("above 0", lambda x: x > 0), "updates",
+        shown="0.7; streaming 0.4",
+    )  # fmt: skip
+    outer_momentum: float | None = setting(
+        None, "its Nesterov momentum", _BELOW_1, "updates", shown="0.5; 0.9 from 100 inner steps on"
+    )
+    fragments: int = setting(4, "streaming: parts of the model that take turns", whole(1), "updates")
+    overlap: int = setting(1, "streaming: own steps until a part that was sent is mixed in", whole(0), "updates")
+    mixing: float = setting(0.5, "streaming: part that is kept of the worker's own values then", _BELOW_1, "updates")
+    results_per_step: int = setting(
+        0, "async: results that make a step; async-local: results that make a step of momentum", whole(1), "updates",
+        shown="1; async-local the workers that are there",
+    )  # fmt: skip
+    max_staleness: int | None = setting(
+        None, "results older than that many versions are computed again", whole(0), "updates",
+        shown="async 16, local and streaming 1, async-local without bound",
+    )  # fmt: skip
+    staleness_exponent: float | None = setting(
+        None, "a result N versions old counts (1 + N)^-X", number(">= 0", lambda x: x >= 0), "updates",
+        shown="0.5; async-local 0",
+    )  # fmt: skip
+    average: str = setting("mean", "how results of one step are averaged", one_of(*AVERAGES), "updates")
+    quorum: float = setting(
+        0.5, "local, streaming: part of the workers after which a round closes, with a learned grace",
+        number("above 0, at most 1", lambda x: 0 < x <= 1), "updates",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        need(self.rule in RULES, f"update is {self.rule!r}; give one of {', '.join(RULES)}")
-        need(self.average in AVERAGES, f"average is {self.average!r}; give one of {', '.join(AVERAGES)}")
-        need(self.inner_steps >= 1, f"inner_steps is {self.inner_steps}; give a number >= 1")
-        need(self.fragments >= 1, f"fragments is {self.fragments}; give a number >= 1")
-        need(self.overlap >= 0, f"overlap is {self.overlap}; give a number >= 0")
-        need(0 <= self.mixing < 1, f"mixing is {self.mixing}; it lies in [0, 1)")
-        need(self.results_per_step >= 0, f"results_per_step is {self.results_per_step}; give a number >= 0")
-        need(self.outer_lr is None or self.outer_lr > 0, f"outer_lr is {self.outer_lr}; give a number > 0")
-        need(
-            self.outer_momentum is None or 0 <= self.outer_momentum < 1,
-            f"outer_momentum is {self.outer_momentum}; it lies in [0, 1)",
-        )
-        need(self.max_staleness is None or self.max_staleness >= 0, f"max_staleness is {self.max_staleness}; give >= 0")
-        need(
-            self.staleness_exponent is None or self.staleness_exponent >= 0,
-            f"staleness_exponent is {self.staleness_exponent}; give a number >= 0",
-        )
-        need(0 < self.quorum <= 1, f"quorum is {self.quorum}; it lies in (0, 1]")
+        super().__post_init__()
+        need(self.rule != "auto", "rule is 'auto', which CoordinatorConfig(auto=True) stands for")
         need(
             self.average == "mean" or self.rule in ("async", "local"),
             f"average {self.average} needs several results at once: async with --results-per-step, or local",

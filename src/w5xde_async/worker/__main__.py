@@ -42,19 +42,21 @@ def _kind() -> type[WorkerSettings]:
 def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
     if settings.exit_with_stdin:
         threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
-    config = settings.worker_config(token)
+    from w5xde_async.worker.config import WorkerConfig
+
+    config = settings.make(WorkerConfig, token=token)
     server = settings.where()
 
     from w5xde_async.compute.engine import choose_device
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
-    from w5xde_async.telemetry.progress import Progress
+    from w5xde_async.telemetry.progress import Progress, ProgressConfig
     from w5xde_async.worker.service import RunFailed, Worker
 
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    handler = Progress(settings.progress_config(color=color)).handler()
-    handler.setLevel(_LEVELS[settings.log])
-    attach(handler, _LEVELS[settings.log])
+    handler = Progress(settings.make(ProgressConfig, color=color)).handler()
+    handler.setLevel(_LEVELS[settings.values["log"]])
+    attach(handler, _LEVELS[settings.values["log"]])
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
     job = None if settings.job is None else load_job(settings.job)
 

@@ -2,81 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from w5xde_async.compute.machine import machine_memory_bytes
-from w5xde_async.errors import UsageError
-from w5xde_async.net.tls import TlsFiles
+from w5xde_async.config import (
+    FOLDER,
+    NAME,
+    TIME,
+    TIME_OR_0,
+    YES_OR_NO,
+    number,
+    one_of,
+    setting,
+    size,
+    size_bytes,
+    text,
+    whole,
+)
+from w5xde_async.errors import need
+from w5xde_async.net.tls import SecurityConfig
 
 __all__ = ["WorkerConfig"]
 
+_DEVICE = text("auto, cpu, cuda, cuda:N or mps", "DEVICE", r"(?:auto|cpu|cuda|mps)(?::.*)?")
+_SHORT = TIME._replace(
+    accepts="a time from 0 to 100ms", in_python="seconds from 0 to 0.1", holds=number("", lambda x: 0 <= x <= 0.1).holds
+)
+_MEMORY = size("auto, or a size like 512KiB, 4MiB or 1GB, at least 1MiB", lambda n: n >= 1 << 20)._replace(
+    read=lambda told: None if told == "auto" else size_bytes(told)
+)
+
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(SecurityConfig):
     """Settings of one worker.
 
-    name              shown in the coordinator's lists; default: host name and process id
-    token             the shared secret; needed where the coordinator has one
-    identity          the name that the token belongs to; empty where it is the run's
-    certificate       SHA-256 of the coordinator's certificate; it then must be that one
-    tls               authorities that the coordinator's certificate must have; this worker's own certificate and key
-    insecure          no TLS off loopback either. On loopback there is none unless certificate or tls ask for it
-    device            auto, cpu, cuda, cuda:N or mps
-    threads           torch's threads for one operation on the CPU; None leaves torch's own choice
-    connect_timeout_s how long to try to reach the coordinator, at the start and after it was lost
-    gather_frames     frames that are ready together share one write; False: each is sent by itself
-    inline_block_s    blocks expected to take no longer are computed on the event loop itself, since the way to a thread
-                      and back takes longer than they do; 0: never, as befits a guest in somebody's loop
-    sandbox           whether a coordinator's program runs in a process without files, network and secrets: auto (off
-                      loopback), on or off. A job of one's own never does
-    compile           ``torch.compile`` the step where that pays; other bits then than without
-    lifetime_s        leave in good order after that long (a spot instance's hour)
-    grace_s           asked to leave, it finishes the lease under way within that long or gives it back
-    data_dir          where what a lossy codec has left out is kept when the worker leaves in good order, for the next
-                      that joins the same run with this directory, which several workers may share; None: it is dropped,
-                      and the log says how much
-    memory_limit_bytes  most bytes of batches that the coordinator may have it hold at once
+    ``token`` is needed where the coordinator has one; ``identity`` is the name that it belongs to, empty where it is
+    the run's. ``certificate``: SHA-256 of the coordinator's certificate, which then must be that one. ``tls.ca``:
+    authorities that it must have. On loopback there is no TLS unless these ask for it. ``gather_frames``: frames that
+    are ready together share one write. ``inline_block_s`` avoids the way to a thread and back, which takes longer than
+    a small block does; 0 befits a guest in somebody's loop. Several workers may share a ``data_dir``; without one, what
+    would be kept there is dropped, and the log says how much.
     """
 
-    name: str = ""
-    token: str = field(default="", repr=False)
     identity: str = ""
     certificate: bytes = b""
-    tls: TlsFiles = field(default_factory=TlsFiles)
-    insecure: bool = False
-    device: str = "auto"
-    threads: int | None = None
-    connect_timeout_s: float = 300.0
     gather_frames: bool = True
-    inline_block_s: float = 0.0
-    sandbox: str = "auto"
-    compile: bool = False
-    lifetime_s: float | None = None
-    grace_s: float = 25.0
-    data_dir: Path | None = None
-    memory_limit_bytes: int = field(default_factory=lambda: max(64 << 20, _MEMORY_BYTES // 4))
+    name: str = setting("", "shown in the coordinator's list", NAME, "the run", shown="host and process")
+    connect_timeout_s: float = setting(
+        300.0, "how long to look for the coordinator, at the start and when it was lost", TIME, "the run",
+        flag="connect_timeout",
+    )  # fmt: skip
+    lifetime_s: float | None = setting(None, "leave in good order after that long", TIME, "the run", flag="lifetime")
+    grace_s: float = setting(
+        25.0, "asked to leave, finish the lease under way within that long or give it back", TIME_OR_0, "the run",
+        flag="grace",
+    )  # fmt: skip
+    device: str = setting("auto", _DEVICE.accepts, _DEVICE, "machine")
+    threads: int | None = setting(None, "torch's threads", whole(1), "machine", shown="torch's choice")
+    compile: bool = setting(False, "torch.compile the step where that pays; gives other bits", YES_OR_NO, "machine")
+    sandbox: str = setting(
+        "auto", "run the coordinator's program in a process without files, network and secrets (Linux): on, off, or "
+        "auto, which is on off loopback; it does not touch --job", one_of("auto", "on", "off"), "machine",
+    )  # fmt: skip
+    inline_block_s: float = setting(
+        0.0, "blocks expected to take no longer are computed on the event loop; 0: none", _SHORT, "machine",
+        flag="inline_block", shown="0.5ms",
+    )  # fmt: skip
+    memory_limit_bytes: int = setting(
+        0, "most memory for batches that it holds; a run whose leases need more ends it, exit code 2", _MEMORY,
+        "machine", flag="memory_limit", shown="auto",
+    )  # fmt: skip
+    data_dir: Path | None = setting(
+        None, "what a lossy codec has left out is kept there when the worker leaves in good order", FOLDER, "machine"
+    )
 
     def __post_init__(self) -> None:
-        def need(holds: bool, text: str) -> None:
-            if not holds:
-                raise UsageError(text)
-
+        super().__post_init__()
         need(len(self.certificate) in (0, 32), "certificate is a SHA-256 hash of 32 bytes")
-        need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
-        need(
-            not (self.insecure and (self.certificate or self.tls.cert or self.tls.ca)),
-            "--insecure and TLS's settings contradict each other; leave out one of them",
-        )
-        need(self.threads is None or self.threads >= 1, f"threads is {self.threads}; give a number >= 1")
-        need(self.connect_timeout_s > 0, f"connect_timeout is {self.connect_timeout_s}; give seconds > 0")
-        need(0 <= self.inline_block_s <= 0.1, f"inline_block is {self.inline_block_s}; give 0 to 0.1 seconds")
-        need(self.lifetime_s is None or self.lifetime_s > 0, f"lifetime is {self.lifetime_s}; give seconds > 0")
-        need(self.grace_s >= 0, f"grace is {self.grace_s}; give seconds >= 0")
-        need(self.memory_limit_bytes >= 1 << 20, "memory_limit is less than 1 MiB")
-        need(self.sandbox in ("auto", "on", "off"), f"sandbox is {self.sandbox!r}; give auto, on or off")
-        kind = self.device.partition(":")[0]
-        need(kind in ("auto", "cpu", "cuda", "mps"), f"device is {self.device!r}; give auto, cpu, cuda, cuda:N or mps")
+
+    @property
+    def asks_for_tls(self) -> bool:
+        return super().asks_for_tls or bool(self.certificate)
+
+    @property
+    def batch_bytes(self) -> int:
+        """``memory_limit_bytes``, or a quarter of the machine's memory where it is not set."""
+        return self.memory_limit_bytes or max(64 << 20, _MEMORY_BYTES // 4)
 
 
 _MEMORY_BYTES: int = machine_memory_bytes()  # read here, since it reads files and configs are made on event loops

@@ -156,7 +156,7 @@ class EngineSource:
             return Sandboxed(
                 sandbox, self._document, layout, seed=welcome.seed, precision=welcome.precision,
                 microbatch_samples=welcome.microbatch_size, accumulate=welcome.accumulate,
-                bucket_bytes=welcome.bucket_bytes, batch_bytes=self._config.memory_limit_bytes,
+                bucket_bytes=welcome.bucket_bytes, batch_bytes=self._config.batch_bytes,
                 memory_bytes=device_memory_bytes(self._device), copies=not is_plain(welcome),
                 clock=self._clock,
             )  # fmt: skip

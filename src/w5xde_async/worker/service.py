@@ -226,7 +226,7 @@ class Worker:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
             # loop must have the compute thread's.
             torch.set_num_threads(threads)
-        limit = self.config.memory_limit_bytes
+        limit = self.config.batch_bytes
         awaited: tuple[int, ...] = ()
         executor: LeaseExecutor
         if is_plain(welcome):

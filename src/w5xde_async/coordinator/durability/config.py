@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w5xde_async.errors import need
+from w5xde_async.config import YES_OR_NO, Config, one_of, setting, text, whole
 
 __all__ = ["DurabilityConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DurabilityConfig:
+class DurabilityConfig(Config):
     """Settings of checkpoints, journal and evaluation.
 
-    checkpoint_every        steps between checkpoints; one is always written at the end
-    keep_checkpoints        how many are kept
-    durability              ``checkpoint``: a crash goes back to the newest checkpoint; ``journal``: every step is on
-                            the disk before it counts, and a crash goes back to none
-    resume                  ``auto``: go on from the newest whole checkpoint; ``never``: start afresh, the old run is
-                            set aside; a path: go on from that checkpoint
-    evaluate                False switches the job's evaluation off
+    With a journal every step is on the disk before it counts. A ``resume`` other than ``auto`` and ``never`` is a path.
     """
 
-    checkpoint_every: int = 500
-    keep_checkpoints: int = 3
-    durability: str = "checkpoint"
-    resume: str = "auto"
-    evaluate: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "keep_checkpoints"):
-            need(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; give a number >= 1")
-        need(
-            self.durability in ("checkpoint", "journal"),
-            f"durability is {self.durability!r}; give checkpoint or journal",
-        )
+    checkpoint_every: int = setting(500, "steps between checkpoints; the end always writes one", whole(1), "files")
+    keep_checkpoints: int = setting(3, "how many are kept", whole(1), "files")
+    durability: str = setting(
+        "checkpoint", "what a crash goes back to: the newest checkpoint, or, with a journal of every step, nothing",
+        one_of("checkpoint", "journal"), "files",
+    )  # fmt: skip
+    resume: str = setting(
+        "auto", "auto: go on from the newest checkpoint; never: start afresh and set the old run aside; or a "
+        "checkpoint", text("auto, never or the path of a checkpoint", "HOW"), "files",
+    )  # fmt: skip
+    evaluate: bool = setting(True, "run the job's evaluate, on the coordinator", YES_OR_NO, "the run")

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from w5xde_async.config import Config, Kind, setting, text
 from w5xde_async.net.endpoint import parse_address
 from w5xde_async.telemetry.trackers import check_trackers
 
 __all__ = ["MonitoringConfig"]
 
+_NAMES = Kind(
+    "names of trackers with commas between them", "NAMES",
+    lambda names: tuple(name.strip() for name in names.split(",") if name.strip()),
+    lambda names: isinstance(names, tuple) and bool(names),
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
-class MonitoringConfig:
-    """Settings of dashboard and trackers.
+class MonitoringConfig(Config):
+    """Settings of dashboard and trackers. No ``dashboard``: none; port 0 picks a free one."""
 
-    dashboard       ``host:port`` of the dashboard; empty: none. Port 0 picks a free one. Off loopback it asks for a
-                    token and speaks TLS (not with ``insecure``)
-    trackers        names of experiment trackers, each with its target behind a colon (``telemetry.trackers``)
-    """
-
-    dashboard: str = ""
-    trackers: tuple[str, ...] = ()
+    dashboard: str = setting(
+        "", "where; off loopback with a token and TLS, and where the port is taken at another",
+        text("HOST or HOST:PORT", "ADDRESS"), "watching", flag="dashboard_address",
+    )  # fmt: skip
+    trackers: tuple[str, ...] = setting(
+        (), "experiment trackers, each with a target if wanted: tensorboard[:DIR], wandb[:online], mlflow[:URI], "
+        "trackio[:PROJECT]", _NAMES, "watching", flag="tracker",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dashboard:
             parse_address(self.dashboard)
         check_trackers(self.trackers)

@@ -71,8 +71,7 @@ class Dialer:
         else:
             self.host, self.port = parse_address(server) if server else ("", 0)
         self.config, self._runtime, self._on_welcome = config, runtime, on_welcome
-        asked = config.certificate or config.tls.ca is not None or config.tls.cert is not None
-        secure = bool(server) and not config.insecure and (asked or not is_loopback(self.host))
+        secure = bool(server) and not config.insecure and (config.asks_for_tls or not is_loopback(self.host))
         if secure and not (config.certificate or config.tls.ca is not None or config.token):
             raise UsageError(
                 f"nothing tells {self.host} from another machine that answers in its place: give the coordinator's "

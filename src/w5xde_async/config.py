@@ -1,0 +1,188 @@
+"""What config classes are made of: a setting is declared once, as a field beside its owner.
+
+The declaration says all of it: default, meaning, what it accepts. The config's range check is made of it, and, where it
+names a group, the programs' flag with its help, environment variable, TOML key and line in docs/settings.md
+(``w5xde_async.settings``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from numbers import Integral, Real
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from w5xde_async.errors import need
+
+__all__ = [
+    "FOLDER", "NAME", "PATH", "TIME", "TIME_OR_0", "YES_OR_NO", "Config", "Kind", "Setting", "duration_s", "number",
+    "one_of", "same_as", "setting", "setting_of", "size", "size_bytes", "text", "whole",
+]  # fmt: skip
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_PLAIN = re.compile(r"\d+(?:\.\d+)?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_YES, _NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
+
+
+class Kind(NamedTuple):
+    """What a setting accepts. ``accepts`` completes "give ...", ``in_python`` does where a text is no value.
+
+    ``read`` makes a value of a text; it raises ValueError, and gives None for a text that says "not set". ``holds``:
+    whether a value is of the right type and in range.
+    """
+
+    accepts: str
+    metavar: str
+    read: Callable[[str], Any]
+    holds: Callable[[Any], bool]
+    in_python: str = ""
+
+    def value(self, told: object) -> Any:
+        """Of a text, or of what a TOML file holds. Raises ValueError."""
+        value = self.read(told) if isinstance(told, str) else told
+        if value is not None and not self.holds(value):
+            raise ValueError(f"give {self.accepts}")
+        return value
+
+
+class Setting(NamedTuple):
+    """A declaration. ``group``: its heading in the help; "" where no program has a flag for it. ``flag``: the flag's
+    name with underscores, where it is not the field's. ``shown`` stands for a default that is computed."""
+
+    meaning: str
+    kind: Kind
+    group: str = ""
+    flag: str = ""
+    shown: str = ""
+    positional: bool = False
+    hidden: bool = False
+
+
+def setting(default: Any, meaning: str, kind: Kind, group: str = "", **more: Any) -> Any:
+    """A field of a config class; ``more`` goes to ``Setting``. A function as ``default`` is called for it.
+
+    A default that ``kind`` does not hold, such as None or "", means: not set.
+    """
+    made: Any = {"default_factory" if callable(default) else "default": default}
+    return dataclasses.field(**made, metadata={"setting": Setting(meaning, kind, group, **more)})
+
+
+def setting_of(field: dataclasses.Field[Any]) -> Setting | None:
+    """What is declared of a field."""
+    return field.metadata.get("setting")
+
+
+def same_as(config: Any, name: str) -> Any:
+    """A field whose setting is declared in another class."""
+    declared = config.__dataclass_fields__[name]
+    return dataclasses.field(default=declared.default, metadata=declared.metadata)
+
+
+class Config:
+    """Base of dataclasses whose fields are settings: checks their ranges, adds their meaning to the docstring."""
+
+    def __init_subclass__(cls) -> None:
+        told = {name: setting_of(one) for name, one in vars(cls).items() if isinstance(one, dataclasses.Field)}
+        lines = [f"\n    {name}  {one.meaning}" for name, one in told.items() if one is not None and one.meaning]
+        cls.__doc__ = (cls.__doc__ or "").rstrip() + ("\n" if lines else "") + "".join(lines)
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, declared = getattr(self, one.name), setting_of(one)
+            if declared is not None and value != one.default:
+                wanted = declared.kind.in_python or declared.kind.accepts
+                need(declared.kind.holds(value), f"{one.name} is {value!r}; give {wanted}")
+
+
+# -- kinds
+
+
+def whole(least: int, most: float = math.inf) -> Kind:
+    """Whole numbers in a range."""
+    bounds = f">= {least}" if most == math.inf else f"from {least} to {most}"
+    return Kind(f"a whole number {bounds}", "N", int, lambda value: _is_whole(value) and least <= value <= most)
+
+
+def number(bounds: str, holds: Callable[[float], bool]) -> Kind:
+    """Finite numbers; ``bounds`` in words."""
+    return Kind(f"a number {bounds}", "X", float, lambda value: _is_number(value) and holds(value))
+
+
+def one_of(*names: str, metavar: str = "HOW") -> Kind:
+    """One of these words."""
+    few = f"{', '.join(names[:-1])} or {names[-1]}"
+    accepts = few if len(names) < 4 else f"one of {', '.join(names)}"
+    return Kind(accepts, metavar, str, lambda value: value in names)
+
+
+def text(accepts: str, metavar: str, pattern: str = r"(?s).+") -> Kind:
+    """Texts that are not empty and match ``pattern``."""
+    return Kind(accepts, metavar, str, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
+
+
+def size(accepts: str, holds: Callable[[int], bool]) -> Kind:
+    """Numbers of bytes."""
+    return Kind(accepts, "SIZE", size_bytes, lambda value: _is_whole(value) and holds(value))
+
+
+def duration_s(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``5m``, ``1h30m``. Raises ValueError for what is not a duration."""
+    text = text.strip().lower()
+    if _PLAIN.fullmatch(text):
+        return float(text)
+    parts = _PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError("not a duration")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of ``4096``, ``512KiB``, ``1GB``: k, M, G, T count thousands, Ki, Mi, Gi, Ti 1024s. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError("not a size")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _yes_or_no(text: str) -> bool:
+    if text.lower() not in _YES + _NO:
+        raise ValueError("neither true nor false")
+    return text.lower() in _YES
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if not next(known for known in (path, *path.parents, Path()) if known.exists()).is_dir():
+        raise ValueError("not a directory")
+    return path
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | PurePath)
+
+
+YES_OR_NO = Kind("true or false", "", _yes_or_no, lambda value: isinstance(value, bool))
+TIME = Kind(
+    "a time above 0, like 90, 90s, 5m or 2h", "TIME", duration_s, lambda value: _is_number(value) and value > 0,
+    "seconds > 0",
+)  # fmt: skip
+TIME_OR_0 = Kind(
+    "a time like 0, 10s or 5m", "TIME", duration_s, lambda value: _is_number(value) and value >= 0, "seconds >= 0"
+)
+PATH = Kind("a path", "FILE", Path, _is_path)
+NAME = text("a text of 1 to 100 characters without '/'", "NAME", r"[^/\x00-\x1f]{1,100}")
+FOLDER = Kind("a directory, which need not exist yet", "DIR", _folder, _is_path)
