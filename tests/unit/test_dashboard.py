@@ -467,8 +467,8 @@ async def test_a_connection_that_says_nothing_is_closed():
         silent = [await asyncio.open_connection("127.0.0.1", dashboard.port) for _ in range(3)]
         assert (await ask(dashboard, "/health"))[0] == 200
         now = asyncio.get_running_loop().time()
-        dashboard.drop_silent(now)
-        dashboard.drop_silent(now + 11.0)
+        dashboard.drop_idle(now)
+        dashboard.drop_idle(now + 11.0)
         for reader, writer in silent:
             assert await reader.read() == b""
             writer.close()
@@ -501,9 +501,9 @@ async def test_viewers_that_read_nothing_cost_little_and_delay_nobody():
         assert any(waiting)
         assert max(waiting) < 1 << 23  # a snapshot, and what was on its way
         now = loop.time()
-        dashboard.drop_slow(now)
+        dashboard.drop_idle(now)
         await loop.sock_recv(slow[1], 1)
-        dashboard.drop_slow(now + 11.0)
+        dashboard.drop_idle(now + 11.0)
         while dashboard.feed.num_viewers:
             await ask(dashboard, "/health")
         assert not any(one.transport.get_write_buffer_size() for one in server.server_state.connections)

@@ -70,8 +70,7 @@ class Dashboard:
         self._static: dict[str, tuple[bytes, str]] = {}
         self._server: _Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._seen: dict[Any, float] = {}  # connection -> since when, on the loop's clock
-        self._untaken: dict[Any, tuple[int, float]] = {}  # connection -> bytes that wait for it, and since when
+        self._idle: dict[Any, tuple[int, float]] = {}  # connection -> bytes that wait for it, and since when
 
     @property
     def address(self) -> str:
@@ -114,23 +113,18 @@ class Dashboard:
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
         found = await loop.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, (host, *_) = found[0]
-        sock = socket.socket(family, kind, protocol)
+        family, _, _, _, (host, *_) = found[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listen = partial(socket.create_server, family=family, backlog=128, dualstack_ipv6=both)
         try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, self.port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                sock.bind((host, 0))
-                self.moved = True
-            sock.listen(128)  # who comes from now on waits until it is served
-            self.port = sock.getsockname()[1]
-        except BaseException:
-            sock.close()
-            raise
+            sock = listen((host, self.port))  # who comes from now on waits until it is served
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            sock = listen((host, 0))
+            self.moved = True
+        sock.setblocking(False)
+        self.port = sock.getsockname()[1]
         return sock
 
     async def _serve(self, server: _Server, sock: socket.socket) -> None:
@@ -146,7 +140,7 @@ class Dashboard:
         while True:
             await asyncio.sleep(_FLUSH_S)
             now = asyncio.get_running_loop().time()
-            for due in (self.feed.flush, partial(self.drop_silent, now), partial(self.drop_slow, now)):
+            for due in (self.feed.flush, partial(self.drop_idle, now)):
                 try:
                     due()
                 except Exception:
@@ -154,30 +148,22 @@ class Dashboard:
                         logger.exception("dashboard cannot show all that is new, the run goes on")
                     failed = True
 
-    def drop_silent(self, now: float) -> None:
-        """Close connections that have asked for nothing for ``_SILENT_S``: uvicorn would wait for ever."""
-        connections = [] if self._server is None else list(self._server.server_state.connections)
-        self._seen = {connection: self._seen.get(connection, now) for connection in connections}
-        for connection, since in self._seen.items():
-            if getattr(connection, "cycle", None) is None and now - since >= _SILENT_S:
-                connection.transport.close()  # type: ignore[union-attr, unused-ignore]
-
-    def drop_slow(self, now: float) -> None:
-        """Close connections that have next to nothing of what waits for them taken for ``_SILENT_S``: it is held in
-        memory for as long as they are open."""
-        before, self._untaken = self._untaken, {}
+    def drop_idle(self, now: float) -> None:
+        """Close connections that for ``_SILENT_S`` have asked for nothing, for which uvicorn would wait for ever, or
+        have taken next to nothing of what waits for them: it is held in memory for as long as they are open."""
+        before, self._idle = self._idle, {}
         for connection in [] if self._server is None else list(self._server.server_state.connections):
             transport: Any = connection.transport  # type: ignore[union-attr, unused-ignore]
             waiting = transport.get_write_buffer_size() if transport is not None else 0
-            if not waiting:
+            if not waiting and getattr(connection, "cycle", None) is not None:
                 continue
             known, since = before.get(connection, (waiting, now))
-            if waiting <= known - _LEAST_TAKEN:
+            if waiting <= known - _LEAST_TAKEN or (waiting and not known):
                 known, since = waiting, now
-            if now - since >= _SILENT_S:
+            if now - since < _SILENT_S:
+                self._idle[connection] = known, since
+            elif transport is not None:
                 transport.abort()
-            else:
-                self._untaken[connection] = known, since
 
     # -- what it answers -----------------------------------------------------------------------------------
 
