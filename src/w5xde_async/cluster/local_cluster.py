@@ -17,7 +17,7 @@ from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import LocalError, UsageError, W5xdeError
+from w5xde_async.errors import LocalError, UsageError
 from w5xde_async.job import Job, load_job
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
@@ -60,7 +60,6 @@ class LocalCluster:
         self._workers: LocalWorkers | TaskWorkers | None = None
         self._changed = asyncio.Event()
         self._unsubscribe: Callable[[], None] | None = None
-        self._lost = ""
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -143,10 +142,7 @@ class LocalCluster:
 
     async def wait(self) -> RunResult:
         """The run's end. Raises what ended it where it failed, W5xdeError where every worker failed for good."""
-        result = await self.coordinator.wait()
-        if self._lost and result.reason == self._lost:
-            raise W5xdeError(self._lost)
-        return result
+        return await self.coordinator.wait()
 
     def _repr_html_(self) -> str:
         if self._coordinator is None:
@@ -182,7 +178,7 @@ class LocalCluster:
         if self._replica is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
             place = self.coordinator.local_join or self.address
-            return TaskWorkers(self._replica, place, settings, self._on_all_lost, runtime=self._runtime)
+            return TaskWorkers(self._replica, place, settings, self.coordinator.workers_failed, runtime=self._runtime)
         assert isinstance(self._given, str)
         return LocalWorkers(
             0,
@@ -192,16 +188,9 @@ class LocalCluster:
             token=config.token,
             join=self.coordinator.local_join,
             grace_s=config.grace_s + 2.0,
-            on_all_lost=self._on_all_lost,
+            on_all_lost=self.coordinator.workers_failed,
         )
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, WorkerJoined | WorkerLeft):
             self._changed.set()
-            if self._lost and not event.num_workers:
-                self.coordinator.request_stop(self._lost)
-
-    def _on_all_lost(self, reason: str) -> None:
-        self._lost = reason
-        if not self.num_workers:
-            self.coordinator.request_stop(reason)

@@ -49,8 +49,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
     from w5xde_async.cluster.worker_processes import LocalWorkers
     from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.job import load_job
-    from w5xde_async.net.endpoint import format_address
-    from w5xde_async.telemetry.events import Bus, Event, WorkerLeft
+    from w5xde_async.telemetry.events import Bus
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
 
     if settings.threads is not None:
@@ -69,7 +68,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
             job, run_dir=settings.run_dir, name=settings.name or "", config=config, bus=bus, job_reference=reference,
             settings=to_mapping(settings),
         )  # fmt: skip
-        stop_reason = lost = ""  # lost: why no local worker is left
+        stop_reason = ""
         workers: LocalWorkers | None = None
 
         def stop(reason: str) -> None:
@@ -77,21 +76,10 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
             stop_reason = reason
             coordinator.request_stop(reason)
 
-        def all_lost(reason: str) -> None:
-            nonlocal lost
-            lost = reason
-            if not coordinator.num_workers:
-                coordinator.request_stop(reason)
-
-        def left(event: Event) -> None:
-            if lost and isinstance(event, WorkerLeft) and not event.num_workers:
-                coordinator.request_stop(lost)
-
         def abandon() -> None:
             if workers is not None:
                 workers.kill()
 
-        bus.subscribe(left)
         async with AsyncExitStack() as stack:
             stack.callback(progress.close)
             stack.enter_context(signals(stop, abandon=abandon))
@@ -105,17 +93,14 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
             if stop_reason:  # it came while the run was being prepared
                 coordinator.request_stop(stop_reason)
             if settings.workers:
-                host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
                 workers = LocalWorkers(
-                    settings.workers, address=format_address(host, coordinator.port), reference=reference,
+                    settings.workers, address=coordinator.address, reference=reference,
                     threads=settings.worker_threads or 1, token=token, join=coordinator.local_join,
                     config_path=settings.config, data_dir=settings.data_dir, grace_s=config.grace_s + 2.0,
-                    on_all_lost=all_lost,
+                    on_all_lost=coordinator.workers_failed,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
-            result = await coordinator.wait()
-        if lost and result.reason == lost:
-            raise W5xdeError(lost)
+            await coordinator.wait()
         return ExitCode.OK
 
     return train

@@ -103,6 +103,7 @@ class Coordinator:
         self._incarnations = 0
         self._began = 0.0
         self._stop_reason = ""
+        self._workers_failed = ""  # why none of the workers that were started for this run is left
         self._stopped = asyncio.Event()
         self._stop_at = math.inf  # a step that is under way then is given up
         self._deadline = ShutdownDeadline(deadline_s(self.config.grace_s, 0), self._overdue)
@@ -136,12 +137,15 @@ class Coordinator:
     async def wait(self) -> RunResult:
         """The run's end. Cancelling leaves it running.
 
-        Raises what ended it where it failed (LeafFailed, NonFinite, UpdateFailed), and StoreError where the last
-        checkpoint could not be written.
+        Raises what ended it where it failed (LeafFailed, NonFinite, UpdateFailed), StoreError where the last
+        checkpoint could not be written, and W5xdeError where it was stopped because its workers had failed.
         """
         if self._main is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
-        return await asyncio.shield(self._main)
+        result = await asyncio.shield(self._main)
+        if self._workers_failed and result.reason == self._workers_failed:
+            raise W5xdeError(self._workers_failed)
+        return result
 
     async def serve_forever(self) -> RunResult:
         """``start``, ``wait`` and ``aclose`` in one; cancelled, it stops the run in good order first."""
@@ -158,6 +162,12 @@ class Coordinator:
         self._stop_at = min(self._stop_at, self._runtime.clock() + self.config.grace_s)
         if self._run is not None:
             self._run.stop()
+
+    def workers_failed(self, reason: str) -> None:
+        """The workers that were started for this run have failed for good: it stops as soon as no other is there."""
+        self._workers_failed = reason
+        if not self.num_workers:
+            self.request_stop(reason)
 
     def request_checkpoint(self) -> None:
         """Write a checkpoint after the next commit."""
@@ -467,6 +477,8 @@ class Coordinator:
             now = self._runtime.clock()
             run.training.tick(now)
             self._outputs.tick(now)
+            if self._workers_failed and not self.num_workers:
+                self.request_stop(self._workers_failed)
             if ends is not None and now >= ends:
                 self.request_stop(f"max_time of {config.max_time_s:.0f} s reached")
             if now >= self._stop_at + self._deadline.left_s and run.abandon():

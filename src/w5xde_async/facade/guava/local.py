@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Self
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import torch
 
@@ -16,74 +17,46 @@ from w5xde_async.cluster.task_workers import TaskWorkers
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job
-from w5xde_async.telemetry.events import Event, WorkerLeft
 from w5xde_async.worker.config import WorkerConfig
 
-__all__ = ["LocalGroup"]
+__all__ = ["local_workers"]
 
 logger = logging.getLogger(__name__)
 
 
-class LocalGroup:
+@asynccontextmanager
+async def local_workers(coordinator: Coordinator, job: Job, token: str, count: int) -> AsyncIterator[None]:
     """``count`` workers (0: one) of a coordinator that listens, one for each GPU; on the CPU where there is none.
 
-    ``job`` makes a model of its own for whoever builds it. ``lost`` says why the run was stopped, where every worker
-    here had failed for good and no other was there.
+    ``job`` makes a model of its own for whoever builds it. Where every worker here has failed for good and no other is
+    there, the run is stopped.
     """
+    count = max(count, 1)
+    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+    place, config = coordinator.local_join or coordinator.address, WorkerConfig(token=token)
+    here = TaskWorkers(job, place, config, coordinator.workers_failed, devices=devices)
 
-    def __init__(self, coordinator: Coordinator, job: Job, token: str, count: int) -> None:
-        self._coordinator, self._job, self._token = coordinator, job, token
-        self._count = max(count, 1)
-        self._devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
-        self._groups: list[LocalWorkers | TaskWorkers] = []
-        self._unsubscribe = coordinator.bus.subscribe(self._on_event)
-        self._failed = ""
-        self.lost = ""
-
-    async def __aenter__(self) -> Self:
-        if self._count == 1:
-            self._start_here()
-            return self
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = LocalWorkers(
-            self._count,
-            address=self._coordinator.address,
-            reference="",
-            threads=max(1, cores // self._count),
-            devices=self._devices,
-            token=self._token,
-            join=self._coordinator.local_join,
-            on_all_lost=self._on_processes_lost,
-        )
-        self._groups.append(processes)
-        await processes.scale(self._count)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._unsubscribe()
-        for group in self._groups:
-            await group.aclose()
-
-    def _on_processes_lost(self, reason: str) -> None:
+    def take_turns(reason: str) -> None:
         logger.warning("the workers compute in this process and take turns reason=%s", reason.splitlines()[0])
-        self._start_here()
+        here.start(count)
 
-    def _start_here(self) -> None:
-        address = self._coordinator.local_join or self._coordinator.address
-        config = WorkerConfig(token=self._token)
-        here = TaskWorkers(self._job, address, config, self._on_all_lost, devices=self._devices)
-        self._groups.append(here)
-        here.start(self._count)
-
-    def _on_all_lost(self, reason: str) -> None:
-        self._failed = reason
-        self._end()
-
-    def _on_event(self, event: Event) -> None:
-        if self._failed and isinstance(event, WorkerLeft):
-            self._end()
-
-    def _end(self) -> None:
-        if not self._coordinator.num_workers:
-            self.lost = self._failed
-            self._coordinator.request_stop(self._failed)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = LocalWorkers(
+        0,
+        address=coordinator.address,
+        reference="",
+        threads=max(1, cores // count),
+        devices=devices,
+        token=token,
+        join=coordinator.local_join,
+        on_all_lost=take_turns,
+    )
+    try:
+        if count == 1:
+            here.start(1)
+        else:
+            await processes.scale(count)
+        yield
+    finally:
+        await processes.aclose()
+        await here.aclose()

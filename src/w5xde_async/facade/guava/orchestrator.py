@@ -25,10 +25,10 @@ from torch.utils.data import default_collate as torch_collate
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import StoreError, UsageError, W5xdeError
+from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, find_token, shown
 from w5xde_async.facade.guava.config import DistributedConfig
-from w5xde_async.facade.guava.local import LocalGroup
+from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.reading import BatchLoss, token_loss
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
@@ -231,19 +231,15 @@ class Orchestrator:
                     self._memory[0].begin()
                 self.port = coordinator.port
                 self.listening.set()
-                workers: LocalGroup | None = None
                 if self.mode == "local":
                     job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
-                    workers = LocalGroup(coordinator, job, settings.token, config.num_workers)
+                    workers = local_workers(coordinator, job, settings.token, config.num_workers)
                     await stack.enter_async_context(workers)
                 try:
-                    result = await coordinator.wait()
+                    return await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
                     coordinator.request_stop("Ctrl-C")
-                    result = await coordinator.wait()
-                if workers is not None and workers.lost and result.reason == workers.lost:
-                    raise W5xdeError(workers.lost)
-                return result
+                    return await coordinator.wait()
         finally:
             self.listening.clear()
             with self._lock:
