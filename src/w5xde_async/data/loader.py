@@ -62,14 +62,19 @@ class BlockData(NamedTuple):
         return len(self.samples) > 1 and sum(spec.nbytes for spec, _ in self.buffers) > _LEASE_BYTES
 
 
+class _Read(NamedTuple):
+    """What a reading process is told and what it gives back (its own pipe, never a network)."""
+
+    structure: bytes
+    tensors: tuple[Tensor, ...]
+
+
 @dataclass(slots=True)
 class _Chunk:
     first: int
     num_leaves: int
     unfinished: int
-    structure: bytes = b""
-    tensors: tuple[Tensor, ...] = ()
-    ready: bool = False
+    read: _Read | None = None  # once it has come
     wanted: list[Block] = field(default_factory=list)  # blocks that were asked for before this had come
 
 
@@ -85,13 +90,6 @@ class _Opened:
 
     def asked(self, number: int) -> bool:
         return number < self.cursor or number in self.early
-
-
-class _Read(NamedTuple):
-    """What a reading process is told and what it gives back (its own pipe, never a network)."""
-
-    structure: bytes
-    tensors: tuple[Tensor, ...]
 
 
 class Loader:
@@ -135,13 +133,11 @@ class Loader:
         self._random: bool | None = None if not self._gather else False
         self._steady = 0  # samples read so far without a random number
         self._probing = threading.Lock()
-        self._executor: Executor
-        if processes and not self._gather:
-            self._executor = _process_pool(job, reference, processes)
-            self._remote = True
-        else:
-            self._executor = make_pool(max(1, threads), "w5xde-load")
-            self._remote = False
+        remote = processes > 0 and not self._gather
+        self._executor = (
+            _process_pool(job, reference, processes) if remote else make_pool(max(1, threads), "w5xde-load")
+        )
+        self._fetch: Callable[[Any, int], _Read] = _read_remotely if remote else self._read_here
         self._most_reading = max(1, processes or threads) * 2
         self._closed = False
         self._on_ready, self._on_error = on_ready, on_error
@@ -201,28 +197,25 @@ class Loader:
                 opened.early.add(number)
                 self._read(opened, number)
             chunks.append(self._chunks[step, number])
-        if missing := [chunk for chunk in chunks if not chunk.ready]:
+        if missing := [chunk for chunk in chunks if chunk.read is None]:
             if (step, block) not in self._missing:
                 self._missing[step, block] = len(missing)
                 for chunk in missing:
                     chunk.wanted.append(block)
             return None
         samples = tuple([plan.samples_in(leaf) for leaf in range(*block)])
+        reads = [chunk.read for chunk in chunks if chunk.read is not None]
         if self._gather:
-            chunk = chunks[0]
-            begin = (block.start - chunk.first) * plan.leaf_samples
-            tensors = [tensor[begin : begin + sum(samples)] for tensor in chunk.tensors]
-            return BlockData(chunk.structure, True, samples, [_buffer(tensor) for tensor in tensors])
-        structure = joined([chunk.structure for chunk in chunks])
-        flat = [tensor for chunk in chunks for tensor in chunk.tensors]
+            structure, tensors = reads[0]
+            begin = (block.start - chunks[0].first) * plan.leaf_samples
+            rows = [tensor[begin : begin + sum(samples)] for tensor in tensors]
+            return BlockData(structure, True, samples, [_buffer(tensor) for tensor in rows])
+        structure = joined([read.structure for read in reads])
+        flat = [tensor for read in reads for tensor in read.tensors]
         if len(flat) > SESSION_CAPS.buffers:  # only a lease that is a whole step can have so many
-            self._on_error(
-                JobError(
-                    "batch_size",
-                    f"a step of {len(samples)} leaves has {len(flat)} tensors, a lease at most {SESSION_CAPS.buffers}",
-                    "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync",
-                )
-            )
+            reason = f"a step of {len(samples)} leaves has {len(flat)} tensors, a lease at most {SESSION_CAPS.buffers}"
+            hint = "raise microbatch_size or accumulate_grad_batches, lower batch_size, or use --update sync"
+            self._on_error(JobError("batch_size", reason, hint))
             return None
         return BlockData(structure, False, samples, [_buffer(tensor) for tensor in flat])
 
@@ -241,7 +234,7 @@ class Loader:
     def _forget(self, step: int, number: int, opened: _Opened) -> None:
         chunk = self._chunks.pop((step, number))
         opened.kept.discard(number)
-        self._held_leaves -= chunk.num_leaves if chunk.ready else 0
+        self._held_leaves -= chunk.num_leaves if chunk.read is not None else 0
         for block in chunk.wanted:
             self._missing.pop((step, block), None)
 
@@ -276,29 +269,23 @@ class Loader:
         indices = plan.indices[chunk.first * plan.leaf_samples : (chunk.first + chunk.num_leaves) * plan.leaf_samples]
         seed = seed_for("data", self._sampler.seed, step, chunk.first)
         self._reading += 1
-        loop = asyncio.get_running_loop()
-        if self._remote:
-            future = loop.run_in_executor(self._executor, _read_remotely, indices, seed)
-        else:
-            future = loop.run_in_executor(self._executor, self._read_here, indices, seed)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, indices, seed)
 
         def done(read: asyncio.Future[_Read]) -> None:
             self._reading -= 1
             if read.cancelled() or self._closed:
                 return
-            error = read.exception()
-            if error is not None:
+            if (error := read.exception()) is not None:
                 self._on_error(self._failure(step, chunk.first, error))
                 return
-            chunk.structure, chunk.tensors = read.result()
-            chunk.ready = True
+            chunk.read = structure, tensors = read.result()
             if self._chunks.get((step, number)) is chunk:  # else its step was closed meanwhile
                 self._held_leaves += chunk.num_leaves
                 self._tell(step, chunk)
-            total = sum(tensor.numel() * tensor.element_size() for tensor in chunk.tensors)
+            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self._leaf_bytes = max(1, self._leaf_bytes, total // chunk.num_leaves)  # leaves may grow
-            self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(chunk.tensors))
-            self._structure_bytes = max(self._structure_bytes, len(chunk.structure))
+            self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(tensors))
+            self._structure_bytes = max(self._structure_bytes, len(structure))
             self._on_ready()
             self._prefetch()
 
@@ -376,12 +363,12 @@ _job_here: Job | None = None  # in a reading process: the job it reads for
 def _process_pool(job: Job, reference: str | None, processes: int) -> ProcessPoolExecutor:
     # A job that has a name on the command line is loaded anew; one that was built in a program is inherited by fork.
     if reference is not None:
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(processes, context, initializer=_load_remotely, initargs=(reference,))
+        spawned = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(processes, spawned, initializer=_load_remotely, initargs=(reference,))
     global _job_here
     _job_here = job
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=torch.set_num_threads,
-                               initargs=(1,))  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _load_remotely(reference: str) -> None:
