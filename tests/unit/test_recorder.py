@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.telemetry.events import Evaluated, Event, RunStarted, StepCommitted, Warned
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.telemetry.records import number
@@ -119,7 +120,12 @@ def test_steps_of_the_journal_survive_a_disk_that_is_full_at_first(tmp_path: Pat
             return super().write(data)
 
     replayed = [{"event": "step_committed", "step": 1}]
-    recorder = Recorder(path, resumed_step=1, replayed=replayed, flush_s=None, open_file=lambda path: File(path, "ab"))
+
+    class Disk(Filesystem):
+        def append(self, path: Path) -> FileIO:
+            return File(path, "ab")
+
+    recorder = Recorder(path, resumed_step=1, replayed=replayed, flush_s=None, filesystem=Disk())
     for later in (2, 3):
         recorder(step(later))
         recorder.flush()
@@ -142,7 +148,12 @@ def test_sync_puts_the_name_of_a_new_file_on_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for first in (0, 1):
         synced: list[Path] = []
-        recorder = Recorder(path, resumed_step=first, flush_s=None, sync_directory=synced.append)
+
+        class Disk(Filesystem):
+            def sync_directory(self, path: Path, synced: list[Path] = synced) -> None:
+                synced.append(path)
+
+        recorder = Recorder(path, resumed_step=first, flush_s=None, filesystem=Disk())
         recorder(step(first + 1))
         recorder(step(first + 2))
         recorder.sync()
@@ -189,12 +200,13 @@ def test_a_full_disk_is_named_once_and_the_run_goes_on(tmp_path: Path, caplog: p
     path = tmp_path / "metrics.jsonl"
     files: list[FullDisk] = []
 
-    def open_file(path: Path) -> FileIO:
-        files.append(FullDisk(path, "ab"))
-        files[0].room = 10_000
-        return files[0]
+    class Disk(Filesystem):
+        def append(self, path: Path) -> FileIO:
+            files.append(FullDisk(path, "ab"))
+            files[0].room = 10_000
+            return files[0]
 
-    recorder = write(path, step(1), open_file=open_file)
+    recorder = write(path, step(1), filesystem=Disk())
     files[0].room = 100  # less than a line
     for number_ in (2, 3):
         recorder(step(number_))

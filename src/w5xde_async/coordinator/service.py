@@ -368,11 +368,10 @@ class Coordinator:
         if files is not None:
             await loop.run_in_executor(None, files.directory.write_config, self._settings or {"name": self.name})
         if files is not None and self._record:
-            filesystem = files.directory.filesystem
+            path, filesystem, wall = files.directory.metrics_path, files.directory.filesystem, self._runtime.wall
             self._recorder = Recorder(
-                files.directory.metrics_path, resumed_step=resume.step, replayed=resume.replayed,
-                wall=self._runtime.wall, fence=filesystem.fence, sync_directory=filesystem.sync_directory,
-            )  # fmt: skip
+                path, resumed_step=resume.step, replayed=resume.replayed, wall=wall, filesystem=filesystem
+            )
             self.bus.subscribe(self._recorder)
         await self._outputs.open(access, self._settings or config.shown(), resume.step)
         self._began = self._runtime.clock()

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -81,6 +82,10 @@ class Filesystem:
     def create(self, path: Path) -> BinaryIO:
         """Open a new file for writing, that its owner alone can read; it must not exist."""
         return open(path, "xb", buffering=_WRITE_BUFFER_BYTES, opener=_private)
+
+    def append(self, path: Path) -> FileIO:
+        """Open a file for writing at its end, without a buffer; it is made where it is not there."""
+        return FileIO(path, "ab")
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         file.write(data)
@@ -160,7 +165,7 @@ class FencedFilesystem(Filesystem):
     def __init__(self, inner: Filesystem, check: Callable[[], None]) -> None:
         self._inner, self._check = inner, check
         self.make_directory, self.create = inner.make_directory, inner.create  # type: ignore[method-assign]
-        self.write, self.sync = inner.write, inner.sync  # type: ignore[method-assign]
+        self.append, self.write, self.sync = inner.append, inner.write, inner.sync  # type: ignore[method-assign]
         self.sync_directory, self.sync_file = inner.sync_directory, inner.sync_file  # type: ignore[method-assign]
 
     def fence(self) -> None:

@@ -46,16 +46,12 @@ class Recorder:
         flush_s: float | None = 1.0,
         capacity: int = 50_000,
         wall: Callable[[], float] = time.time,
-        open_file: Callable[[Path], FileIO] = lambda path: FileIO(path, "ab"),
-        fence: Callable[[], None] = lambda: None,
-        sync_directory: Callable[[Path], None] = lambda path: Filesystem().sync_directory(path),
+        filesystem: Filesystem | None = None,
     ) -> None:
         """Touches no disk yet. ``flush_s`` None starts no thread: the owner calls ``flush``.
 
         ``replayed`` are records of steps, the last ones before the resumed step, of which the file may lack some.
-        At most ``capacity`` events wait to be written; those beyond are dropped and counted. ``fence`` raises
-        StoreError or OSError where nothing may be written any more: the file is another's. ``sync_directory`` returns
-        when the names in a directory are on the disk.
+        At most ``capacity`` events wait to be written; those beyond are dropped and counted.
         """
         self._path = path
         self._resumed_step = resumed_step
@@ -63,7 +59,7 @@ class Recorder:
         self._flush_s = flush_s
         self._capacity = capacity
         self._wall = wall
-        self._open_file, self._fence, self._sync_directory = open_file, fence, sync_directory
+        self._filesystem = filesystem or Filesystem()
         self._pending: list[tuple[float, Event]] = []
         self._dropped = 0
         self._warned = False
@@ -129,7 +125,7 @@ class Recorder:
     def _sync(self, file: FileIO) -> None:
         os.fsync(file.fileno())
         if not self._named:  # it was made, or put in the place of another, by this object
-            self._sync_directory(self._path.parent)
+            self._filesystem.sync_directory(self._path.parent)
             self._named = True
 
     def _write_on(self) -> None:
@@ -143,10 +139,10 @@ class Recorder:
                 return
 
     def _append(self, data: bytes) -> None:
-        self._fence()
+        self._filesystem.fence()  # raises where the file is another's
         if self._file is None:
             _drop_redone(self._path, self._resumed_step)
-            self._file = self._open_file(self._path)
+            self._file = self._filesystem.append(self._path)
             self._size = self._file.seek(0, os.SEEK_END)
         file = self._file
         if self._replayed:
