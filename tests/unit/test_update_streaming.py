@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.turns import strided, taking_turns
 from torch import Tensor, nn
+from w5xde_async.updates.robust import CoordinateMedian
 
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.state import pack_state, unpack_state
@@ -15,7 +16,6 @@ from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.updates.outer import bucket_fragments
-from w5xde_async.updates.robust import CoordinateMedian
 from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
 from w5xde_async.wire.messages import VerdictCode
 
