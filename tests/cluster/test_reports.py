@@ -200,7 +200,7 @@ def held_objects(ledger: Ledger) -> int:
 
 def test_memory_does_not_grow_with_timeouts_hivemind_654_flower_4934() -> None:
     """A hundred thousand leases that nobody answers: what the ledger holds stays as it is after the first thousands."""
-    ledger = Ledger(num_buckets=2)
+    ledger = Ledger()
     ledger.open(0, 8, 0.0)
     ledger.begin(0, 0.0)
     now, sizes = 0.0, []

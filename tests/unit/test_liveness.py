@@ -26,7 +26,7 @@ from w5xde_async.updates.config import UpdateConfig
     ],
 )
 def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: bool, standing: Standing) -> None:
-    ledger, membership, said = Ledger(num_buckets=1), Membership(12.0), []
+    ledger, membership, said = Ledger(), Membership(12.0), []
 
     def session(worker: str) -> Any:
         outbox = SimpleNamespace(withdraw=lambda lease: in_outbox)
@@ -56,7 +56,6 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     mine = ledger.grant("a", 0, 4, now=0.0, deadline_s=9.0)
     assert mine is not None
     ledger.back_up(mine.lease, "b", now=1.0, deadline_s=9.0)
-    ledger.fill(mine.lease, 0)
     other = ledger.finish(mine.lease)
     assert other is not None
     revoke(other, "another worker was faster")

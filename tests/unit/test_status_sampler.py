@@ -194,7 +194,7 @@ async def test_another_rule_does_not_begin_the_counting_anew():
 
 def test_why_a_worker_waits():
     """One step of four leaves, from before the first lease to the update; a and b are here."""
-    ledger = Ledger(num_buckets=1)
+    ledger = Ledger()
 
     def session(worker: str) -> Any:
         outbox = SimpleNamespace(lease_bytes=0)
@@ -232,13 +232,11 @@ def test_why_a_worker_waits():
     sessions["a"].receiving = None
     other = ledger.grant("b", 0, 2, now=0.0, deadline_s=9.0)
     assert other is not None
-    ledger.fill(grant.lease, 0)
     ledger.finish(grant.lease)
     assert reason() == "step 1: name-b computes the last 2 leaves"
     ledger.open(1, 4, 0.0)
     ledger.grant("a", 1, 4, now=0.0, deadline_s=9.0)
     assert reason() == "step 1: name-b computes the last 2 leaves"  # what it has of the next step cannot begin yet
-    ledger.fill(other.lease, 0)
     ledger.finish(other.lease)
     assert reason() == "the update of step 1"
     member.standing = Standing.LATE

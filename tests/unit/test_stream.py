@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from w5xde_async.plan.ledger import FailedWork
+from w5xde_async.plan.leases import FailedWork, LeaseTerms
 from w5xde_async.plan.stream import DoneSteps, StreamLedger
 
 WORKERS = ("a", "b", "c")
@@ -21,7 +21,7 @@ ACTS = st.lists(
 
 @given(ACTS)
 def test_every_step_is_in_one_place(acts: list[tuple[str, str]]) -> None:
-    ledger = StreamLedger(total_steps=12, max_failures=1000, max_deaths=1000)
+    ledger = StreamLedger(LeaseTerms(max_failures=1000, max_deaths=1000), total_steps=12)
     waiting: list[int] = []
     backed: set[int] = set()
     now = 0.0
@@ -106,7 +106,7 @@ def test_the_time_of_a_lease_begins_when_its_version_is_there() -> None:
 
 
 def test_a_step_that_failed_on_a_worker_is_left_to_others() -> None:
-    ledger = StreamLedger(total_steps=1, max_failures=3)
+    ledger = StreamLedger(LeaseTerms(max_failures=3), total_steps=1)
     grant = ledger.grant("a", now=0.0, deadline_s=5.0)
     assert grant is not None
     assert ledger.fail(grant.lease) is None
@@ -115,7 +115,7 @@ def test_a_step_that_failed_on_a_worker_is_left_to_others() -> None:
 
 
 def test_a_worker_that_loses_its_link_time_and_again_blames_no_step() -> None:
-    ledger = StreamLedger(total_steps=1, max_deaths=2)
+    ledger = StreamLedger(LeaseTerms(max_deaths=2), total_steps=1)
     for worker in "aaaabbb":
         ledger.returned("a")  # it is here again: it had not died
         assert ledger.grant(worker, now=0.0, deadline_s=5.0) is not None
@@ -125,7 +125,7 @@ def test_a_worker_that_loses_its_link_time_and_again_blames_no_step() -> None:
 
 
 def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> None:
-    ledger = StreamLedger(total_steps=1, max_failures=2, present=lambda: "abc")
+    ledger = StreamLedger(LeaseTerms(max_failures=2, present=lambda: "abc"), total_steps=1)
     for worker, place in zip("abc", ("here", "here", "there"), strict=True):
         ledger.places.joined(worker, place)
     for worker in "ab":
@@ -140,7 +140,7 @@ def test_no_step_is_to_blame_while_a_place_is_there_that_has_not_tried_it() -> N
 
 def test_workers_that_fail_on_everything_end_no_run_while_one_that_delivers_has_not_tried() -> None:
     """All at one place: of three nothing is known but that they fail."""
-    ledger = StreamLedger(total_steps=1, max_failures=3, present=lambda: "abch")
+    ledger = StreamLedger(LeaseTerms(max_failures=3, present=lambda: "abch"), total_steps=1)
     for worker in "abch":
         ledger.places.joined(worker, "here")
     ledger.places.delivered("h")

@@ -1,48 +1,44 @@
-"""Leases, deadlines, exactly-once: who computes which block, and what has arrived.
+"""Who computes which block of a step, until when, and that each leaf counts once.
 
 Invariants, checked by ``validate`` in tests:
   - every leaf of an open step is in exactly one place: free, in one unfinished block, or in one finished block;
-  - a (block, bucket) slot is filled once; a second arrival is a duplicate;
   - a lease that was returned, revoked or outlived by its step is stale, for ever;
   - a block has at most two open leases: its own and a backup, which another worker holds;
-  - an audit is a lease on a finished block beside these: what it fills is its own and finishes nothing.
+  - an audit is a lease on a finished block beside these, and finishes nothing.
 
 Nothing that is asked for each lease goes through a step's leaves or all workers' leases: what is free, half done or
 held of a step is counted as it changes.
 
-Which buckets a block still lacks is kept here as far as leasing needs it: a block of which something has come is leased
-whole again, and one that lacks something is not finished. Where they lie, who has sent them and what is being received
-is known to the block store (``hub.work.block_store``).
+A block of which something has come is leased whole again. What has come of which block, and who has sent it, is in the
+block store (``hub.work.block_store``), which is asked.
 
-Time is an argument. What this room does not do: hold tensors, know workers beyond their id, choose block sizes.
+Time is an argument. What this module does not do: hold tensors, know workers beyond their id, choose block sizes.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from w5xde_async.plan.attempts import Places
+from w5xde_async.plan.leases import FailedWork, Grant, LeaseTable, LeaseTerms
 from w5xde_async.plan.tree import Block, aligned_block
 
-__all__ = ["COORDINATOR", "FailedWork", "Grant", "Ledger", "OpenStep", "Slot"]
+__all__ = ["COORDINATOR", "BlockGrant", "Ledger", "OpenStep", "Slot"]
 
 COORDINATOR = ""  #: the worker whose leases the coordinator computes itself
-_REMEMBERED = 4096  # leases that ended, by which late results are told from noise
+_MOST_OPEN = 2  # steps
 
 
 @dataclass(slots=True)
 class Slot:
-    """One block that was leased: its filled buckets and, while somebody works on it, the lease.
+    """One block that was leased and, while somebody works on it, the lease.
 
     ``contested``: two workers have computed it at once, so a bucket of either may have been turned away.
     """
 
     block: Block
-    buckets: set[int] = field(default_factory=set)
     lease: int | None = None
     backup: int | None = None
     contested: bool = False
@@ -50,25 +46,10 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """A lease as given out. ``deadline`` is on the caller's clock, from when the step became computable."""
+class BlockGrant(Grant):
+    """A lease of a block. Its deadline is from when its step became computable."""
 
-    lease: int
-    step: int
     block: Block
-    worker: str
-    granted_at: float
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FailedWork:
-    """A leaf that failed more often than allowed; ``died`` when workers vanished on it rather than reported."""
-
-    step: int
-    leaf: int
-    attempts: int
-    died: bool
 
 
 @dataclass(slots=True)
@@ -79,14 +60,11 @@ class OpenStep:
     num_leaves: int
     opened_at: float
     free: list[Block]  # maximal free runs, ascending; not aligned
-    free_leaves: int  # that nobody holds, those of half-filled blocks among them
+    free_leaves: int  # that nobody holds, those of begun blocks among them
     slots: dict[int, Slot] = field(default_factory=dict)  # first leaf -> slot
-    orphans: dict[int, Slot] = field(default_factory=dict)  # those that are half-filled and nobody holds
-    leases: dict[int, Grant] = field(default_factory=dict)  # open ones, in order
+    orphans: dict[int, Slot] = field(default_factory=dict)  # those that are begun and nobody holds
+    leases: dict[int, BlockGrant] = field(default_factory=dict)  # open ones, in order
     held_leaves: int = 0  # in these
-    failures: dict[int, list[str]] = field(default_factory=dict)  # leaf -> workers that failed on it
-    # Leaf -> workers that vanished on it, and whether results of theirs had counted.
-    deaths: dict[int, dict[str, bool]] = field(default_factory=dict)
     finished_leaves: int = 0
 
     @property
@@ -94,40 +72,20 @@ class OpenStep:
         return self.finished_leaves == self.num_leaves
 
 
-class Ledger:
-    """The book of all open leases. At most ``max_open_steps`` steps are open at once (the current and those ahead)."""
+class Ledger(LeaseTable[BlockGrant]):
+    """The book of all open leases of blocks. Two steps at most are open at once: the current one and the next."""
 
     def __init__(
-        self,
-        *,
-        num_buckets: int,
-        max_open_steps: int = 2,
-        max_failures: int = 3,
-        max_deaths: int = 8,
-        first_lease: int = 1,
-        present: Callable[[], Iterable[str]] = tuple,
-        allowed_s: Callable[[Grant], float] = lambda grant: grant.deadline_s,
-    ) -> None:
-        """``first_lease``: leases are numbered from here on; terms that do not overlap make them unique in a run.
-
-        ``present``: workers that take work now. ``allowed_s``: how long a lease may take, where that has changed since
-        it was given.
-        """
-        self.num_buckets = num_buckets
-        self.max_open_steps = max_open_steps
-        self.max_failures = max_failures
-        self.max_deaths = max_deaths
-        self.places = Places(present)
-        self._allowed_s = allowed_s
+        self, terms: LeaseTerms | None = None, *, allowed_s: Callable[[BlockGrant], float] = lambda g: g.deadline_s,
+        has_come: Callable[[int, Block], bool] = lambda step, block: False,
+    ) -> None:  # fmt: skip
+        """``has_come``: whether anything is there of a block of a step. ``allowed_s``: see ``LeaseTable``."""
+        super().__init__(terms or LeaseTerms(), allowed_s)
+        self._has_come = has_come
         self._steps: dict[int, OpenStep] = {}
-        self._grants: dict[int, Grant] = {}
-        self._next_lease = first_lease
-        self._held: dict[str, list[int]] = {}
         self._watched: set[str] = set()
         self._eased: dict[str, None] = {}  # of those, who has had a lease less since somebody asked
-        self._ended: deque[int] = deque()
-        self._past: dict[int, tuple[Grant, bool]] = {}  # the last leases that ended, and whether finished
-        self._audits: dict[int, Slot] = {}  # lease -> what an audit has filled
+        self._audits: set[int] = set()
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -138,7 +96,7 @@ class Ledger:
 
     def open(self, step: int, num_leaves: int, now: float) -> None:
         """Begin ``step``; all its leaves are free."""
-        if step in self._steps or len(self._steps) >= self.max_open_steps:
+        if step in self._steps or len(self._steps) >= _MOST_OPEN:
             raise ValueError(f"step {step} cannot be opened beside {self.open_steps}")
         self._steps[step] = OpenStep(step, num_leaves, now, [Block(0, num_leaves)], num_leaves)
 
@@ -154,6 +112,9 @@ class Ledger:
             for open_lease in (slot.lease, slot.backup):
                 if open_lease is not None:
                     self._drop(open_lease)
+        for tried in (self._failures, self._deaths):
+            for work in [work for work in tried if work[0] == step]:
+                del tried[work]
 
     def complete(self, step: int) -> bool:
         """True when every leaf of ``step`` lies in a finished block."""
@@ -171,7 +132,7 @@ class Ledger:
         """Leaves of ``step`` in open leases, twice where two workers have them."""
         return self._steps[step].held_leaves
 
-    def leases_on(self, step: int) -> Collection[Grant]:
+    def leases_on(self, step: int) -> Collection[BlockGrant]:
         """Open leases on ``step``, in the order in which they were given."""
         return self._steps[step].leases.values()
 
@@ -190,37 +151,18 @@ class Ledger:
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def get(self, lease: int) -> Grant | None:
-        """An open lease, or None when it is not open (any more)."""
-        return self._grants.get(lease)
-
-    def held(self, worker: str) -> list[Grant]:
-        """Open leases of a worker, oldest first."""
-        return [self._grants[lease] for lease in self._held.get(worker, ())]
-
-    def num_held(self, worker: str, *, up_to_step: int | None = None) -> int:
-        """Open leases of a worker; with ``up_to_step`` only those that come before later steps'."""
-        held = self._held.get(worker, ())
-        if up_to_step is None:
-            return len(held)
-        return sum(self._grants[lease].step <= up_to_step for lease in held)
-
-    @property
-    def num_open(self) -> int:
-        return len(self._grants)
-
-    def past(self, worker: str, lease: int) -> Grant | None:
-        """A lease of ``worker`` that ended not long ago (the last few thousand are remembered)."""
-        grant, _ = self._past.get(lease, (None, False))
-        return grant if grant is not None and grant.worker == worker else None
-
-    def is_duplicate(self, lease: int) -> bool:
-        """True when that lease ended because its block was finished, by itself or by the other one on it."""
-        return self._past.get(lease, (None, False))[1]
+    def num_held_up_to(self, worker: str, step: int) -> int:
+        """Open leases of a worker but those of steps after ``step``."""
+        return sum(self._grants[lease].step <= step for lease in self._held.get(worker, ()))
 
     def contested(self, lease: int) -> bool:
         """True when another worker has computed the block of this open lease too."""
-        return self._slot(self._grants[lease]).contested
+        return lease not in self._audits and self._slot(self._grants[lease]).contested
+
+    def untouched(self, lease: int) -> bool:
+        """Whether nobody else is at the block of an open lease, and nothing of it has come."""
+        grant = self._grants[lease]
+        return not (lease in self._audits or self.contested(lease) or self._has_come(grant.step, grant.block))
 
     def opened_at(self, step: int) -> float:
         """When an open step became computable, or was opened."""
@@ -231,7 +173,7 @@ class Ledger:
         held = (self._grants[lease] for lease in self._held.get(worker, ()))
         return sum(grant.block.num_leaves for grant in held if grant.step == step)
 
-    def began_at(self, grant: Grant) -> float:
+    def began_at(self, grant: BlockGrant) -> float:
         """When the lease could be begun at the earliest: granted, and its step computable."""
         return max(grant.granted_at, self._steps[grant.step].opened_at)
 
@@ -240,29 +182,26 @@ class Ledger:
         grant = self._grants[lease]
         if grant.worker == worker or not self.unbacked(lease):
             return False
-        failures = self._steps[grant.step].failures
-        return not (failures and any(worker in failures.get(leaf, ()) for leaf in range(*grant.block)))
+        return not any(worker in tried for tried in self._tried(grant.step, grant.block))
 
     def unbacked(self, lease: int) -> bool:
         """Whether nobody has backed up an open lease yet. Audits are not backed up."""
         return lease not in self._audits and not self._slot(self._grants[lease]).contested
 
-    def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> Grant:
+    def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> BlockGrant:
         """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid."""
         grant = self._grants[lease]
         slot = self._slot(grant)
         if slot.contested or grant.worker == worker:
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
-        second = self._enter(grant.step, slot, worker, now, deadline_s)
+        second = self._grant(grant.step, slot.block, worker, now, deadline_s)
         slot.backup, slot.contested = second.lease, True
         return second
 
-    def audit(self, step: int, block: Block, worker: str, *, now: float, deadline_s: float) -> Grant:
+    def audit(self, step: int, block: Block, worker: str, *, now: float, deadline_s: float) -> BlockGrant:
         """Lease a finished block of an open step once more, to compare. It counts in no sum of the ledger's."""
-        slot = Slot(block)
-        grant = self._enter(step, slot, worker, now, deadline_s)
-        slot.lease = grant.lease
-        self._audits[grant.lease] = slot
+        grant = self._grant(step, block, worker, now, deadline_s)
+        self._audits.add(grant.lease)
         return grant
 
     def is_audit(self, lease: int) -> bool:
@@ -270,7 +209,7 @@ class Ledger:
         return lease in self._audits
 
     def reopen(self, step: int, block: Block, worker: str) -> None:
-        """A finished block of ``worker`` did not hold: nothing of it is filled, and its leaves are for others first."""
+        """A finished block of ``worker`` did not hold: its leaves are for others first."""
         opened = self._steps[step]
         slot = opened.slots.pop(block.start)
         if not slot.finished:
@@ -278,27 +217,26 @@ class Ledger:
         opened.finished_leaves -= block.num_leaves
         opened.free_leaves += block.num_leaves
         for leaf in range(*block):
-            opened.failures.setdefault(leaf, []).append(worker)
+            self._failures.setdefault((step, leaf), []).append(worker)
         _add_run(opened.free, block)
 
-    def unfill(self, step: int, start: int, buckets: Iterable[int]) -> None:
-        """What an unfinished block got from a worker that is not believed any more is missing again."""
+    def emptied(self, step: int, start: int) -> None:
+        """Something of an unfinished block is missing again: who sent it is not trusted any more."""
         opened = self._steps[step]
         slot = opened.slots[start]
-        slot.buckets.difference_update(buckets)
         slot.contested = True  # who has it now may have had a bucket turned away that is missing again
-        if slot.lease is None and slot.backup is None and not slot.buckets:
+        if slot.lease is None and slot.backup is None and not self._has_come(step, slot.block):
             del opened.slots[start]
             opened.orphans.pop(start, None)
             _add_run(opened.free, slot.block)
 
     def grant(
         self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Collection[str] = ()
-    ) -> Grant | None:
+    ) -> BlockGrant | None:
         """Lease ``worker`` the first free block of ``step``, of at most ``max_leaves`` leaves.
 
-        Half-filled blocks go first, whole as they were. A leaf that failed on ``worker`` is left to ``others`` while
-        there are any.
+        Blocks that were begun go first, whole as they were. A leaf that failed on ``worker`` is left to ``others``
+        while there are any.
         """
         opened = self._steps[step]
         for slot in opened.orphans.values():
@@ -317,54 +255,34 @@ class Ledger:
                 start = block.stop
         return None
 
-    def fill(self, lease: int, bucket: int) -> bool:
-        """Fill slot (block of ``lease``, ``bucket``). False when it was filled before (a duplicate)."""
-        slot = self._slot(self._grants[lease])
-        if bucket in slot.buckets:
-            return False
-        slot.buckets.add(bucket)
-        return True
-
-    def filled(self, lease: int, bucket: int) -> bool:
-        """True when the slot is filled already."""
-        return bucket in self._slot(self._grants[lease]).buckets
-
-    def missing(self, lease: int) -> list[int]:
-        """Buckets of the lease's block that nobody has filled yet."""
-        filled = self._slot(self._grants[lease]).buckets
-        return [bucket for bucket in range(self.num_buckets) if bucket not in filled]
-
-    def finish(self, lease: int) -> Grant | None:
-        """The lease is done and all its buckets are filled: its block is finished.
+    def finish(self, lease: int) -> BlockGrant | None:
+        """The lease is done and all of its block has come, which is finished by it.
 
         Returns the other lease on the block, which is stale from now on, where there was one.
         """
-        grant = self._grants[lease]
-        slot = self._slot(grant)
-        if len(slot.buckets) != self.num_buckets:
-            raise ValueError(f"lease {lease} is not complete")
-        if self._audits.pop(lease, None) is not None:
+        if lease in self._audits:
             self._drop(lease, finished=True)
             return None
+        grant = self._grants[lease]
+        slot = self._slot(grant)
         other = slot.backup if slot.lease == lease else slot.lease
         slot.finished, slot.lease, slot.backup = True, None, None
         self._steps[grant.step].finished_leaves += slot.block.num_leaves
         self._drop(lease, finished=True)
         return None if other is None else self._drop(other, finished=True)
 
-    def give_back(self, lease: int) -> Grant:
-        """The lease ends unfinished: its leaves are free again (its filled slots stay filled), or its backup's."""
-        grant = self._grants[lease]
-        opened, slot = self._steps[grant.step], self._slot(grant)
-        self._drop(lease)
-        if self._audits.pop(lease, None) is not None:
+    def give_back(self, lease: int) -> BlockGrant:
+        """The lease ends unfinished: its leaves are free again (what has come of it stays), or its backup's."""
+        audit, grant = lease in self._audits, self._drop(lease)
+        if audit:
             return grant
+        opened, slot = self._steps[grant.step], self._slot(grant)
         if slot.backup is not None:
             slot.lease, slot.backup = (slot.backup if slot.lease == lease else slot.lease), None
             return grant
         slot.lease = None
         opened.free_leaves += slot.block.num_leaves
-        if slot.buckets:
+        if self._has_come(grant.step, slot.block):
             opened.orphans[slot.block.start] = slot
         else:
             del opened.slots[slot.block.start]
@@ -377,14 +295,9 @@ class Ledger:
         A leaf that failed too often is returned, once nobody is left whose word would count for more.
         """
         grant = self.give_back(lease)
-        opened = self._steps[grant.step]
-        failures = opened.failures.setdefault(leaf, [])
-        failures.append(grant.worker)
-        if self.places.fails(failures, self.max_failures):
-            return FailedWork(grant.step, leaf, len(failures), died=False)
-        return None
+        return self._raised(grant.step, leaf, grant.worker)
 
-    def lose(self, worker: str, *, died: bool = True) -> tuple[list[Grant], FailedWork | None]:
+    def lose(self, worker: str, *, died: bool = True) -> tuple[list[BlockGrant], FailedWork | None]:
         """The worker is gone: all its leases go back. A leaf on which too many workers died is returned as well.
 
         ``died`` is False for one that was given up: silence says nothing about the leaf it had. Workers are counted,
@@ -396,25 +309,15 @@ class Ledger:
         current = next(iter(self._steps.values()), None)
         begun = next((grant for grant in grants if current is not None and grant.step == current.step), None)
         if died and current is not None and begun is not None:
-            # Buckets leave with a block's last leaf; where one is filled, that leaf is to blame.
+            # Buckets leave with a block's last leaf; where one has come, that leaf is to blame.
             block = begun.block
-            slot = current.slots.get(block.start)
-            suspects = range(block.stop - 1, block.stop) if slot is not None and slot.buckets else range(*block)
-            for leaf in suspects:
-                deaths = current.deaths.setdefault(leaf, {})
-                deaths[worker] = self.places.has_delivered(worker)
-                if len(suspects) == 1 and self.places.kills(deaths, self.max_deaths):
-                    failed_work = FailedWork(current.step, leaf, len(deaths), died=True)
+            suspects = range(*block)[-1:] if self._has_come(current.step, block) else range(*block)
+            blamed = [self._died(current.step, leaf, worker) for leaf in suspects]
+            failed_work = blamed[0] if len(blamed) == 1 else None
         return grants, failed_work
 
-    def returned(self, worker: str) -> None:
-        """The worker is here again: it had lost its link, not its life."""
-        for opened in self._steps.values():
-            for deaths in opened.deaths.values():
-                deaths.pop(worker, None)
-
-    def take_over(self, step: int, leaf: int, *, now: float) -> Grant | None:
-        """Lease the coordinator a leaf, in the block that it was sent in where something of that is filled.
+    def take_over(self, step: int, leaf: int, *, now: float) -> BlockGrant | None:
+        """Lease the coordinator a leaf, in the block that it was sent in where something of that has come.
 
         None where it is finished, or somebody else is at it.
         """
@@ -430,12 +333,12 @@ class Ledger:
         slot = opened.slots[leaf] = Slot(Block(leaf, leaf + 1))
         return self._lease(opened, slot, COORDINATOR, now, math.inf)
 
-    def overdue(self, now: float) -> list[Grant]:
+    def overdue(self, now: float) -> list[BlockGrant]:
         """Leases of the current step whose deadline has passed."""
         current = next(iter(self._steps.values()), None)
         if current is None:
             return []
-        return [grant for grant in current.leases.values() if self.began_at(grant) + self._allowed_s(grant) <= now]
+        return [grant for grant in current.leases.values() if self._is_overdue(grant, now)]
 
     def validate(self) -> None:
         """Raise AssertionError where an invariant does not hold (for tests and the simulator)."""
@@ -459,59 +362,57 @@ class Ledger:
                 for lease in (slot.lease, slot.backup):
                     assert lease is None or self._grants[lease].block == slot.block
                 assert slot.backup is None or slot.lease is not None
-                assert not slot.finished or len(slot.buckets) == self.num_buckets
-        assert set(self._audits) <= set(self._grants)
-        assert sorted(self._grants) == sorted(lease for held in self._held.values() for lease in held)
+            for slot in waiting.values():
+                assert self._has_come(opened.step, slot.block), f"nothing of {slot.block} is there to be kept"
+        assert self._audits <= set(self._grants)
+        self._check_held()
 
     # -- inner ---------------------------------------------------------------------------------------------
 
-    def _slot(self, grant: Grant) -> Slot:
-        return self._audits.get(grant.lease) or self._steps[grant.step].slots[grant.block.start]
+    def _slot(self, grant: BlockGrant) -> Slot:
+        return self._steps[grant.step].slots[grant.block.start]
 
-    def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
-        grant = self._enter(opened.step, slot, worker, now, deadline_s)
+    def _lease(self, opened: OpenStep, slot: Slot, worker: str, now: float, deadline_s: float) -> BlockGrant:
+        grant = self._grant(opened.step, slot.block, worker, now, deadline_s)
         slot.lease, slot.contested = grant.lease, False
         opened.orphans.pop(slot.block.start, None)
         opened.free_leaves -= slot.block.num_leaves
         return grant
 
-    def _enter(self, step: int, slot: Slot, worker: str, now: float, deadline_s: float) -> Grant:
-        lease, self._next_lease = self._next_lease, self._next_lease + 1
-        grant = self._grants[lease] = Grant(lease, step, slot.block, worker, now, deadline_s)
-        self._held.setdefault(worker, []).append(lease)
+    def _grant(self, step: int, block: Block, worker: str, now: float, deadline_s: float) -> BlockGrant:
+        grant = self._enter(BlockGrant(self._number(), step, worker, now, deadline_s, block))
         opened = self._steps[step]
-        opened.leases[lease] = grant
-        opened.held_leaves += slot.block.num_leaves
+        opened.leases[grant.lease] = grant
+        opened.held_leaves += block.num_leaves
         return grant
 
-    def _drop(self, lease: int, *, finished: bool = False) -> Grant:
-        grant = self._grants.pop(lease)
-        held = self._held[grant.worker]
-        held.remove(lease)
-        if not held:
-            del self._held[grant.worker]
+    def _drop(self, lease: int, *, finished: bool = False) -> BlockGrant:
+        grant = super()._drop(lease, finished=finished)
+        self._audits.discard(lease)
         if grant.worker in self._watched:
             self._eased[grant.worker] = None
         opened = self._steps.get(grant.step)
         if opened is not None:
             del opened.leases[lease]
             opened.held_leaves -= grant.block.num_leaves
-        self._ended.append(lease)
-        self._past[lease] = (grant, finished)
-        if len(self._ended) > _REMEMBERED:
-            del self._past[self._ended.popleft()]
         return grant
 
+    def _tried(self, step: int, block: Block) -> list[list[str]]:
+        """On whom each leaf of a block raised, of those that did."""
+        if not self._failures:
+            return []
+        return [self._failures[step, leaf] for leaf in range(*block) if (step, leaf) in self._failures]
+
     def _shuns(self, opened: OpenStep, block: Block, worker: str, others: Collection[str]) -> bool:
-        if not opened.failures:
-            return False
-        return any(self.places.leaves(worker, opened.failures.get(leaf, ()), others) for leaf in range(*block))
+        return any(self.places.leaves(worker, tried, others) for tried in self._tried(opened.step, block))
 
     def _isolate(self, opened: OpenStep, block: Block) -> Block:
         """A leaf that failed, or on which workers died twice, is leased alone, so that it alone is to blame."""
-        if block.num_leaves == 1 or not (opened.failures or opened.deaths):
+        if block.num_leaves == 1 or not (self._failures or self._deaths):
             return block
-        suspects = [leaf for leaf in range(*block) if leaf in opened.failures or len(opened.deaths.get(leaf, ())) > 1]
+        works = [(opened.step, leaf) for leaf in range(*block)]
+        suspects = [leaf for step, leaf in works if (step, leaf) in self._failures
+                    or len(self._deaths.get((step, leaf), ())) > 1]  # fmt: skip
         while block.num_leaves > 1 and any(block.start <= leaf < block.stop for leaf in suspects):
             half = 1 << ((block.num_leaves - 1).bit_length() - 1)
             block = Block(block.start, block.start + half)

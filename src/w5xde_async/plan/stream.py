@@ -17,17 +17,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from w5xde_async.plan.attempts import Places
-from w5xde_async.plan.ledger import FailedWork
+from w5xde_async.plan.leases import FailedWork, Grant, LeaseTable, LeaseTerms
 
-__all__ = ["DoneSteps", "StreamGrant", "StreamLedger"]
-
-_REMEMBERED = 4096  # leases that ended, by which late results are told from noise
+__all__ = ["DoneSteps", "StreamLedger"]
 
 
 class DoneSteps:
@@ -70,49 +65,26 @@ class DoneSteps:
         return cls(int(state["floor"]), [int(step) for step in state["above"]])
 
 
-@dataclass(frozen=True, slots=True)
-class StreamGrant:
-    """A lease as given out. ``step`` is -1 for a submission, which is asked for by a lease of its own."""
-
-    lease: int
-    step: int
-    worker: str
-    granted_at: float
-    deadline_s: float
-
-
-class StreamLedger:
-    """The book of all open leases, and of what each worker carries."""
+class StreamLedger(LeaseTable[Grant]):
+    """The book of all open leases, and of what each worker carries. A grant's ``step`` is -1 for a submission, which
+    is asked for by a lease of its own."""
 
     def __init__(
-        self, *, total_steps: int, done: DoneSteps | None = None, max_failures: int = 3, max_deaths: int = 8,
-        first_lease: int = 1, present: Callable[[], Iterable[str]] = tuple,
-        waits: Callable[[StreamGrant], bool] = lambda grant: False,
-        allowed_s: Callable[[StreamGrant], float] = lambda grant: grant.deadline_s,
+        self, terms: LeaseTerms | None = None, *, total_steps: int, done: DoneSteps | None = None,
+        waits: Callable[[Grant], bool] = lambda grant: False,
+        allowed_s: Callable[[Grant], float] = lambda grant: grant.deadline_s,
     ) -> None:  # fmt: skip
         """``done`` belongs to this object from now on. ``waits``: whether a lease cannot be begun yet (its version is
-        not there), so that its time has not begun either. The others: see ``plan.ledger.Ledger``."""
-        self.total_steps = total_steps
-        self.done = done or DoneSteps()
-        self.max_failures, self.max_deaths = max_failures, max_deaths
-        self.places = Places(present)
-        self._next_lease = first_lease
+        not there), so that its time has not begun either. ``allowed_s``: see ``LeaseTable``."""
+        super().__init__(terms or LeaseTerms(), allowed_s)
+        self.total_steps, self.done, self._waits = total_steps, done or DoneSteps(), waits
         self._cursor = self.done.floor
         self._free: list[int] = []  # heap of steps below the cursor
-        self._grants: dict[int, StreamGrant] = {}
-        self._held: dict[str, list[int]] = {}
         self._carried: dict[str, list[int]] = {}
         self._judged: dict[int, tuple[int, ...]] = {}  # lease -> steps of a result that has come
         self._since: dict[str, float] = {}  # worker -> when its oldest lease could begin
-        self._failures: dict[int, list[str]] = {}
         self._refusals: dict[int, list[tuple[str, float]]] = {}  # whose results of a step were no good, and their norms
-        self._deaths: dict[
-            int, dict[str, bool]
-        ] = {}  # step -> who vanished on it, and whether results of theirs had counted
-        self._past: dict[int, tuple[StreamGrant, bool]] = {}
         self._twins: dict[int, int] = {}  # lease -> the other one on its step
-        self._ended: deque[int] = deque()
-        self._waits, self._allowed_s = waits, allowed_s
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -149,21 +121,9 @@ class StreamLedger:
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def get(self, lease: int) -> StreamGrant | None:
-        """An open lease, or None when it is not open (any more)."""
-        return self._grants.get(lease)
-
     def is_open(self, lease: int) -> bool:
         """Whether a lease is held, or its result is being judged."""
         return lease in self._grants or lease in self._judged
-
-    def held(self, worker: str) -> list[StreamGrant]:
-        """Open leases of a worker, oldest first."""
-        return [self._grants[lease] for lease in self._held.get(worker, ())]
-
-    def num_held(self, worker: str) -> int:
-        """Open leases of a worker, a submission among them."""
-        return len(self._held.get(worker, ()))
 
     @property
     def num_open(self) -> int:
@@ -174,16 +134,7 @@ class StreamLedger:
         """Steps leased to a worker."""
         return sum(self._grants[lease].step >= 0 for lease in self._held.get(worker, ()))
 
-    def past(self, worker: str, lease: int) -> StreamGrant | None:
-        """A lease of ``worker`` that ended not long ago."""
-        grant, _ = self._past.get(lease, (None, False))
-        return grant if grant is not None and grant.worker == worker else None
-
-    def is_duplicate(self, lease: int) -> bool:
-        """True when that lease ended because its step's result had come, from it or from the other worker on it."""
-        return self._past.get(lease, (None, False))[1]
-
-    def grant(self, worker: str, *, now: float, deadline_s: float, others: Collection[str] = ()) -> StreamGrant | None:
+    def grant(self, worker: str, *, now: float, deadline_s: float, others: Collection[str] = ()) -> Grant | None:
         """Lease ``worker`` the next step; one that it failed on is left to ``others`` while there are any."""
         shunned = []
         step: int | None = None
@@ -203,13 +154,13 @@ class StreamLedger:
             if self._cursor >= self.total_steps:
                 return None
             step, self._cursor = self._cursor, self._cursor + 1
-        return self._enter(step, worker, now, deadline_s)
+        return self._grant(step, worker, now, deadline_s)
 
-    def ask(self, worker: str, *, now: float, deadline_s: float = math.inf) -> StreamGrant:
+    def ask(self, worker: str, *, now: float, deadline_s: float = math.inf) -> Grant:
         """A lease for a submission of all that ``worker`` carries by the time that it has computed what it holds."""
-        return self._enter(-1, worker, now, deadline_s)
+        return self._grant(-1, worker, now, deadline_s)
 
-    def unbacked(self) -> list[tuple[StreamGrant, int]]:
+    def unbacked(self) -> list[tuple[Grant, int]]:
         """Leases that may be backed up, and how many their worker has before each of them."""
         return [
             (grant, place)
@@ -219,32 +170,32 @@ class StreamLedger:
             if grant.step >= 0 and grant.lease not in self._twins
         ]
 
-    def may_back_up(self, worker: str, grant: StreamGrant) -> bool:
+    def may_back_up(self, worker: str, grant: Grant) -> bool:
         """Whether that lease is another's, and its step none that ``worker`` has failed on."""
         tried = self._tried(grant.step)
         return grant.worker != worker and worker not in tried
 
-    def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> StreamGrant:
+    def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> Grant:
         """Lease the step of ``lease`` to a second worker too; whose result comes first has it."""
         grant = self._grants[lease]
         if grant.step < 0 or lease in self._twins or grant.worker == worker:
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
-        second = self._enter(grant.step, worker, now, deadline_s)
+        second = self._grant(grant.step, worker, now, deadline_s)
         self._twins[lease], self._twins[second.lease] = second.lease, lease
         return second
 
     def carry(self, lease: int, now: float) -> None:
         """The step is computed; its worker carries it."""
-        grant = self._end(lease, now, finished=True)
+        grant = self._end(lease, now)
         self._carried.setdefault(grant.worker, []).append(grant.step)
 
-    def submitted(self, lease: int, now: float) -> tuple[tuple[int, ...], StreamGrant | None]:
+    def submitted(self, lease: int, now: float) -> tuple[tuple[int, ...], Grant | None]:
         """The lease's result is here, to be judged: its step, or all that its worker carried. ``settle`` follows.
 
         Returns the other lease on the step as well, which is void from now on, where there was one.
         """
         twin = self._twins.get(lease)
-        grant = self._end(lease, now, finished=True)
+        grant = self._end(lease, now)
         steps = (grant.step,) if grant.step >= 0 else tuple(self._carried.pop(grant.worker, ()))
         self._judged[lease] = steps
         return steps, None if twin is None else self._drop(twin, finished=True)
@@ -291,16 +242,16 @@ class StreamLedger:
 
     def _tried(self, step: int) -> tuple[str, ...]:
         """Who failed on a step, each as often as it did."""
-        return (*self._failures.get(step, ()), *(worker for worker, _ in self._refusals.get(step, ())))
+        return (*self._failures.get((step, 0), ()), *(worker for worker, _ in self._refusals.get(step, ())))
 
-    def began_at(self, grant: StreamGrant) -> float:
+    def began_at(self, grant: Grant) -> float:
         """When the worker could begin an open lease, as far as is known: the one before it had ended."""
         return max(grant.granted_at, self._since.get(grant.worker, grant.granted_at))
 
-    def give_back(self, lease: int) -> StreamGrant:
+    def give_back(self, lease: int) -> Grant:
         """The lease ends unfinished: its step is free again, or its backup's."""
         backed_up = lease in self._twins
-        grant = self._drop(lease, finished=False)
+        grant = self._drop(lease)
         if grant.step >= 0 and not backed_up:
             heapq.heappush(self._free, grant.step)
         return grant
@@ -308,11 +259,7 @@ class StreamLedger:
     def fail(self, lease: int) -> FailedWork | None:
         """The job raised on a step. It goes back; one that failed too often is returned, as ``Ledger.fail`` says."""
         grant = self.give_back(lease)
-        failures = self._failures.setdefault(grant.step, [])
-        failures.append(grant.worker)
-        if not self.places.fails(failures, self.max_failures):
-            return None
-        return FailedWork(grant.step, 0, len(failures), died=False)
+        return self._raised(grant.step, 0, grant.worker)
 
     def lose(self, worker: str, *, died: bool = True) -> tuple[int, FailedWork | None]:
         """The worker is gone: what it held and carried is free again. How many steps, and one it may have died of."""
@@ -324,29 +271,16 @@ class StreamLedger:
             heapq.heappush(self._free, step)
             count += 1
         self._since.pop(worker, None)
-        failed_work = None
-        if died and begun is not None:
-            deaths = self._deaths.setdefault(begun.step, {})
-            deaths[worker] = self.places.has_delivered(worker)
-            if self.places.kills(deaths, self.max_deaths):
-                failed_work = FailedWork(begun.step, 0, len(deaths), died=True)
-        return count, failed_work
+        return count, self._died(begun.step, 0, worker) if died and begun is not None else None
 
-    def returned(self, worker: str) -> None:
-        """The worker is here again: it had lost its link, not its life."""
-        for step, deaths in list(self._deaths.items()):
-            deaths.pop(worker, None)
-            if not deaths:
-                del self._deaths[step]
-
-    def overdue(self, now: float) -> list[StreamGrant]:
+    def overdue(self, now: float) -> list[Grant]:
         """Of each worker the lease it is at, where its deadline has passed."""
         found = []
         for worker, leases in self._held.items():
             grant = self._grants[leases[0]]
             if self._waits(grant):
                 self._since[worker] = now
-            elif self.began_at(grant) + self._allowed_s(grant) <= now:
+            elif self._is_overdue(grant, now):
                 found.append(grant)
         return found
 
@@ -361,32 +295,20 @@ class StreamLedger:
         assert self._twins.keys() <= self._grants.keys()
         places += [step for step in range(self._cursor) if step in self.done]
         assert sorted(places) == list(range(self._cursor)), f"steps below {self._cursor} lie in {sorted(places)}"
-        assert sorted(self._grants) == sorted(lease for held in self._held.values() for lease in held)
+        self._check_held()
 
     # -- inner ---------------------------------------------------------------------------------------------
 
-    def _enter(self, step: int, worker: str, now: float, deadline_s: float) -> StreamGrant:
-        lease, self._next_lease = self._next_lease, self._next_lease + 1
-        grant = self._grants[lease] = StreamGrant(lease, step, worker, now, deadline_s)
-        self._held.setdefault(worker, []).append(lease)
-        return grant
+    def _grant(self, step: int, worker: str, now: float, deadline_s: float) -> Grant:
+        return self._enter(Grant(self._number(), step, worker, now, deadline_s))
 
-    def _end(self, lease: int, now: float, *, finished: bool) -> StreamGrant:
-        grant = self._drop(lease, finished=finished)
+    def _end(self, lease: int, now: float) -> Grant:
+        grant = self._drop(lease, finished=True)
         self._since[grant.worker] = now
         return grant
 
-    def _drop(self, lease: int, *, finished: bool) -> StreamGrant:
-        grant = self._grants.pop(lease)
+    def _drop(self, lease: int, *, finished: bool = False) -> Grant:
         twin = self._twins.pop(lease, None)
         if twin is not None:
             del self._twins[twin]
-        held = self._held[grant.worker]
-        held.remove(lease)
-        if not held:
-            del self._held[grant.worker]
-        self._ended.append(lease)
-        self._past[lease] = (grant, finished)
-        if len(self._ended) > _REMEMBERED:
-            del self._past[self._ended.popleft()]
-        return grant
+        return super()._drop(lease, finished=finished)

@@ -15,6 +15,7 @@ from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.hub.work.block_store import BlockStore, Destination, SlotKey
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.reducer import Reducer
+from w5xde_async.plan.leases import LeaseTerms
 from w5xde_async.plan.ledger import Ledger, OpenStep
 from w5xde_async.plan.tree import Block, Frontier, Merge
 from w5xde_async.updates.sync import SyncRule
@@ -58,11 +59,6 @@ def _no_requeue(put: Put) -> None:
 
 @bug("duplicate-fill", "a result for a slot that is filled is taken, and added, again", *LOST)
 def _duplicate_fill(put: Put) -> None:
-    def fill(self: Ledger, lease: int, bucket: int) -> bool:
-        self._slot(self._grants[lease]).buckets.add(bucket)
-        return True
-
-    put(Ledger, "fill", fill)
     real = BlockStore.reserve
 
     def reserve(self: BlockStore, key: SlotKey, writer: Any) -> memoryview | None:
@@ -76,9 +72,8 @@ def _duplicate_fill(put: Put) -> None:
 def _lease_numbers(put: Put) -> None:
     real = Ledger.__init__
 
-    def init(self: Ledger, **kwargs: Any) -> None:
-        kwargs.pop("first_lease", None)
-        real(self, **kwargs)
+    def init(self: Ledger, terms: LeaseTerms, **kwargs: Any) -> None:
+        real(self, dataclasses.replace(terms, first_lease=1), **kwargs)
 
     put(Ledger, "__init__", init)
 
@@ -91,11 +86,11 @@ def _lease_numbers(put: Put) -> None:
     *LOST,
 )
 def _any_worker(put: Put) -> None:
-    real_place, real_get = Results.place, Ledger.get
+    real_place, real_get = Results.place, Ledger.held_by
     latest: dict[int, Any] = {}
 
-    def get(self: Ledger, lease: int) -> Any:
-        grant = real_get(self, lease)
+    def held_by(self: Ledger, worker: str, lease: int) -> Any:
+        grant = real_get(self, worker, lease)
         if grant is not None:
             latest[id(self)] = grant
         return grant
@@ -108,7 +103,7 @@ def _any_worker(put: Put) -> None:
                 self._store.vector(grant.block).bucket_bytes[result.bucket][:] = bytes(spec.nbytes)
         return placed
 
-    put(Ledger, "get", get)
+    put(Ledger, "held_by", held_by)
     put(Results, "place", place)
 
 
@@ -223,9 +218,8 @@ def _forget_partial(put: Put) -> None:
 
     def take_back(self: SyncTraining, session: Any) -> int:
         for grant in self.ledger.held(session.worker_id):
-            for bucket in range(self.ledger.num_buckets - 1) if self.store.suppliers(grant.block) else ():
+            for bucket in self.store.buckets[:-1] if self.store.suppliers(grant.block) else ():
                 self.store._filled[grant.block].setdefault(bucket, None)
-                self.ledger.fill(grant.lease, bucket)
         return real(self, session)
 
     put(SyncTraining, "take_back", take_back)

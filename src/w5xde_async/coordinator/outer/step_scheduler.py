@@ -14,12 +14,12 @@ from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
 from w5xde_async.coordinator.training import Lifecycle, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Roster
+from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler, StepPlan
-from w5xde_async.plan.stream import StreamGrant, StreamLedger
+from w5xde_async.plan.stream import StreamLedger
 from w5xde_async.plan.tree import Block
 from w5xde_async.telemetry.events import Waiting
 from w5xde_async.updates.outer import bucket_fragments
@@ -61,7 +61,7 @@ class StepScheduler:
         )  # fmt: skip
         self._plans: dict[int, StepPlan] = {}
         # Granted and not sent yet, with the oldest version that will do: their data is being read.
-        self._waiting: dict[str, deque[tuple[StreamGrant, int]]] = {}
+        self._waiting: dict[str, deque[tuple[Grant, int]]] = {}
         self._reading: dict[int, dict[str, None]] = {}  # step whose data is being read -> who waits for it
         self._opened = self._ledger.cursor  # steps below have been opened
         self._over = False  # nothing was left to lease the last time
@@ -274,7 +274,7 @@ class StepScheduler:
                     self.local_steps.idle(worker, fragment)
             self._send_waiting(worker)
 
-    def give_back_unbegun(self, worker: str) -> list[StreamGrant]:
+    def give_back_unbegun(self, worker: str) -> list[Grant]:
         """End all leases of a worker but the one that it is at. Returns them: they are to be revoked.
 
         None under rules of local steps: a step that the worker has made by the time that it hears of this is part of
@@ -286,11 +286,11 @@ class StepScheduler:
         steps = [grant for grant in self._ledger.held(worker) if grant.step >= 0]
         return [self._ledger.give_back(grant.lease) for grant in steps[1:] if grant.lease != receiving]
 
-    def was_sent(self, grant: Held) -> bool:
+    def was_sent(self, grant: Grant) -> bool:
         """Whether a lease was given to its worker's session; else it waits for its data."""
         return all(waiting.lease != grant.lease for waiting, _ in self._waiting.get(grant.worker, ()))
 
-    def waits(self, grant: StreamGrant) -> bool:
+    def waits(self, grant: Grant) -> bool:
         """Whether a worker has not been sent yet what a lease needs: its time begins when it has.
 
         That is the lease, and a version that will do. Newer versions that the worker is not sent change nothing.
@@ -304,7 +304,7 @@ class StepScheduler:
             return True
         return not self._publisher.has_left(session, self._oldest.get(grant.lease, 0))
 
-    def allowed_s(self, grant: StreamGrant) -> float:
+    def allowed_s(self, grant: Grant) -> float:
         """How long a lease may take, by what is known of its worker now."""
         pacing = self._pacing if grant.step >= 0 else self._submitting
         return pacing.allowed_s(grant.worker, 1, grant.deadline_s)

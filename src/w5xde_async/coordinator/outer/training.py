@@ -24,17 +24,16 @@ from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
-from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
 from w5xde_async.hub.work.verdicts import Verdicts
-from w5xde_async.plan.ledger import FailedWork
+from w5xde_async.plan.leases import FailedWork, Grant, LeaseTerms
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler
-from w5xde_async.plan.stream import DoneSteps, StreamGrant, StreamLedger
+from w5xde_async.plan.stream import DoneSteps, StreamLedger
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
 from w5xde_async.updates.admission import Outcome
@@ -73,10 +72,12 @@ class OuterTraining:
         self.lifecycle = Lifecycle(clock, config.grace_s)
         self.pacing = Pacing(config.pacing)
         self.ledger = StreamLedger(
+            LeaseTerms(
+                first_lease=(greeting.message.term << 32) + 1, max_failures=context.checks.max_leaf_failures,
+                present=lambda: self.roster.present,
+            ),
             total_steps=self.total_steps, done=DoneSteps.of_state(rule.done.state_dict()),
-            max_failures=context.checks.max_leaf_failures, first_lease=(greeting.message.term << 32) + 1,
-            present=lambda: self.roster.present, waits=lambda grant: self.scheduler.waits(grant),
-            allowed_s=lambda grant: self.scheduler.allowed_s(grant),
+            waits=lambda grant: self.scheduler.waits(grant), allowed_s=lambda grant: self.scheduler.allowed_s(grant),
         )  # fmt: skip
         self.roster = Roster(
             self, self.ledger, greeting, config, context.bus, clock,
@@ -417,8 +418,7 @@ class OuterTraining:
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
 
     def authorizes(self, session: Session, lease: int) -> bool:
-        grant = self.ledger.get(lease)
-        return grant is not None and grant.worker == session.worker_id
+        return self.ledger.held_by(session.worker_id, lease) is not None
 
     def schedule(self, only: str | None = None) -> None:
         self.scheduler.schedule(only)
@@ -463,22 +463,22 @@ class OuterTraining:
                 self.context.bus.publish(Waiting(reason="no workers"))
             self.schedule()
 
-    def revoke(self, grant: Held, reason: str) -> None:
+    def revoke(self, grant: Grant, reason: str) -> None:
         self.intake.drop(grant.lease)  # what came of it already
         if self.scheduler.was_sent(grant):
             self.roster.revoke(grant, reason)
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
-        grant = self.ledger.get(result.lease)
+        grant = self.ledger.held_by(session.worker_id, result.lease)
         member = self.roster.sessions.get(session.worker_id) is session
-        if grant is None or grant.worker != session.worker_id or not member:
+        if grant is None or not member:
             return Destination(None, self.ledger.past(session.worker_id, result.lease) is not None)
         if result.bucket not in self._wanted(grant):
             raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease}, which was not asked for")
         return self.intake.place(session, result, spec)
 
-    def _wanted(self, grant: StreamGrant) -> Sequence[int]:
+    def _wanted(self, grant: Grant) -> Sequence[int]:
         """Buckets that a lease's result may have."""
         if not self._local:
             return self._fragments[0]
@@ -493,8 +493,8 @@ class OuterTraining:
         worker, now = session.worker_id, self.context.clock()
         member = self.roster.member(worker)
         owed = member is not None and done.lease in member.owes
-        grant = self.ledger.get(done.lease)
-        if grant is None or grant.worker != worker:
+        grant = self.ledger.held_by(session.worker_id, done.lease)
+        if grant is None:
             self.roster.answered(session, done.lease)
             self._stale(session, done, owed=owed)
             self.schedule(worker)
@@ -536,7 +536,7 @@ class OuterTraining:
         self._let_go(worker)
         self.schedule(worker)
 
-    def _submitted(self, session: Session, grant: StreamGrant, done: Done, now: float) -> None:
+    def _submitted(self, session: Session, grant: Grant, done: Done, now: float) -> None:
         if done.version > self.version:
             raise RemoteError(f"it sent a result for version {done.version} before that version was published")
         self.verdicts.confirmed(grant.worker, done.version)
@@ -597,8 +597,8 @@ class OuterTraining:
 
     def failed(self, session: Session, failed: Failed) -> None:
         self.roster.answered(session, failed.lease)
-        grant = self.ledger.get(failed.lease)
-        if grant is None or grant.worker != session.worker_id or grant.step < 0:
+        grant = self.ledger.held_by(session.worker_id, failed.lease)
+        if grant is None or grant.step < 0:
             self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
             return
         self.intake.drop(failed.lease)

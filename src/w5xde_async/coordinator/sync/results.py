@@ -26,7 +26,8 @@ from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Sup
 from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.hub.work.verdicts import Verdicts
-from w5xde_async.plan.ledger import FailedWork, Grant
+from w5xde_async.plan.leases import FailedWork
+from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
@@ -42,7 +43,7 @@ class _Doubt(NamedTuple):
 
     failed_work: FailedWork
     traceback: str
-    grant: Grant
+    grant: BlockGrant
 
 
 class Results:
@@ -80,8 +81,8 @@ class Results:
         if coded:
             assert self._receive_buffers is not None
             self._receive_buffers.check(result, spec)  # in any case: what is dropped takes scratch of its size
-        grant = self._ledger.get(result.lease)
-        if grant is None or grant.worker != session.worker_id or not member:
+        grant = self._ledger.held_by(session.worker_id, result.lease)
+        if grant is None or not member:
             return Destination(None, self._ledger.past(session.worker_id, result.lease) is not None)
         self._current(grant)
         memory = self._store.reserve(SlotKey(self._slots_of(grant), result.bucket), session)
@@ -94,7 +95,7 @@ class Results:
             return self._receive_buffers.place(session, result, spec)
         return Destination(memory, True)
 
-    def _slots_of(self, grant: Grant) -> Block | AuditKey:
+    def _slots_of(self, grant: BlockGrant) -> Block | AuditKey:
         """Where the results of an open lease belong."""
         return AuditKey(grant.lease) if self._ledger.is_audit(grant.lease) else grant.block
 
@@ -105,12 +106,11 @@ class Results:
             assert slot is not None
             # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
             self._receive_buffers.read(session, result, self._store.vector(slot.of).buckets[slot.bucket])
-        grant = self._ledger.get(result.lease)
-        if grant is None or grant.worker != session.worker_id:
+        grant = self._ledger.held_by(session.worker_id, result.lease)
+        if grant is None:
             self._store.abandon(session)
             return
         of, bucket = self._store.fill(session, Supplier(session.worker_id, grant.lease))
-        self._ledger.fill(grant.lease, bucket)
         if isinstance(of, Block):
             self._verdicts.received(grant.lease, session.worker_id, bucket)
             self._counts_at_once(of, bucket, present=True)
@@ -132,8 +132,8 @@ class Results:
         ``owed``: the lease was taken from the worker, and this is the first that it says of it. ``member_s``: since it
         joined.
         """
-        grant = self._ledger.get(done.lease)
-        if grant is None or grant.worker != session.worker_id:
+        grant = self._ledger.held_by(session.worker_id, done.lease)
+        if grant is None:
             past = self._ledger.past(session.worker_id, done.lease)
             if owed and past is not None and len(done.losses) == past.block.num_leaves:
                 now = self._context.run.clock()
@@ -159,7 +159,6 @@ class Results:
             self._refuse(session, done, VerdictCode.DUPLICATE, "another worker is sending the same")
             return None
         for bucket in self._store.fill_with_nothing(of):
-            self._ledger.fill(done.lease, bucket)
             if isinstance(of, Block):
                 self._counts_at_once(of, bucket, present=False)
         self._scheduler.observe(grant, done.compute_s, self._context.run.clock())
@@ -209,7 +208,7 @@ class Results:
         for block, theirs in self._store.supplied_by(worker).items():
             suppliers = self._store.suppliers(block)
             self._store.empty(block, theirs)
-            self._ledger.unfill(step.plan.step, block.start, theirs)
+            self._ledger.emptied(step.plan.step, block.start)
             for bucket in theirs:
                 self._verdicts.dropped(suppliers[bucket].lease, bucket)
 
@@ -223,7 +222,7 @@ class Results:
         self.refused[code] += 1
         self.leaves_wasted += len(done.losses)
 
-    def _current(self, grant: Grant) -> StepState:
+    def _current(self, grant: BlockGrant) -> StepState:
         """The step of an open lease, which a worker can compute only when its version was published.
 
         Results have a place from before a version is published until its step is closed, and no lease outlives its
@@ -236,8 +235,8 @@ class Results:
 
     def failed(self, session: Session, failed: Failed) -> None:
         """The job raised on a leaf of a lease."""
-        grant = self._ledger.get(failed.lease)
-        if grant is None or grant.worker != session.worker_id:
+        grant = self._ledger.held_by(session.worker_id, failed.lease)
+        if grant is None:
             self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "the lease had ended")
             return
         self._current(grant)
@@ -280,7 +279,7 @@ class Results:
         await self._count_own(step, grant, reference)
         return True
 
-    async def _count_own(self, step: StepState, grant: Grant, reference: ReferenceResult) -> None:
+    async def _count_own(self, step: StepState, grant: BlockGrant, reference: ReferenceResult) -> None:
         """What the coordinator computed itself counts."""
         block, store = grant.block, self._store
         vector, everything = store.vector(block), range(len(self._layout.result_buckets))
@@ -296,7 +295,6 @@ class Results:
             if bucket in missing:  # what is here in its place counts
                 self._verdicts.dropped(lease, bucket)
         for bucket in missing:
-            self._ledger.fill(grant.lease, bucket)
             store.count(block, bucket, present=bucket in reference.present)
         self._ledger.finish(grant.lease)
         self._loader.finished(grant.step, block)

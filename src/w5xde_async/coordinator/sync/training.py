@@ -30,7 +30,6 @@ from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Nu
 from w5xde_async.coordinator.sync.waiting import reason_to_wait
 from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.hub.members.liveness import Held
 from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
@@ -38,10 +37,12 @@ from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
-from w5xde_async.plan.ledger import Grant, Ledger
+from w5xde_async.plan.leases import Grant, LeaseTerms
+from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Steps
+from w5xde_async.plan.tree import Block
 from w5xde_async.plan.verification import Audit, Count, Discard, Quarantine, Recompute
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
@@ -99,11 +100,13 @@ class SyncTraining:
         self.lifecycle = Lifecycle(clock, config.grace_s)
         self.pacing = Pacing(config.pacing)
         self.ledger = Ledger(
-            num_buckets=len(layout.result_buckets),
-            max_failures=context.checks.max_leaf_failures,
-            first_lease=(greeting.message.term << 32) + 1,  # no lease of another term has the same number
-            present=lambda: self.roster.present,
+            LeaseTerms(
+                first_lease=(greeting.message.term << 32) + 1,  # no lease of another term has the same number
+                max_failures=context.checks.max_leaf_failures,
+                present=lambda: self.roster.present,
+            ),
             allowed_s=self._allowed_s,
+            has_come=self._has_come,
         )
         self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader, at_most_half=growing is not None)
         self.roster = Roster(
@@ -385,9 +388,14 @@ class SyncTraining:
         self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
 
-    def _allowed_s(self, grant: Grant) -> float:
+    def _allowed_s(self, grant: BlockGrant) -> float:
         """How long a lease may take, by what is known of its worker now."""
         return self.pacing.allowed_s(grant.worker, grant.block.num_leaves, grant.deadline_s)
+
+    def _has_come(self, step: int, block: Block) -> bool:
+        """Whether anything is there of a block: of the current step alone."""
+        under_way = self.aggregator.step
+        return under_way is not None and under_way.plan.step == step and self.store.has(block)
 
     def _look_again_at(self, at: float, now: float) -> None:
         """Schedule again at that time, and at no other that was said before."""
@@ -410,8 +418,7 @@ class SyncTraining:
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
 
     def authorizes(self, session: Session, lease: int) -> bool:
-        grant = self.ledger.get(lease)
-        return grant is not None and grant.worker == session.worker_id
+        return self.ledger.held_by(session.worker_id, lease) is not None
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         return self.results.place(session, result, spec, member=self.roster.sessions.get(session.worker_id) is session)
@@ -475,7 +482,7 @@ class SyncTraining:
         self._let_go(session.worker_id)
         self.schedule()
 
-    def revoke(self, grant: Held, reason: str) -> None:
+    def revoke(self, grant: Grant, reason: str) -> None:
         if grant.lease not in self.scheduler.unread:  # else it was not sent: it waits for its data
             self.roster.revoke(grant, reason)
         self._let_go(grant.worker)  # that may have been the last it held

@@ -24,7 +24,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
-from w5xde_async.plan.ledger import Grant
+from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.verification import (
     Audit,
@@ -80,10 +80,10 @@ class FinishedBlock:
     """
 
     session: Session
-    grant: Grant
+    grant: BlockGrant
     done: Done
     suppliers: Mapping[int, Supplier]
-    overtaken: Grant | None = None
+    overtaken: BlockGrant | None = None
     held: HeldBlock | None = None
     norms: dict[int, float] = field(default_factory=dict)  # by bucket
     samples: int = 0
@@ -104,7 +104,7 @@ class Ruling(NamedTuple):
 
     block: FinishedBlock
     decisions: tuple[Decision, ...]
-    void: Grant | None = None
+    void: BlockGrant | None = None
 
 
 class Verification:
@@ -217,7 +217,7 @@ class Verification:
 
     # -- the second computation ----------------------------------------------------------------------------
 
-    def leases(self, ready: Collection[str]) -> list[Grant]:
+    def leases(self, ready: Collection[str]) -> list[BlockGrant]:
         """Audits to lease now. ``ready``: workers that take work."""
         granted = []
         now = self._context.run.clock()
@@ -445,7 +445,7 @@ class Verification:
                 self._gates[role].learn(norm, block.samples)
         return Ruling(block, decisions, void)
 
-    def _end_audit(self, held: HeldBlock) -> Grant | None:
+    def _end_audit(self, held: HeldBlock) -> BlockGrant | None:
         """Whatever comes of the second computation is not wanted any more. Its lease, where that was open."""
         if held.lease is None:
             return None

@@ -6,41 +6,16 @@ we are when nothing else is on its way to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
+from w5xde_async.plan.leases import Grant, LeaseTable
 from w5xde_async.plan.membership import Membership, Standing
 from w5xde_async.wire.messages import Heartbeat
 
-__all__ = ["Held", "Leases", "Liveness"]
-
-
-class Held(Protocol):
-    """An open lease, as far as revoking it goes."""
-
-    @property
-    def lease(self) -> int: ...
-
-    @property
-    def worker(self) -> str: ...
-
-
-class Leases(Protocol):
-    """A book of leases, as far as liveness goes."""
-
-    def get(self, lease: int) -> Held | None:
-        """An open lease."""
-
-    def held(self, worker: str) -> Sequence[Held]:
-        """Open leases of a worker, oldest first."""
-
-    def overdue(self, now: float) -> Sequence[Held]:
-        """Leases whose deadline has passed."""
-
-    def give_back(self, lease: int) -> Any:
-        """The lease ends unfinished."""
+__all__ = ["Liveness"]
 
 
 class Liveness:
@@ -53,8 +28,8 @@ class Liveness:
         sessions: Mapping[str, Session],
         joining: dict[Session, float],
         membership: Membership,
-        ledger: Leases,
-        revoke: Callable[[Held, str], None],
+        ledger: LeaseTable[Any],
+        revoke: Callable[[Grant, str], None],
         warn: Callable[[str], None],
         overran: Callable[[str], None] = lambda worker: None,
     ) -> None:
@@ -79,7 +54,7 @@ class Liveness:
             if silent is not None:
                 silent.abort(f"silent for {now - member.last_seen:.0f} s")
         for grant in self._ledger.overdue(now):
-            if self._ledger.get(grant.lease) is grant:
+            if self._ledger.get(grant.lease) is not None:
                 self._overdue(grant)
 
     def _sending(self, session: Session, now: float, activity: str) -> None:
@@ -101,7 +76,7 @@ class Liveness:
         elif session.worker_id in self._membership.members:
             self._membership.members[session.worker_id].last_seen = now
 
-    def _overdue(self, grant: Held) -> None:
+    def _overdue(self, grant: Grant) -> None:
         if self._membership.num_ready <= self._membership.is_ready(grant.worker):
             return  # nobody else could do it sooner
         self._overran(grant.worker)

@@ -13,15 +13,16 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Protocol
+from typing import Any, Protocol
 
 from w5xde_async.errors import RefusalCode, RemoteError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
-from w5xde_async.hub.members.liveness import Held, Leases, Liveness
+from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.leases import Grant, LeaseTable
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
@@ -84,7 +85,7 @@ class Scheduling(Protocol):
     def overran(self, worker: str) -> None:
         """A lease is taken from a worker because its deadline has passed."""
 
-    def revoke(self, grant: Held, reason: str) -> None:
+    def revoke(self, grant: Grant, reason: str) -> None:
         """A lease was taken from its worker, which is to be told."""
 
     def release(self, session: Session) -> None:
@@ -106,7 +107,7 @@ class Roster:
     def __init__(
         self,
         scheduling: Scheduling,
-        leases: Leases,
+        leases: LeaseTable[Any],
         greeting: Greeting,
         config: NetworkConfig,
         bus: Bus,
@@ -175,7 +176,7 @@ class Roster:
         for session in self.sessions.values():
             session.post(Drain("the coordinator stops", grace_s))
 
-    def revoke(self, grant: Held, reason: str) -> None:
+    def revoke(self, grant: Grant, reason: str) -> None:
         """Tell a worker that a lease was taken from it; a lease that still lies in its outbox is not sent."""
         session = self.sessions.get(grant.worker)
         if session is not None and not session.outbox.withdraw(grant.lease):

@@ -2,8 +2,8 @@
 
 A **slot** is one bucket of one block's sum, or of a block's second computation (an audit). It is empty, being received
 (a writer has reserved it), filled (from a supplier) or filled with nothing (no leaf of the block changed the bucket).
-A slot is filled once: whatever comes for it later finds no memory. Which buckets of a block have come is also noted in
-``plan.ledger``, which decides by it whom a block is leased to.
+A slot is filled once: whatever comes for it later finds no memory. Here alone is noted what has come of which block;
+``plan.ledger`` asks.
 
 A finished block is closed: its slots' story is over, and what counts of them is added to the sum, bucket by bucket, in
 the order of the tree (``plan.tree``). A block that does not hold is discarded, and its slots are empty again.
@@ -182,6 +182,10 @@ class BlockStore:
     def is_receiving(self, of: Block | AuditKey) -> bool:
         """Whether anything of that block is being received."""
         return bool(self._receiving.get(of))
+
+    def has(self, of: Block | AuditKey) -> bool:
+        """Whether a slot of a block that is not closed is filled."""
+        return bool(self._filled.get(of))
 
     def missing(self, of: Block | AuditKey) -> list[int]:
         """Buckets that are not filled."""

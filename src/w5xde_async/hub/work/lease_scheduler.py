@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from w5xde_async.data.loader import Loader
-from w5xde_async.plan.ledger import Grant, Ledger
+from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.tree import Block, right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
@@ -40,9 +40,9 @@ class LeaseScheduler:
     def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader, *, at_most_half: bool = False) -> None:
         """``at_most_half``: no lease holds leaves of both halves of its step, which are measured."""
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
-        self._fresh: list[Grant] = []  # granted since ``leases`` was last called
-        self.unread: dict[int, Grant] = {}  #: leases whose data had not been read, some that have ended among them
-        self._awaiting: dict[tuple[int, Block], list[Grant]] = {}  # the same by what is being read
+        self._fresh: list[BlockGrant] = []  # granted since ``leases`` was last called
+        self.unread: dict[int, BlockGrant] = {}  #: leases whose data had not been read, some that have ended among them
+        self._awaiting: dict[tuple[int, Block], list[BlockGrant]] = {}  # the same by what is being read
         self._most_unread = 64  # more of them are looked through for such as will never be read
         self._workers: dict[str, None] = {}  # that take work
         # Who may have room: for the current step alone, and for any. By the number of leases that were found to count;
@@ -75,26 +75,26 @@ class LeaseScheduler:
         self._pacing.forget(worker)
         self._free_since.pop(worker, None)
 
-    def observe(self, grant: Grant, compute_s: float, now: float) -> None:
+    def observe(self, grant: BlockGrant, compute_s: float, now: float) -> None:
         """A lease of the current step was done, in ``compute_s`` on the worker."""
         began = max(self._ledger.began_at(grant), self._free_since.get(grant.worker, -math.inf))
         self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - began)
         self._free_since[grant.worker] = now
         self._timed[grant.worker] = None
 
-    def overtaken(self, grant: Grant, now: float) -> None:
+    def overtaken(self, grant: BlockGrant, now: float) -> None:
         """Another worker has finished the block of a lease of the current step."""
         began = max(self._ledger.began_at(grant), self._free_since.get(grant.worker, -math.inf))
         self._pacing.overtaken(grant.worker, grant.block.num_leaves, now - began)
         self._timed[grant.worker] = None
 
-    def observe_late(self, grant: Grant, compute_s: float, now: float) -> None:
+    def observe_late(self, grant: BlockGrant, compute_s: float, now: float) -> None:
         """A lease that had ended was done after all: deadlines learn from it too, so that one too short gets longer."""
         self._pacing.observe_late(grant.worker, grant.block.num_leaves, compute_s, now - grant.granted_at)
         self._free_since[grant.worker] = now
         self._timed[grant.worker] = None
 
-    def send(self, grant: Grant) -> None:
+    def send(self, grant: BlockGrant) -> None:
         """A lease that somebody else has granted: ``leases`` gives it out with its data."""
         self._fresh.append(grant)
 
@@ -131,7 +131,7 @@ class LeaseScheduler:
         """Leases to send now because their data has come."""
         yield from self._send([grant for block in self._loader.came() for grant in self._awaiting.pop(block, ())])
 
-    def _send(self, grants: Sequence[Grant]) -> Iterator[tuple[str, Sendable]]:
+    def _send(self, grants: Sequence[BlockGrant]) -> Iterator[tuple[str, Sendable]]:
         for grant in grants:
             if self._ledger.get(grant.lease) is not grant:
                 self.unread.pop(grant.lease, None)
@@ -142,7 +142,7 @@ class LeaseScheduler:
                 self._awaiting.setdefault((grant.step, grant.block), []).append(grant)
                 continue
             self.unread.pop(grant.lease, None)
-            if data.too_large and self._untouched(grant):
+            if data.too_large and self._ledger.untouched(grant.lease):
                 self._ledger.give_back(grant.lease)
                 self._gave_back = True
                 continue
@@ -151,12 +151,6 @@ class LeaseScheduler:
                 data.structure,
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
-
-    def _untouched(self, grant: Grant) -> bool:
-        """Whether nobody else is at the lease's block, and nothing of it has come."""
-        ledger = self._ledger
-        alone = not (ledger.is_audit(grant.lease) or ledger.contested(grant.lease))
-        return alone and len(ledger.missing(grant.lease)) == ledger.num_buckets
 
     def _look_again(self) -> None:
         refused, self._refused = self._refused, {}
@@ -189,7 +183,7 @@ class LeaseScheduler:
         while waiting:
             worker = next(iter(waiting))
             del waiting[worker]
-            held = ledger.num_held(worker, up_to_step=step)
+            held = ledger.num_held(worker) if step is None else ledger.num_held_up_to(worker, step)
             if worker not in self._workers:
                 continue
             if held == room:
@@ -304,7 +298,7 @@ class LeaseScheduler:
             heapq.heappop(self._late)
         return None
 
-    def _late_at(self, lease: Grant) -> float | None:
+    def _late_at(self, lease: BlockGrant) -> float | None:
         """From when a lease is late; a worker's leases are computed one after the other."""
         if lease.worker not in self._workers:
             return None
