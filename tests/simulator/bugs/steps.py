@@ -15,7 +15,7 @@ from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.hub.work.block_store import BlockStore, Destination, SlotKey
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.reducer import Reducer
-from w5xde_async.plan.leases import LeaseTerms
+from w5xde_async.plan.leases import LeaseTable, LeaseTerms
 from w5xde_async.plan.ledger import Ledger, OpenStep
 from w5xde_async.plan.tree import Block, Frontier, Merge
 from w5xde_async.updates.sync import SyncRule
@@ -86,10 +86,10 @@ def _lease_numbers(put: Put) -> None:
     *LOST,
 )
 def _any_worker(put: Put) -> None:
-    real_place, real_get = Results.place, Ledger.held_by
+    real_place, real_get = Results.place, LeaseTable.held_by
     latest: dict[int, Any] = {}
 
-    def held_by(self: Ledger, worker: str, lease: int) -> Any:
+    def held_by(self: LeaseTable[Any], worker: str, lease: int) -> Any:
         grant = real_get(self, worker, lease)
         if grant is not None:
             latest[id(self)] = grant
@@ -103,7 +103,7 @@ def _any_worker(put: Put) -> None:
                 self._store.vector(grant.block).bucket_bytes[result.bucket][:] = bytes(spec.nbytes)
         return placed
 
-    put(Ledger, "held_by", held_by)
+    put(LeaseTable, "held_by", held_by)
     put(Results, "place", place)
 
 
