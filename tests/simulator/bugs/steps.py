@@ -90,10 +90,9 @@ def _any_worker(put: Put) -> None:
     latest: dict[int, Any] = {}
 
     def held_by(self: LeaseTable[Any], worker: str, lease: int) -> Any:
-        grant = real_get(self, worker, lease)
-        if grant is not None:
+        if (grant := self.get(lease)) is not None:
             latest[id(self)] = grant
-        return grant
+        return real_get(self, worker, lease)
 
     def place(self: Results, session: Any, result: Result, spec: Any, *, member: bool) -> Destination:
         placed = real_place(self, session, result, spec, member=member)
