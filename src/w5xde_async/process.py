@@ -83,8 +83,9 @@ def launch(
             signal.signal(getattr(signal, name), _Early())
     try:
         from w5xde_async.net.join import Invitation
+        from w5xde_async.net.token import find_token
         from w5xde_async.runtime import loop_factory
-        from w5xde_async.settings import Answer, find_token, read
+        from w5xde_async.settings import Answer, read
 
         try:
             settings, given = read(kind(), arguments, prog=prog)

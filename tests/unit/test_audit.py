@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from w5xde_async.errors import UsageError
 from w5xde_async.plan.audit import AuditConfig, Auditor, Choice, HeldBlock, Why
 from w5xde_async.plan.tree import Block
 
@@ -65,5 +66,6 @@ def test_tolerances() -> None:
     "config", [{"fraction": -0.1}, {"fraction": 1.1}, {"tolerance": 0}, {"tolerance": 1}, {"most_open": 0}]
 )
 def test_odd_settings_are_refused(config: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"between|at least"):
+    (name,) = config
+    with pytest.raises(UsageError, match=f"^{name} is .*; give a "):
         AuditConfig(**config)  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.net.token import find_token
 from w5xde_async.settings import (
     PROGRAMS,
     Answer,
     CoordinatorSettings,
     WorkerSettings,
-    find_token,
     flag_names,
     read,
     to_mapping,

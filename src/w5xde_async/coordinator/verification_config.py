@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w5xde_async.config import Config, number, setting, whole
+from w5xde_async.config import Config, number, same_as, setting, whole
 from w5xde_async.plan.audit import AuditConfig
 from w5xde_async.updates.norm_gate import NormGateConfig
 
@@ -19,14 +19,8 @@ class VerificationConfig(Config):
         6.0, "a result larger than the median by so many median deviations is computed by a second worker before it "
         "counts; 0: no such check", number(">= 0", lambda x: x >= 0), "bad workers",
     )  # fmt: skip
-    audit_fraction: float = setting(
-        0.01, "blocks for each step, on average, that are drawn by chance and computed by a second worker, to compare; "
-        "0: none", number("from 0 to 1", lambda x: 0 <= x <= 1), "bad workers",
-    )  # fmt: skip
-    audit_tolerance: float = setting(
-        0.01, "relative distance that two honest results on unlike machines may have",
-        number("between 0 and 1", lambda x: 0 < x < 1), "bad workers",
-    )  # fmt: skip
+    audit_fraction: float = same_as(AuditConfig, "fraction")
+    audit_tolerance: float = same_as(AuditConfig, "tolerance")
     max_leaf_failures: int = setting(
         3, "attempts on a leaf whose code raises before the run stops", whole(1), "the run"
     )

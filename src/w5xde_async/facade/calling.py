@@ -23,12 +23,13 @@ from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import is_loopback
+from w5xde_async.net.token import find_token
 from w5xde_async.runtime import loop_factory
 from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
 from w5xde_async.worker.service import Departure, Worker
 
-__all__ = ["LogMode", "block_on", "find_token", "shown", "where_to_join", "working"]
+__all__ = ["LogMode", "block_on", "shown", "token_of", "where_to_join", "working"]
 
 _T = TypeVar("_T")
 _EXIT_S = 30.0  #: how long a program that ends waits for calls in daemon threads
@@ -158,20 +159,10 @@ def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str]) -> Iterator[Progr
         progress.close()
 
 
-def find_token(token: str) -> str:
-    """``token``, or W5XDE_TOKEN, the file of W5XDE_TOKEN_FILE, ~/.config/w5xde/token; "" where there is none.
-
-    Raises UsageError for a file that is missing, empty or open to others.
-    """
-    if token := token or os.environ.get("W5XDE_TOKEN", "").strip():
-        return token
-    if named := os.environ.get("W5XDE_TOKEN_FILE", ""):
-        return read_secret_file(Path(named), kind="token file")
-    try:
-        usual = Path.home() / ".config" / "w5xde" / "token"
-        return read_secret_file(usual, kind="token file") if usual.is_file() else ""
-    except (RuntimeError, PermissionError):  # no home, or one that is not ours
-        return ""
+def token_of(token: str) -> str:
+    """``token``, or where it is looked for without one (``net.token``). Raises UsageError."""
+    named = os.environ.get("W5XDE_TOKEN_FILE", "")
+    return token or find_token(Path(named) if named else None, given_as_argument=False, environment=os.environ)
 
 
 def where_to_join(

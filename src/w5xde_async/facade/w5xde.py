@@ -26,7 +26,7 @@ from w5xde_async.compute.engine import choose_device
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
-from w5xde_async.facade.calling import LogMode, block_on, find_token, shown, where_to_join, working
+from w5xde_async.facade.calling import LogMode, block_on, shown, token_of, where_to_join, working
 from w5xde_async.facade.reading import BatchLoss
 from w5xde_async.job import ENDLESS, Job
 from w5xde_async.net.endpoint import format_address
@@ -106,7 +106,7 @@ class CentralServer:
             raise UsageError(f"log is {log!r}; give silent, normal or verbose")
         if secure and checkpoint_dir is None:
             raise UsageError("secure=True needs a checkpoint_dir: the join file and the certificate lie there")
-        token = find_token(token)
+        token = token_of(token)
         if checkpoint_dir is None and not token and not is_loopback(ip):
             raise UsageError(f"nodes cannot join {ip} without a secret: give a token or a checkpoint_dir")
         if not isinstance(model, nn.Module):
@@ -265,7 +265,7 @@ class TrainingNode:
         self.compress_gradients = compress_gradients
         self._config = WorkerConfig(
             name=name,
-            token=find_token(token),
+            token=token_of(token),
             device="auto" if device is None else str(device),
             connect_timeout_s=timeout_s,
         )

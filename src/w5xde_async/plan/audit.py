@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from w5xde_async.config import Config, number, setting, whole
 from w5xde_async.plan.tree import Block
 
 __all__ = ["AuditConfig", "Auditor", "Choice", "Deviation", "HeldBlock", "Why"]
@@ -39,23 +40,20 @@ class Why(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig:
-    """Knobs of the audits.
+class AuditConfig(Config):
+    """Knobs of the audits. On equal CPUs a hundredth of ``tolerance`` (a relative L2 distance) is allowed."""
 
-    ``fraction``: blocks that are sampled for each step, on average; 0 for none. ``tolerance``: the largest relative L2
-    distance that two honest computations on unequal machines may have; a hundredth of it on equal CPUs. ``most_open``:
-    blocks that are computed a second time at once; each takes one result vector of memory.
-    """
-
-    fraction: float = 0.01
-    tolerance: float = 0.01
-    most_open: int = 2
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.fraction <= 1:
-            raise ValueError("the fraction of steps that are audited lies between 0 and 1")
-        if not 0 < self.tolerance < 1 or self.most_open < 1:
-            raise ValueError("the tolerance lies between 0 and 1, most_open is at least 1")
+    fraction: float = setting(
+        0.01, "blocks for each step, on average, that are drawn by chance and computed by a second worker, to compare; "
+        "0: none", number("from 0 to 1", lambda x: 0 <= x <= 1), "bad workers", flag="audit_fraction",
+    )  # fmt: skip
+    tolerance: float = setting(
+        0.01, "relative distance that two honest results on unlike machines may have",
+        number("between 0 and 1", lambda x: 0 < x < 1), "bad workers", flag="audit_tolerance",
+    )  # fmt: skip
+    most_open: int = setting(
+        2, "blocks that are computed a second time at once; each takes one result vector of memory", whole(1)
+    )
 
 
 class Deviation(NamedTuple):

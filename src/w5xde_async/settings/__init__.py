@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from w5xde_async.settings.flags import Answer, flag_names, read, to_mapping
 from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings
-from w5xde_async.settings.token import TOKEN, find_token
 
 __all__ = [
     "PROGRAMS",
-    "TOKEN",
     "Answer",
     "CoordinatorSettings",
     "WorkerSettings",
-    "find_token",
     "flag_names",
     "read",
     "to_mapping",

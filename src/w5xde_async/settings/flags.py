@@ -239,8 +239,9 @@ def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
     groups: dict[str, Any] = {}
     for name, one in declared(program).items():
         told = one.setting
-        group = groups.setdefault(told.group, None) or parser.add_argument_group(told.group)
-        groups[told.group] = group
+        if told.group not in groups:
+            groups[told.group] = parser.add_argument_group(told.group)
+        group = groups[told.group]
         meaning = f"{told.meaning} [{one.shown}; {one.variable}]".replace("%", "%%")
         text = argparse.SUPPRESS if told.hidden else meaning
         if told.positional:
@@ -259,30 +260,22 @@ def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
 
 def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[str, Any]:
     parser = _parser(program, prog)
-    known = [option for action in parser._actions for option in action.option_strings]
-    plain: list[str] = []
-    values_left = False  # the token before wants a value
-    for index, argument in enumerate(arguments):
+    known = parser._option_string_actions
+    plain = list(arguments)
+    for index, argument in enumerate(plain):
         if argument == "--":
-            plain += arguments[index:]
             break
         flag, equals, value = argument.partition("=")
-        if values_left and flag not in known:
-            values_left = False
-        elif argument.startswith("-") and len(argument) > 1:
-            flag = "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
-            if flag == "--token":
-                raise UsageError(_NO_TOKEN_FLAG)
-            if flag not in known:
-                near = difflib.get_close_matches(flag, known, 1, 0.6)
-                raise UsageError(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-            argument = flag + equals + value
-            values_left = not equals and any(
-                flag in action.option_strings and action.nargs is None for action in parser._actions
-            )
-        plain.append(argument)
+        if (dashed := flag.replace("_", "-")) in known:
+            plain[index] = dashed + equals + value
     given, rest = parser.parse_known_args(plain)
     values = vars(given)
+    if rest and rest[0].startswith("-"):
+        flag = rest[0].partition("=")[0].replace("_", "-")
+        if flag == "--token":
+            raise UsageError(_NO_TOKEN_FLAG)
+        near = difflib.get_close_matches(flag, known, 1, 0.6)
+        raise UsageError(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
     if values.pop("help", False):
         raise Answer(parser.format_help().rstrip("\n"))
     if values.pop("version", False):

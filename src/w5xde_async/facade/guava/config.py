@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from w5xde_async.config import YES_OR_NO, Config, Kind, Setting, number, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
 from w5xde_async.plan.pacing import PacingConfig
@@ -20,14 +21,8 @@ __all__ = ["DistributedConfig", "ParallelismMissing"]
 
 logger = logging.getLogger(__name__)
 
-_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-#: Of a field's type: what its values are, how a variable is read, and what is wanted.
-_KINDS: dict[str, tuple[tuple[type, ...], Callable[[str], Any], str]] = {
-    "int": ((int,), int, "a whole number"),
-    "float": ((int, float), float, "a number"),
-    "bool": ((bool,), lambda text: _BOOLEANS[text.lower()], "1 or 0"),
-    "str": ((str,), str, "a text"),
-}
+_FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
+_TEXT = text("a text", "", r"(?s).*")
 #: Undocumented fields of the original, which its ``to_dict`` wrote: sockets tune themselves, a model needs no source.
 _GONE = frozenset({
     "socket_buffer_size", "tcp_nodelay", "enable_keepalive", "max_message_size_gb", "layers_per_gpu", "layer_ranges",
@@ -54,13 +49,13 @@ class ParallelismMissing(UsageError):
         )
 
 
-def _knob(default: Any, env: str = "", *, least: int | None = None) -> Any:
-    """A field, the environment variable that ``from_env`` reads it from, and the least that it can be."""
-    return field(default=default, metadata={"env": env, "least": least})
+def _knob(default: Any, kind: Kind, env: str = "") -> Any:
+    """A field, what it accepts, and the environment variable that ``from_env`` reads it from."""
+    return field(default=default, metadata={"setting": Setting("", kind), "env": env})
 
 
 @dataclass
-class DistributedConfig:
+class DistributedConfig(Config):
     """One run, for the orchestrator and its workers.
 
     vocab_size ... dropout  the model's shape: for your own model code to read (``MyModel(config.vocab_size)``)
@@ -80,57 +75,42 @@ class DistributedConfig:
     checkpoint_dir, save_interval  the run's directory, and steps between checkpoints
     """
 
-    vocab_size: int = _knob(50257, "VOCAB_SIZE", least=1)
-    d_model: int = _knob(768, "D_MODEL", least=1)
-    n_heads: int = _knob(12, "N_HEADS", least=1)
-    n_layers: int = _knob(12, "N_LAYERS", least=1)
-    d_ff: int = _knob(3072, "D_FF", least=1)
-    max_seq_len: int = _knob(1024, "MAX_SEQ_LEN", least=1)
-    dropout: float = _knob(0.1, "DROPOUT")
-    batch_size: int = _knob(16, "BATCH_SIZE", least=1)
-    learning_rate: float = _knob(3e-4, "LEARNING_RATE")
-    weight_decay: float = _knob(0.01, "WEIGHT_DECAY", least=0)
-    max_grad_norm: float = _knob(1.0, "MAX_GRAD_NORM", least=0)
-    use_amp: bool = _knob(False, "USE_AMP")
-    num_workers: int = _knob(1, "NUM_WORKERS", least=0)
-    master_ip: str = _knob("localhost", "MASTER_IP")
-    master_port: int = _knob(29500, "MASTER_PORT")
-    data_parallel: bool = _knob(True, "DATA_PARALLEL")
-    model_parallel: bool = _knob(False, "MODEL_PARALLEL")
-    pipeline_parallel: bool = _knob(False, "PIPELINE_PARALLEL")
-    tensor_parallel: bool = _knob(False, "TENSOR_PARALLEL")
-    micro_batches: int = _knob(4, "MICRO_BATCHES", least=1)
-    tensor_parallel_size: int = _knob(2, "TENSOR_PARALLEL_SIZE", least=1)
-    activation_timeout: float = _knob(60.0, "ACT_TIMEOUT_SEC", least=0)
-    ack_timeout: float = _knob(30.0, "ACK_TIMEOUT_SEC", least=0)
-    max_resends: int = _knob(3, "RESENDS_MAX", least=0)
-    resend_probe_interval: float = _knob(5.0, "RESEND_PROBE_SEC")
-    allow_activation_reuse: bool = _knob(False, "ALLOW_ACT_REUSE")
-    activation_cache_steps: int = _knob(256, "ACT_CACHE_STEPS", least=0)
-    compact_log: bool = _knob(True, "COMPACT_LOG")
-    log_step_every: int = _knob(100, "LOG_STEP_EVERY", least=0)
-    log_activations: bool = _knob(False, "LOG_ACT")
-    checkpoint_dir: str = _knob("./checkpoints")
-    save_interval: int = _knob(1000, least=1)
-
-    def __post_init__(self) -> None:
-        self.validate()
+    vocab_size: int = _knob(50257, whole(1), "VOCAB_SIZE")
+    d_model: int = _knob(768, whole(1), "D_MODEL")
+    n_heads: int = _knob(12, whole(1), "N_HEADS")
+    n_layers: int = _knob(12, whole(1), "N_LAYERS")
+    d_ff: int = _knob(3072, whole(1), "D_FF")
+    max_seq_len: int = _knob(1024, whole(1), "MAX_SEQ_LEN")
+    dropout: float = _knob(0.1, number("from 0 to less than 1", lambda x: 0 <= x < 1), "DROPOUT")
+    batch_size: int = _knob(16, whole(1), "BATCH_SIZE")
+    learning_rate: float = _knob(3e-4, _ABOVE_0, "LEARNING_RATE")
+    weight_decay: float = _knob(0.01, _FROM_0, "WEIGHT_DECAY")
+    max_grad_norm: float = _knob(1.0, _FROM_0, "MAX_GRAD_NORM")
+    use_amp: bool = _knob(False, YES_OR_NO, "USE_AMP")
+    num_workers: int = _knob(1, whole(0), "NUM_WORKERS")
+    master_ip: str = _knob("localhost", _TEXT, "MASTER_IP")
+    master_port: int = _knob(29500, whole(0, 65535), "MASTER_PORT")
+    data_parallel: bool = _knob(True, YES_OR_NO, "DATA_PARALLEL")
+    model_parallel: bool = _knob(False, YES_OR_NO, "MODEL_PARALLEL")
+    pipeline_parallel: bool = _knob(False, YES_OR_NO, "PIPELINE_PARALLEL")
+    tensor_parallel: bool = _knob(False, YES_OR_NO, "TENSOR_PARALLEL")
+    micro_batches: int = _knob(4, whole(1), "MICRO_BATCHES")
+    tensor_parallel_size: int = _knob(2, whole(1), "TENSOR_PARALLEL_SIZE")
+    activation_timeout: float = _knob(60.0, _FROM_0, "ACT_TIMEOUT_SEC")
+    ack_timeout: float = _knob(30.0, _FROM_0, "ACK_TIMEOUT_SEC")
+    max_resends: int = _knob(3, whole(0), "RESENDS_MAX")
+    resend_probe_interval: float = _knob(5.0, _ABOVE_0, "RESEND_PROBE_SEC")
+    allow_activation_reuse: bool = _knob(False, YES_OR_NO, "ALLOW_ACT_REUSE")
+    activation_cache_steps: int = _knob(256, whole(0), "ACT_CACHE_STEPS")
+    compact_log: bool = _knob(True, YES_OR_NO, "COMPACT_LOG")
+    log_step_every: int = _knob(100, whole(0), "LOG_STEP_EVERY")
+    log_activations: bool = _knob(False, YES_OR_NO, "LOG_ACT")
+    checkpoint_dir: str = _knob("./checkpoints", _TEXT)
+    save_interval: int = _knob(1000, whole(1))
 
     def validate(self) -> None:
         """Raises UsageError for the first field that cannot be."""
-
-        def need(holds: bool, name: str, wanted: str) -> None:
-            if not holds:
-                raise UsageError(f"{name} is {getattr(self, name)!r}; give {wanted}")
-
-        for knob in fields(self):
-            value, fits, least = getattr(self, knob.name), _KINDS[str(knob.type)][0], knob.metadata["least"]
-            need(isinstance(value, fits) and (not isinstance(value, bool) or bool in fits), knob.name, f"a {knob.type}")
-            need(least is None or value >= least, knob.name, f"a number >= {least}")
-        need(0 <= self.dropout < 1, "dropout", "a number from 0, below 1")
-        need(self.learning_rate > 0, "learning_rate", "a number > 0")
-        need(self.resend_probe_interval > 0, "resend_probe_interval", "seconds > 0")
-        need(0 <= self.master_port <= 65535, "master_port", "a number from 0 to 65535")
+        self.__post_init__()
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -140,11 +120,11 @@ class DistributedConfig:
         for knob in fields(cls):
             variable = knob.metadata["env"]
             if text := environment.get(variable, "").strip():
-                _, parse, wanted = _KINDS[str(knob.type)]
+                kind = knob.metadata["setting"].kind
                 try:
-                    given[knob.name] = parse(text)
-                except (ValueError, KeyError):
-                    raise UsageError(f"{variable} is {text!r}; give {wanted}") from None
+                    given[knob.name] = kind.value(text)
+                except ValueError:
+                    raise UsageError(f"{variable} is {text!r}; give {kind.accepts}") from None
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

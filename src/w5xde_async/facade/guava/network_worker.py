@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from w5xde_async.errors import UsageError
-from w5xde_async.facade.calling import block_on, find_token, where_to_join, working
+from w5xde_async.facade.calling import block_on, token_of, where_to_join, working
 from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
@@ -51,7 +51,7 @@ class NetworkWorker:
             logger.warning("there is no CUDA on this machine: worker %d computes on the CPU", gpu_id)
         self._config = WorkerConfig(
             name=f"{socket.gethostname()}-gpu-{gpu_id}",  # every machine has a GPU 0
-            token=find_token(token),
+            token=token_of(token),
             device=f"cuda:{gpu_id}" if cuda else "cpu",
             connect_timeout_s=timeout_s,
         )

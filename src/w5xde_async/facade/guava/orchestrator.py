@@ -26,7 +26,7 @@ from torch.utils.data import default_collate as torch_collate
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import StoreError, UsageError
-from w5xde_async.facade.calling import LogMode, block_on, find_token, shown
+from w5xde_async.facade.calling import LogMode, block_on, shown, token_of
 from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.reading import BatchLoss, token_loss
@@ -111,7 +111,7 @@ class Orchestrator:
             raise UsageError("no model is registered: call register_model(model) first")
         given = reading_of(dataloader, config, seed=self._seed)
         job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
-        token, code_free = find_token(self._token), self.mode == "orchestrator" or config.num_workers > 1
+        token, code_free = token_of(self._token), self.mode == "orchestrator" or config.num_workers > 1
         settings = config.coordinator_config(
             token=token, resume=self._resume, loader_processes=given.processes, code_free=code_free
         )

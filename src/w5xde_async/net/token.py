@@ -11,16 +11,14 @@ from pathlib import Path
 
 from w5xde_async.net.join import read_secret_file
 
-__all__ = ["TOKEN", "find_token"]
-
-TOKEN = "W5XDE_TOKEN"
+__all__ = ["find_token"]
 
 
 def find_token(token_file: Path | None, *, given_as_argument: bool, environment: Mapping[str, str]) -> str:
     """The token, or "" where there is none. Raises UsageError for a file that is missing, empty or open to others."""
     if token_file is not None and given_as_argument:
         return read_secret_file(token_file, kind="token file")
-    token = environment.get(TOKEN, "").strip()
+    token = environment.get("W5XDE_TOKEN", "").strip()
     if token:
         return token
     if token_file is not None:
