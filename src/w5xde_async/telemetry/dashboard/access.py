@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,7 +37,6 @@ class Access:
     def __init__(self, app: ASGIApp, *, token: str, host: str, secure: bool) -> None:
         self._app, self._token, self._secure = app, token.encode(), secure
         self._hosts = _LOOPBACK | {host.strip("[]").lower()}
-        self._cookie = ""  # named after the port, since cookies are shared by all ports of a host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,29 +54,28 @@ class Access:
         """None lets the request through."""
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("read-only\n", 405, {"allow": "GET, HEAD"})
-        headers = Headers(scope=scope)
+        asked = HTTPConnection(scope)
         if not self._token:
-            if _name_of(headers.get("host", "")) in self._hosts:
+            if _name_of(asked.headers.get("host", "")) in self._hosts:
                 return None
             return PlainTextResponse("this dashboard answers to the names of its own machine only\n", 403)
         if scope["path"] in _OPEN_PATHS:
             return None
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = next((value for name, value in query if name == "token"), None)
+        # Named after the port, since cookies are shared by all ports of a host.
         cookie = f"w5xde_{(scope.get('server') or ('', 0))[1]}"
-        if given is not None and self._equal(given):
-            return self._let_in(scope, query, cookie)
-        bearer = headers.get("authorization", "")
+        if self._equal(asked.query_params.get("token", "")):
+            return self._let_in(asked, cookie)
+        bearer = asked.headers.get("authorization", "")
         if bearer[:7].lower() == "bearer " and self._equal(bearer[7:].strip()):
             return None
-        if self._equal(_cookie(headers.get("cookie", ""), cookie)):
+        if self._equal(asked.cookies.get(cookie, "")):
             return None
         return PlainTextResponse("a token is needed: open the link that the coordinator has printed\n", 401)
 
-    def _let_in(self, scope: Scope, query: list[tuple[str, str]], cookie: str) -> Response | None:
-        if scope["path"] != "/":
+    def _let_in(self, asked: HTTPConnection, cookie: str) -> Response | None:
+        if asked.scope["path"] != "/":
             return None  # a program: it sends the token each time
-        rest = urlencode([(name, value) for name, value in query if name != "token"])
+        rest = urlencode([(name, value) for name, value in asked.query_params.multi_items() if name != "token"])
         answer = RedirectResponse("/" + (f"?{rest}" if rest else ""), 303)
         # lax: strict keeps it back where the link was clicked on another site's page, and nothing here can be changed.
         answer.set_cookie(cookie, self._token.decode(), path="/", httponly=True, samesite="lax", secure=self._secure)
@@ -93,11 +90,3 @@ def _name_of(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        morsel = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return "" if morsel is None else morsel.value
