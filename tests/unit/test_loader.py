@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.compute.batch import leaves_of
+from w5xde_async.data.config import DataConfig
 from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.errors import LeafFailed
 from w5xde_async.job import Job
@@ -78,7 +79,8 @@ class Reader:
         self.plans = plans
         self.errors: list[BaseException] = []
         self._came = asyncio.Event()
-        self.loader = Loader(job, plans, on_ready=self._came.set, on_error=self._failed, **kwargs)
+        config = DataConfig(**{name: kwargs.pop(name) for name in tuple(kwargs) if hasattr(DataConfig, name)})
+        self.loader = Loader(job, plans, config, on_ready=self._came.set, on_error=self._failed, **kwargs)
 
     def _failed(self, error: BaseException) -> None:
         self.errors.append(error)
@@ -189,7 +191,7 @@ async def test_gathered_chunks_are_kept_until_their_last_leaf() -> None:
 
 async def test_every_sample_is_read_once() -> None:
     dataset = Rows()
-    async with reading(dataset, threads=3) as reader:
+    async with reading(dataset, loader_threads=3) as reader:
         for step in range(3):
             reader.open(step)
             for leaf in range(8):
@@ -213,14 +215,14 @@ async def read_all(dataset: Any, **kwargs: Any) -> list[list[Any]]:
 
 async def test_random_datasets_are_the_same_whoever_reads_them() -> None:
     torch.manual_seed(0)
-    expected = await read_all(Noisy(), threads=1)
+    expected = await read_all(Noisy(), loader_threads=1)
     state = torch.get_rng_state()
-    assert await read_all(Noisy(), threads=3) == expected
+    assert await read_all(Noisy(), loader_threads=3) == expected
     assert torch.equal(torch.get_rng_state(), state)  # the caller's own is left alone
     torch.rand(5)
-    assert await read_all(Noisy(), threads=1, prefetch_leaves=1) == expected
-    assert await read_all(Noisy(), processes=2) == expected
-    assert await read_all(Rows(), threads=1) != expected
+    assert await read_all(Noisy(), loader_threads=1, prefetch_leaves=1) == expected
+    assert await read_all(Noisy(), loader_processes=2) == expected
+    assert await read_all(Rows(), loader_threads=1) != expected
 
 
 async def test_a_dataset_that_does_not_draw_is_read_side_by_side() -> None:
@@ -237,7 +239,7 @@ async def test_a_dataset_that_does_not_draw_is_read_side_by_side() -> None:
         meet: frozenset[int] = frozenset()
 
     dataset = Meeting()
-    async with reading(dataset, threads=2, prefetch_leaves=1) as reader:
+    async with reading(dataset, loader_threads=2, prefetch_leaves=1) as reader:
         for step in range(2):
             reader.open(step)
             for leaf in range(8):
@@ -249,7 +251,7 @@ async def test_a_dataset_that_does_not_draw_is_read_side_by_side() -> None:
         await reader.block(2, 0, 2)
 
 
-@pytest.mark.parametrize("kwargs", [{"threads": 2}, {"processes": 1}], ids=["threads", "processes"])
+@pytest.mark.parametrize("kwargs", [{"loader_threads": 2}, {"loader_processes": 1}], ids=["threads", "processes"])
 async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> None:
     bad = int(sampler().plan(0).indices[9])
     async with reading(Rows(bad=bad), **kwargs) as reader:
@@ -305,7 +307,7 @@ async def test_blocks_are_bounded_by_the_largest_leaf_so_far(monkeypatch: pytest
 
 
 async def test_closing_in_the_middle_of_reading() -> None:
-    async with reading(Rows(), threads=2) as reader:
+    async with reading(Rows(), loader_threads=2) as reader:
         reader.open(0, 1)
 
 

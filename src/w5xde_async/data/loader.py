@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, joined
+from w5xde_async.data.config import DataConfig
 from w5xde_async.errors import JobError, LeafFailed
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
@@ -99,10 +100,8 @@ class Loader:
         self,
         job: Job,
         sampler: Steps,
+        config: DataConfig | None = None,
         *,
-        threads: int = 1,
-        processes: int = 0,
-        prefetch_leaves: int = 64,
         reference: str | None = None,
         make_pool: Callable[[int, str], Executor] = thread_pool,
         whole_steps: bool = False,
@@ -115,8 +114,9 @@ class Loader:
         loop's thread whenever a chunk has come, ``on_error`` with what must end the run. Neither is called before the
         first step is opened.
         """
+        config = config or DataConfig()
         self._sampler, self._job = sampler, job
-        self._prefetch_leaves = prefetch_leaves
+        self._prefetch_leaves = config.prefetch_leaves
         self._gather = type(job.dataset) is TensorDataset and job.collate is None
         self._chunk_leaves = 1
         if self._gather:
@@ -133,6 +133,7 @@ class Loader:
         self._random: bool | None = None if not self._gather else False
         self._steady = 0  # samples read so far without a random number
         self._probing = threading.Lock()
+        threads, processes = config.loader_threads, config.loader_processes
         remote = processes > 0 and not self._gather
         self._executor = (
             _process_pool(job, reference, processes) if remote else make_pool(max(1, threads), "w5xde-load")

@@ -193,8 +193,7 @@ class Run:
         """The training that goes on from ``step`` by the strategy that counts now."""
         spec, config, environment = self._spec, self.config, self._environment
         loader = Loader(
-            spec.job, spec.steps, threads=config.loader_threads, processes=config.loader_processes,
-            prefetch_leaves=config.prefetch_leaves, reference=environment.reference or None,
+            spec.job, spec.steps, config, reference=environment.reference or None,
             make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
             on_ready=self._data_came, on_error=self._fail,
         )  # fmt: skip

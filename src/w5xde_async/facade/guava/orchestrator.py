@@ -20,8 +20,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data import default_collate as torch_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator, RunResult
@@ -345,7 +351,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int) -> Reading:
         batch_size=loader.batch_size,
         shuffle=shuffle,
         drop_last=loader.drop_last,
-        collate=None if loader.collate_fn is torch_collate else loader.collate_fn,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         processes=loader.num_workers if hasattr(os, "fork") else 0,
         seed=seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1),
     )
