@@ -10,7 +10,7 @@ bucket alone, again and again; ``cnn_``: the CNN's.
 
 - ``{codec}_encode_gb_s``, ``{codec}_decode_gb_s``, ``{codec}_add_gb_s``: bytes of float32 over the time of a sweep
 - ``{codec}_ratio``: bytes of float32 over bytes of the encoding, everything included
-- ``{codec}_error``: |decoded - gradient| / |gradient|, of the first encoding (powersgd: of the fourth, its Q warm)
+- ``{codec}_error``: |decoded - gradient| / |gradient|
 - ``feedback_{codec}_gb_s``: gradient to encoding with a residual, verdicts included
 - ``lz4..._gain``: the codec inside's bytes over lz4's, each bucket compressed whether that pays or not
 """
@@ -27,22 +27,22 @@ from torch import Tensor, nn
 
 from models import make_job
 from report import Report, parser
-from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Encoder, Form
-from w5xde_async.codecs.feedback import Feedback, Outcome
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded
+from w5xde_async.codecs.feedback import Feedback
 from w5xde_async.codecs.lossless import Lz4
 from w5xde_async.codecs.registry import codec
 from w5xde_async.job import Job
 from w5xde_async.params.layout import Layout
 
 CODECS = (
-    "raw,bf16,fp16,int8,int4,sign,topk:0.01,topk:0.1,sparseloco,powersgd:4,"
+    "raw,bf16,fp16,int8,int4,sign,topk:0.01,topk:0.1,sparseloco,"
     "lz4,lz4-shuffle,lz4-shuffle:bf16,lz4:int8,lz4:int4,lz4:topk:0.01"
 )
 FEEDBACK = ("int8", "topk:0.01", "sparseloco")
 
 
-def gradients(job: Job, steps: int) -> tuple[list[Tensor], list[Form]]:
-    """The buckets of one gradient after ``steps`` optimizer steps, and their forms."""
+def gradients(job: Job, steps: int) -> list[Tensor]:
+    """The buckets of one gradient after ``steps`` optimizer steps."""
     torch.manual_seed(0)
     model: nn.Module = job.model()
     optimizer = job.optimizer(model)
@@ -61,13 +61,11 @@ def gradients(job: Job, steps: int) -> tuple[list[Tensor], list[Form]]:
         gradient = named[entry.name].grad if entry.role == "grad" else None
         if gradient is not None:
             groups[entry.group][entry.offset : entry.offset + entry.numel] = gradient.flatten()
-    buckets, forms = [], []
-    for bucket in layout.buckets:
-        if bucket.group in groups:
-            buckets.append(groups[bucket.group][bucket.offset : bucket.offset + bucket.numel].clone())
-            inside = [layout.entries[index] for index in bucket.entries]
-            forms.append(Form.of(bucket.numel, [(entry.offset - bucket.offset, entry.shape) for entry in inside]))
-    return buckets, forms
+    return [
+        groups[bucket.group][bucket.offset : bucket.offset + bucket.numel].clone()
+        for bucket in layout.buckets
+        if bucket.group in groups
+    ]
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
@@ -83,24 +81,23 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 class Sweep:
     """One gradient under one codec."""
 
-    def __init__(self, chosen: Codec, buckets: list[Tensor], forms: list[Form], pool: BytePool) -> None:
-        self.codec, self.buckets, self.forms, self.pool = chosen, buckets, forms, pool
-        self.encoders: list[Encoder] = [chosen.encoder(form) for form in forms]
+    def __init__(self, chosen: Codec, buckets: list[Tensor], pool: BytePool) -> None:
+        self.codec, self.buckets, self.pool = chosen, buckets, pool
         self.encoded: list[Encoded] = []
         self.out = [torch.empty_like(bucket) for bucket in buckets]
 
     def encode(self) -> None:
         for old in self.encoded:
             self.pool.give(old.data)
-        self.encoded = [e.encode(bucket, self.pool) for e, bucket in zip(self.encoders, self.buckets, strict=True)]
+        self.encoded = [self.codec.encode(bucket, self.pool) for bucket in self.buckets]
 
     def decode(self) -> None:
         for what, out in zip(self.encoded, self.out, strict=True):
-            what.codec.decode(what.data, what.form, out)
+            what.codec.decode(what.data, out)
 
     def add(self) -> None:
         for what, out in zip(self.encoded, self.out, strict=True):
-            what.codec.add_to(what.data, what.form, out)
+            what.codec.add_to(what.data, out)
 
     def error(self) -> float:
         self.decode()
@@ -113,24 +110,21 @@ class Sweep:
     def gain(self, chosen: Lz4) -> float:
         """Bytes without compression over bytes with it, whether it pays or not."""
         plain = packed = 0
-        for form, bucket in zip(self.forms, self.buckets, strict=True):
-            data = chosen.inner.encoder(form).encode(bucket, self.pool).data
+        for bucket in self.buckets:
+            data = chosen.inner.encode(bucket, self.pool).data
             plain += data.numel()
             packed += chosen.compressed_nbytes(data.cpu())
             self.pool.give(data)
         return plain / packed
 
 
-def rows(
-    report: Report, names: list[str], buckets: list[Tensor], forms: list[Form], repeats: int, prefix: str
-) -> Iterator[str]:
+def rows(report: Report, names: list[str], buckets: list[Tensor], repeats: int, prefix: str) -> Iterator[str]:
     """Measure and tell, codec by codec."""
     device = buckets[0].device
     whole = 4 * sum(bucket.numel() for bucket in buckets)
     for name in names:
-        sweep = Sweep(codec(name), buckets, forms, BytePool(device=device))
-        for _ in range(4 if name.startswith("powersgd") else 1):
-            sweep.encode()
+        sweep = Sweep(codec(name), buckets, BytePool(device=device))
+        sweep.encode()
         error = sweep.error()
         speeds = []
         for act, what in ((sweep.encode, "encode"), (sweep.decode, "decode"), (sweep.add, "add")):
@@ -144,15 +138,15 @@ def rows(
         yield (f"| {name} | {ratio:.2f} | {speeds[0]:.2f} | {speeds[1]:.1f} | {speeds[2]:.1f} | {error:.2g} |")
 
 
-def with_feedback(report: Report, name: str, buckets: list[Tensor], forms: list[Form], repeats: int) -> float:
+def with_feedback(report: Report, name: str, buckets: list[Tensor], repeats: int) -> float:
     """Gradient to encoding, its residual made, its verdict told."""
-    device = buckets[0].device
-    worker = Feedback(codec(name), forms, pool=BytePool(device=device))
+    device, sizes = buckets[0].device, {index: bucket.numel() for index, bucket in enumerate(buckets)}
+    worker = Feedback(codec(name), sizes, pool=BytePool(device=device))
 
     def submit() -> None:
         for index, bucket in enumerate(buckets):
             worker.encode(0, index, bucket)
-        worker.settle(0, Outcome.APPLIED)
+        worker.settle(0, applied=True)
 
     submit()
     submit()
@@ -182,7 +176,7 @@ def main() -> None:
     except ImportError as error:
         print(f"without the CNN: {error}", file=sys.stderr)
     for prefix, make in jobs.items():
-        buckets, forms = gradients(make(), given.steps)
+        buckets = gradients(make(), given.steps)
         torch.set_num_threads(given.threads)
         buckets = [bucket.to(device) for bucket in buckets]
         print(
@@ -190,15 +184,15 @@ def main() -> None:
         )
         print("| codec | ratio | encode GB/s | decode GB/s | decode and add GB/s | relative error |")
         print("|---|---|---|---|---|---|")
-        for row in rows(report, names, buckets, forms, repeats, prefix):
+        for row in rows(report, names, buckets, repeats, prefix):
             print(row, flush=True)
         if not prefix:
-            largest = max(range(len(forms)), key=lambda index: forms[index].numel)
-            print(f"\nOne bucket of {4 * forms[largest].numel / 2**20:.1f} MiB again and again: it stays in cache")
-            for row in rows(report, names, [buckets[largest]], [forms[largest]], 3 * repeats, "hot_"):
+            largest = max(buckets, key=Tensor.numel)
+            print(f"\nOne bucket of {4 * largest.numel() / 2**20:.1f} MiB again and again: it stays in cache")
+            for row in rows(report, names, [largest], 3 * repeats, "hot_"):
                 print(row, flush=True)
             for name in FEEDBACK:
-                print(f"with feedback, {name}: {with_feedback(report, name, buckets, forms, repeats):.2f} GB/s")
+                print(f"with feedback, {name}: {with_feedback(report, name, buckets, repeats):.2f} GB/s")
     for name, value in report.figures.items():
         if name.endswith("_gain"):
             print(f"{name}: {value:.3f}")

@@ -3,19 +3,13 @@
     python bench/feedback.py [--quick] [--json FILE] [--refused 0.2] [--codecs topk:0.01,sign]
 
 Four workers train the digits MLP of ``examples/digits.py`` through codecs with feedback; one process, no network, plain
-SGD on the decoded mean, so that nothing but the verdicts differs. A seeded choice decides which results do not
-count. Two fates of their work, as in docs/codecs.md:
+SGD on the decoded mean, so that nothing but the verdicts differs. A seeded choice decides which results do not count:
+another worker computes those leaves. Three worlds: ``clean`` (everything counts), ``told`` (the worker learns its
+verdict), ``untold`` (it believes that all it sent has counted, as feedback without verdicts must). Figures, by codec:
 
-- ``again``: the leaf is leased again and another worker computes it (synchronous and asynchronous rules)
-- ``kept``: nobody computes it again, it stays in the residual. No run does that: under local steps it stays in the
-  worker's parameters
-
-and three worlds: ``clean`` (everything counts), ``told`` (the worker learns its verdict), ``untold`` (it believes that
-all it sent has counted, as feedback without verdicts must). Figures, for each codec and fate:
-
-- ``{codec}_{fate}_{world}_loss``, ``_accuracy``: on held-out images at the end, median of ``--seeds`` runs
-- ``{codec}_{fate}_{world}_conservation``: |counted + residuals - computed and not leased again| / |the latter|, as
-  vectors of sums over the whole run. Float error alone is about 1e-6
+- ``{codec}_{world}_loss``, ``_accuracy``: on held-out images at the end, median of ``--seeds`` runs
+- ``{codec}_{world}_conservation``: |counted + residuals - computed and not leased again| / |the latter|, as vectors
+  of sums over the whole run. Float error alone is about 1e-6
 """
 
 from __future__ import annotations
@@ -29,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from report import Report, parser
-from w5xde_async.codecs.codec import BytePool, Form
-from w5xde_async.codecs.feedback import Feedback, Outcome
+from w5xde_async.codecs.codec import BytePool
+from w5xde_async.codecs.feedback import Feedback
 from w5xde_async.codecs.registry import codec
 
 CODECS = "topk:0.01,topk:0.05,sign,int4"
 WORKERS, LEAF = 4, 16
-FATES = {"again": Outcome.LEASED_AGAIN, "kept": Outcome.KEPT}
 WORLDS = ("clean", "told", "untold")
 
 
@@ -54,21 +47,15 @@ class Flat:
         parameters = list(model.parameters())
         self.values = torch.cat([p.detach().flatten() for p in parameters])
         self.gradient = torch.zeros_like(self.values)
-        self.entries: list[tuple[int, tuple[int, ...]]] = []
         at = 0
         for p in parameters:
-            self.entries.append((at, tuple(p.shape)))
             p.data = self.values[at : at + p.numel()].view_as(p)
             p.grad = self.gradient[at : at + p.numel()].view_as(p)
             at += p.numel()
 
-    @property
-    def form(self) -> Form:
-        return Form.of(self.values.numel(), self.entries)
-
 
 def train(
-    name: str, fate: str, world: str, *, data: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], steps: int,
+    name: str, world: str, *, data: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], steps: int,
     refused: float, seed: int, rate: float = 0.2,
 ) -> Ended:  # fmt: skip
     """One run."""
@@ -76,7 +63,7 @@ def train(
     flat = Flat(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     chosen, chance = codec(name), Random(f"{seed}:refused")
     pool = BytePool()
-    workers = [Feedback(chosen, [flat.form], pool=pool, decay=1.0) for _ in range(WORKERS)]
+    workers = [Feedback(chosen, {0: flat.values.numel()}, pool=pool, decay=1.0) for _ in range(WORKERS)]
     counted = torch.zeros(flat.values.numel(), dtype=torch.float64)
     computed = torch.zeros_like(counted)
     generator = torch.Generator().manual_seed(seed)
@@ -95,13 +82,11 @@ def train(
                 counts = world == "clean" or chance.random() >= refused
                 if counts:
                     before = total.clone()
-                    encoded.codec.add_to(encoded.data, encoded.form, total)
+                    encoded.codec.add_to(encoded.data, total)
                     counted += (total - before).double()
-                if counts or fate == "kept":
                     computed += flat.gradient.double()
-                told = counts or world == "untold"
-                workers[worker].settle(key, Outcome.APPLIED if told else FATES[fate])
-                if counts or fate == "kept":
+                workers[worker].settle(key, applied=counts or world == "untold")
+                if counts:
                     break
                 worker = (worker + 1) % WORKERS  # leased again, to another
         with torch.no_grad():
@@ -134,22 +119,18 @@ def main() -> None:
     data = (train_set.tensors[0], train_set.tensors[1])
     torch.set_num_threads(1)
     report = Report({"codecs": args.codecs, "refused": args.refused, "steps": steps, "seeds": seeds})
-    print("| codec | refused work | verdicts | loss | accuracy | conservation |\n|---|---|---|---|---|---|")
+    print("| codec | verdicts | loss | accuracy | conservation |\n|---|---|---|---|---|")
     for name in args.codecs.split(","):
-        for fate in FATES:
-            for world in WORLDS:
-                runs = [
-                    train(
-                        name, fate, world, data=data, held_out=(images, labels), steps=steps, refused=args.refused,
-                        seed=seed,
-                    )
-                    for seed in range(seeds)
-                ]  # fmt: skip
-                at = f"{name}_{fate}_{world}"
-                loss = report.add(f"{at}_loss", [run.loss for run in runs])
-                accuracy = report.add(f"{at}_accuracy", [run.accuracy for run in runs])
-                kept = report.add(f"{at}_conservation", [run.conservation for run in runs])
-                print(f"| {name} | {fate} | {world} | {loss:.4f} | {accuracy:.3f} | {kept:.1e} |", flush=True)
+        for world in WORLDS:
+            runs = [
+                train(name, world, data=data, held_out=(images, labels), steps=steps, refused=args.refused, seed=seed)
+                for seed in range(seeds)
+            ]
+            at = f"{name}_{world}"
+            loss = report.add(f"{at}_loss", [run.loss for run in runs])
+            accuracy = report.add(f"{at}_accuracy", [run.accuracy for run in runs])
+            kept = report.add(f"{at}_conservation", [run.conservation for run in runs])
+            print(f"| {name} | {world} | {loss:.4f} | {accuracy:.3f} | {kept:.1e} |", flush=True)
     report.write(args.json)
 
 

@@ -22,8 +22,8 @@ from tests.support.turns import strided, taking_turns
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.codecs.codec import BytePool, Form
-from w5xde_async.codecs.feedback import Feedback, Outcome
+from w5xde_async.codecs.codec import BytePool
+from w5xde_async.codecs.feedback import Feedback
 from w5xde_async.codecs.registry import codec, refuse_divergence
 from w5xde_async.errors import UsageError
 from w5xde_async.job import Job
@@ -39,7 +39,7 @@ SLACK = 0.01
 #: Codecs and the rule they are tried with: the sparsest is made for the Deltas of local steps.
 CODECS = {
     "bf16": "sync", "fp16": "sync", "lz4:int8": "sync", "int8": "sync", "int4": "sync", "sign": "sync",
-    "topk:0.01": "sync", "powersgd:4": "sync", "sparseloco": "local",
+    "topk:0.01": "sync", "sparseloco": "local",
 }  # fmt: skip
 
 
@@ -76,17 +76,11 @@ class Replica:
         parameters = list(self.model.parameters())
         self.values = torch.cat([p.detach().flatten() for p in parameters])
         self.gradient = torch.zeros_like(self.values)
-        self.entries: list[tuple[int, tuple[int, ...]]] = []
         at = 0
         for p in parameters:
-            self.entries.append((at, tuple(p.shape)))
             p.data = self.values[at : at + p.numel()].view_as(p)
             p.grad = self.gradient[at : at + p.numel()].view_as(p)
             at += p.numel()
-
-    @property
-    def form(self) -> Form:
-        return Form.of(self.values.numel(), self.entries)
 
     def backward(self, number: int) -> Tensor:
         """The mean gradient of leaf ``number`` of the run."""
@@ -105,33 +99,32 @@ class Replica:
 class Uplink:
     """Results of every worker through a codec, with or without feedback."""
 
-    def __init__(self, name: str, form: Form, *, feedback: bool = True) -> None:
-        self._codec, self._form, self._pool, self._feedback = codec(name), form, BytePool(), feedback
-        self._workers = [Feedback(self._codec, [form], pool=self._pool) for _ in range(WORKERS)]
-        self._encoder = self._codec.encoder(form)
+    def __init__(self, name: str, numel: int, *, feedback: bool = True) -> None:
+        self._codec, self._pool, self._feedback = codec(name), BytePool(), feedback
+        self._workers = [Feedback(self._codec, {0: numel}, pool=self._pool) for _ in range(WORKERS)]
         self._key = 0
 
     def send(self, worker: int, values: Tensor) -> Tensor:
         """What the coordinator decodes."""
         self._key += 1
         sender = self._workers[worker]
-        encoded = sender.encode(self._key, 0, values) if self._feedback else self._encoder.encode(values, self._pool)
+        encoded = sender.encode(self._key, 0, values) if self._feedback else self._codec.encode(values, self._pool)
         decoded = torch.empty_like(values)
-        encoded.codec.decode(encoded.data, self._form, decoded)
-        sender.settle(self._key, Outcome.APPLIED)
+        encoded.codec.decode(encoded.data, decoded)
+        sender.settle(self._key, applied=True)
         return decoded
 
 
 class Downlink:
     """What workers hold: every version adds the encoded difference, so that its error is in the next difference."""
 
-    def __init__(self, name: str, form: Form, start: Tensor) -> None:
-        self._encoder, self._pool = codec(name).encoder(form), BytePool()
+    def __init__(self, name: str, start: Tensor) -> None:
+        self._codec, self._pool = codec(name), BytePool()
         self.published = start.clone()
 
     def publish(self, values: Tensor) -> None:
-        encoded = self._encoder.encode(values - self.published, self._pool)
-        encoded.codec.add_to(encoded.data, encoded.form, self.published)
+        encoded = self._codec.encode(values - self.published, self._pool)
+        encoded.codec.add_to(encoded.data, self.published)
         self._pool.give(encoded.data)
 
 
@@ -147,8 +140,8 @@ class Run:
     @classmethod
     def begin(cls, uplink: str, downlink: str, *, feedback: bool = True) -> Run:
         theta, replica = Replica(), Replica()
-        form = theta.form
-        return cls(theta, replica, Uplink(uplink, form, feedback=feedback), Downlink(downlink, form, theta.values))
+        up = Uplink(uplink, theta.values.numel(), feedback=feedback)
+        return cls(theta, replica, up, Downlink(downlink, theta.values))
 
     def gradient(self, worker: int, number: int, at: Tensor | None = None) -> Tensor:
         self.replica.values.copy_(self.down.published if at is None else at)
@@ -290,20 +283,19 @@ def test_rules_with_codecs_both_ways(rule: str) -> None:
 
 def test_what_does_not_converge_is_refused_and_would_not() -> None:
     """Without feedback the top hundredth of each gradient is all that is ever learnt from it."""
-    for name in ("topk:0.01", "sign", "sparseloco", "powersgd:4", "lz4:topk:0.01"):
+    for name in ("topk:0.01", "sign", "sparseloco", "lz4:topk:0.01"):
         with pytest.raises(UsageError, match="error feedback"):
             refuse_divergence(codec(name), feedback=False)
         refuse_divergence(codec(name), feedback=True)
     assert accuracy("sync", "topk:0.01", feedback=False) < exact() - 3 * SLACK
 
 
-@pytest.mark.parametrize("fate", [Outcome.LEASED_AGAIN, Outcome.KEPT])
-def test_with_a_fifth_refused_nothing_is_lost_where_workers_learn_their_verdicts(fate: Outcome) -> None:
-    """What counted + residuals = what was computed and not leased again; bench/feedback.py has what that costs."""
+def test_with_a_fifth_refused_nothing_is_lost_where_workers_learn_their_verdicts() -> None:
+    """What counted + residuals = what was computed and not refused; bench/feedback.py has what that costs."""
     missing = {}
     for told in (True, False):
         run, chance, key, refused = Run.begin("topk:0.05", "raw"), Random(5), 0, 0
-        workers = [Feedback(codec("topk:0.05"), [run.theta.form], pool=BytePool()) for _ in range(WORKERS)]
+        workers = [Feedback(codec("topk:0.05"), {0: run.theta.values.numel()}, pool=BytePool()) for _ in range(WORKERS)]
         kept = torch.zeros(run.theta.values.numel(), dtype=torch.float64)
         computed = torch.zeros_like(kept)
         for number in range(60):
@@ -311,15 +303,14 @@ def test_with_a_fifth_refused_nothing_is_lost_where_workers_learn_their_verdicts
             gradient = run.replica.backward(number)
             encoded = workers[number % WORKERS].encode(key := key + 1, 0, gradient)
             decoded = torch.zeros_like(gradient)
-            encoded.codec.add_to(encoded.data, encoded.form, decoded)
+            encoded.codec.add_to(encoded.data, decoded)
             counts = chance.random() >= 0.2
             refused += not counts
             if counts:
                 kept += decoded
                 run.theta.values.sub_(decoded, alpha=RATE)
-            if counts or fate is Outcome.KEPT:
                 computed += gradient
-            workers[number % WORKERS].settle(key, Outcome.APPLIED if counts or not told else fate)
+            workers[number % WORKERS].settle(key, applied=counts or not told)
         kept += sum(residual.double() for worker in workers if (residual := worker.residual(0)) is not None)
         missing[told] = float((kept - computed).norm() / computed.norm())
         assert 6 <= refused <= 18

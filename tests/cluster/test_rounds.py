@@ -85,7 +85,7 @@ async def test_a_lossless_codec_keeps_the_bits(update: dict[str, Any]) -> None:
     assert result.digest == named_digest(model)
 
 
-@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "sparseloco"])
 async def test_a_lossy_codec_under_the_synchronous_rule(codec: str) -> None:
     events: list[Event] = []
     result = await train(jobs.mlp_sgd, workers=2, events=events, update=UpdateConfig(codec=codec))

@@ -20,7 +20,7 @@ HABITS = ("tied", "frozen", "unused", "rare", "sparse", "dropout", "loud")
 RULES = ("sync", "async", "local", "streaming", "async-local")
 #: Codecs that keep every bit; the others by how far an application of one sample may be off.
 EXACT = ("raw", "lz4", "lz4-shuffle")
-CODECS = (*EXACT, "bf16", "fp16", "int8", "int4", "sign", "topk:0.25", "sparseloco", "powersgd:2", "lz4:int8")
+CODECS = (*EXACT, "bf16", "fp16", "int8", "int4", "sign", "topk:0.25", "sparseloco", "lz4:int8")
 DOWNLINKS = ("", "", "raw", "lz4", "bf16", "fp16", "int8", "int4", "topk:0.25", "sign")
 FAULTS = (
     "worker killed", "worker hangs in its step", "worker stopped (SIGSTOP)", "worker drained", "late joiner",

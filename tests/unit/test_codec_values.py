@@ -9,12 +9,11 @@ import lz4.block
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_codec_contract import bits, decoded, gradient, repetitive
+from tests.unit.test_codec_contract import as_tensor, bits, decoded, gradient, repetitive
 from torch import Tensor
 
-from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Form, Matrix, as_tensor
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded
 from w5xde_async.codecs.lossless import Lz4
-from w5xde_async.codecs.lowrank import PowerSgd
 from w5xde_async.codecs.registry import NAMES, codec, refuse_divergence
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import FrameTooLarge, MalformedFrame, UsageError
@@ -22,14 +21,14 @@ from w5xde_async.errors import FrameTooLarge, MalformedFrame, UsageError
 EDGES = [1, 255, 256, 257, 1024, 1025, 65537]
 
 
-def through(name: str, values: Tensor, *matrices: Matrix) -> tuple[Encoded, Tensor]:
-    what = codec(name).encoder(Form(values.numel(), matrices)).encode(values, BytePool())
-    return what, decoded(what)
+def through(name: str, values: Tensor) -> tuple[Encoded, Tensor]:
+    what = codec(name).encode(values, BytePool())
+    return what, decoded(what, values.numel())
 
 
-def refused(what: Codec, form: Form, data: bytes) -> None:
+def refused(what: Codec, numel: int, data: bytes) -> None:
     with pytest.raises(MalformedFrame):
-        what.decode(as_tensor(bytearray(data)), form, torch.zeros(form.numel))
+        what.decode(as_tensor(data), torch.zeros(numel))
 
 
 # -- halves
@@ -126,7 +125,7 @@ def test_blocks_of_almost_nothing(name: str) -> None:
     values[256:512] = 1e-40
     values[512:] = 2.0**-121
     what, back = through(name, values)
-    assert not any(bytes(what.view)[16 : 16 + 256 * codec(name).encoded_nbytes(Form(512)) // 520])
+    assert not any(bytes(what.view)[16 : 16 + 256 * codec(name).encoded_nbytes(512) // 520])
     assert float((back - values).abs().max()) <= 2.0**-120 / (254 if name == "int8" else 4)
 
 
@@ -184,11 +183,11 @@ def test_topk_sends_no_zeros() -> None:
     ],
 )  # fmt: skip
 def test_topk_refuses(data: bytes) -> None:
-    refused(TopK(0.1), Form(1000), data)
+    refused(TopK(0.1), 1000, data)
 
 
 def test_topk_refuses_counts_that_cancel() -> None:
-    refused(TopK(0.1), Form(70_000), struct.pack("<2ifH", 2, -1, 1.0, 5))
+    refused(TopK(0.1), 70_000, struct.pack("<2ifH", 2, -1, 1.0, 5))
 
 
 @pytest.mark.parametrize("numel", [1, 63, 65, 4096, 4097, 70_000])
@@ -212,8 +211,8 @@ def test_sparselocos_bytes() -> None:
     values[[1, 66, 129]] = torch.tensor([16.0, -0.5, 0.5])
     what, _ = through("sparseloco", values)
     assert bytes(what.view)[4:] == bytes([1, 66 << 4 & 255, 66 >> 4, 129, 0, 2 | 1 << 2])
-    assert what.data.numel() == SparseLoco().encoded_nbytes(Form(130))
-    assert SparseLoco().encoded_nbytes(Form(4096)) == 116
+    assert what.data.numel() == SparseLoco().encoded_nbytes(130)
+    assert SparseLoco().encoded_nbytes(4096) == 116
 
 
 def test_sparseloco_takes_the_first_of_equals() -> None:
@@ -223,63 +222,7 @@ def test_sparseloco_takes_the_first_of_equals() -> None:
 
 @pytest.mark.parametrize("body", [bytes([1, 0x20, 0, 0x01, 0, 0]), bytes([1, 0x20, 4, 0x03, 0, 0]), bytes(6)])
 def test_sparseloco_refuses_indices(body: bytes) -> None:
-    refused(SparseLoco(), Form(130), bytes(4) + body)
-
-
-# -- low rank
-
-
-def test_powersgd_of_a_thin_matrix_is_exact_but_for_rounding() -> None:
-    matrix = torch.outer(gradient(40), gradient(50, seed=1)) + torch.outer(gradient(40, seed=2), gradient(50, seed=3))
-    values = torch.cat((gradient(7), matrix.flatten(), gradient(5)))
-    what, back = through("powersgd:2", values, Matrix(7, 40, 50))
-    assert what.data.numel() == 4 * (12 + 2 * 90)
-    assert torch.equal(back[:7], values[:7])
-    assert torch.equal(back[-5:], values[-5:])
-    assert torch.allclose(back, values, atol=1e-5)
-
-
-def test_powersgd_follows_a_matrix_from_step_to_step() -> None:
-    """One power iteration a step: the error falls to that of the best approximation."""
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(60, 50, generator=generator) * torch.logspace(0, -3, 50)
-    best = float(torch.linalg.svdvals(matrix)[4:].norm())
-    encoder, pool = PowerSgd(4).encoder(Form(3000, (Matrix(0, 60, 50),))), BytePool()
-    errors = [float((decoded(encoder.encode(matrix.flatten(), pool)) - matrix.flatten()).norm()) for _ in range(8)]
-    assert errors[0] > 1.2 * best
-    assert errors[-1] < 1.01 * best
-
-
-def test_powersgd_goes_on_from_its_state() -> None:
-    form = Form(3000, (Matrix(0, 60, 50),))
-    one, pool = PowerSgd(2).encoder(form), BytePool()
-    one.encode(gradient(3000), pool)
-    other = PowerSgd(2).encoder(form)
-    other.load_state_dict(one.state_dict())
-    values = gradient(3000, seed=5)
-    assert bytes(one.encode(values, pool).view) == bytes(other.encode(values, pool).view)
-    assert bytes(PowerSgd(2).encoder(form).encode(values, pool).view) != bytes(other.encode(values, pool).view)
-    for wrong in (PowerSgd(3).encoder(form).state_dict(), {}):
-        with pytest.raises(ValueError, match="state of another"):
-            other.load_state_dict(wrong)
-    with pytest.raises(ValueError, match="no state"):
-        codec("int8").encoder(form).load_state_dict(one.state_dict())
-
-
-def test_powersgd_leaves_small_matrices_alone() -> None:
-    values = gradient(60)
-    what, back = through("powersgd:4", values, Matrix(0, 5, 12))
-    assert what.data.numel() == 240
-    assert torch.equal(back, values)
-
-
-@pytest.mark.parametrize("nothing", [0.0, math.nan])
-def test_powersgd_learns_no_direction_from_nothing(nothing: float) -> None:
-    encoder, pool = PowerSgd(2).encoder(Form(3000, (Matrix(0, 60, 50),))), BytePool()
-    encoder.encode(gradient(3000), pool)
-    before = encoder.state_dict()["q0"]
-    encoder.encode(torch.full((3000,), nothing), pool)
-    assert torch.equal(encoder.state_dict()["q0"], before)
+    refused(SparseLoco(), 130, bytes(4) + body)
 
 
 # -- lossless
@@ -313,13 +256,13 @@ def test_a_bucket_whose_middle_does_not_shrink() -> None:
 def test_lz4_gives_its_buffers_back() -> None:
     pool = BytePool()
     for values in (gradient(100_000), repetitive(100_000)):
-        what = codec("lz4:int8").encoder(Form(100_000)).encode(values, pool)
+        what = codec("lz4:int8").encode(values, pool)
         assert pool.num_out == 1
         pool.give(what.data)
 
 
 def test_lz4_refuses() -> None:
-    what, form = Lz4(), Form(1000)
+    what = Lz4()
     whole = bytes(through("lz4", repetitive(1000))[0].view)
     short = lz4.block.compress(bytes(3996), store_size=False)
     for data in (
@@ -328,20 +271,20 @@ def test_lz4_refuses() -> None:
         struct.pack("<QI", 4000, len(short)) + short, struct.pack("<QI", 3996, len(whole) - 12) + whole[12:],
     ):  # fmt: skip
         with pytest.raises((MalformedFrame, FrameTooLarge)):
-            what.decode(as_tensor(bytearray(data)), form, torch.zeros(1000))
+            what.decode(as_tensor(data), torch.zeros(1000))
 
 
 def test_lz4_allocates_nothing_for_an_inner_length_that_cannot_be() -> None:
     """Four bytes of a frame would otherwise buy a quarter of a MiB."""
     announced = struct.pack("<Q", 200 << 20) + bytes(4 * 800)
     with pytest.raises(FrameTooLarge, match="raw bucket of 209715200 bytes"):
-        Lz4().decode(as_tensor(bytearray(announced)), Form(1000), torch.zeros(1000))
+        Lz4().decode(as_tensor(announced), torch.zeros(1000))
 
 
 # -- registry
 
 
-@pytest.mark.parametrize("name", ["raw", "bf16", "topk:0.01", "powersgd:4", "lz4", "lz4-shuffle", "lz4:topk:0.25"])
+@pytest.mark.parametrize("name", ["raw", "bf16", "topk:0.01", "lz4", "lz4-shuffle", "lz4:topk:0.25"])
 def test_names_are_what_they_were_made_from(name: str) -> None:
     assert codec(name).name == name
 
@@ -351,8 +294,8 @@ def test_names_are_what_they_were_made_from(name: str) -> None:
     [
         ("gzip", "unknown codec 'gzip'; there are raw, bf16"), ("", "unknown codec"), ("int8:4", "takes no argument"),
         ("topk", "needs a number: topk:FRACTION"), ("topk:x", "could not convert"), ("topk:0", "above 0"),
-        ("topk:nan", "above 0"), ("topk:0.6", "at most 0.5"), ("powersgd:0", "rank from 1"),
-        ("powersgd:", "powersgd:RANK"), ("lz4:lz4", "lz4 of lz4"), ("lz4-shuffle:int8", "nothing to shuffle"),
+        ("topk:nan", "above 0"), ("topk:0.6", "at most 0.5"), ("powersgd:4", "unknown codec"),
+        ("lz4:lz4", "lz4 of lz4"), ("lz4-shuffle:int8", "nothing to shuffle"),
         ("lz4:", "unknown codec"), ("lz4:gzip", "unknown codec 'gzip'"), ("lz4:" * 30, "name of 120 characters"),
     ],
 )  # fmt: skip
@@ -362,13 +305,13 @@ def test_wrong_names_are_explained(name: str, says: str) -> None:
 
 
 def test_every_family_is_listed() -> None:
-    assert len(NAMES) == 11
+    assert len(NAMES) == 10
     for name in NAMES:
-        made = name.replace("FRACTION", "0.01").replace("RANK", "2").replace("[:CODEC]", "")
+        made = name.replace("FRACTION", "0.01").replace("[:CODEC]", "")
         assert codec(made).name.split(":")[0] == name.split(":")[0].split("[")[0]
 
 
-@pytest.mark.parametrize("name", ["topk:0.01", "sign", "sparseloco", "powersgd:2", "lz4:sign"])
+@pytest.mark.parametrize("name", ["topk:0.01", "sign", "sparseloco", "lz4:sign"])
 def test_what_does_not_converge_without_feedback_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"codec {name} leaves out most .* turn error feedback on"):
         refuse_divergence(codec(name), feedback=False)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from w5xde_async.codecs.codec import Form
 from w5xde_async.codecs.registry import codec
 from w5xde_async.plan.strategy_choice import (
     CODECS,
@@ -124,7 +123,7 @@ def test_reasons_are_sentences_with_figures() -> None:
 
 def test_codec_costs_are_those_of_the_codecs() -> None:
     for name, cost in CODECS.items():
-        assert codec(name).encoded_nbytes(Form(1 << 20)) / (1 << 20) == pytest.approx(cost.value_bytes, rel=1e-3)
+        assert codec(name).encoded_nbytes(1 << 20) / (1 << 20) == pytest.approx(cost.value_bytes, rel=1e-3)
     assert {name for _, name, _ in LADDER} <= CODECS.keys()
 
 

@@ -12,6 +12,7 @@ from w5xde_async.updates.robust import CoordinateMedian
 
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.updates.averages import CoordinateMedian
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.norm_gate import NormGate

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from w5xde_async.codecs.codec import Codec, Form, pieces, scratch_for
+from w5xde_async.codecs.codec import Codec, pieces, scratch_for
 
 __all__ = ["Int4", "Int8", "Sign", "pack", "unpack"]
 
@@ -52,17 +52,17 @@ class _Blocks(Codec):
     block: int
     bits: int
 
-    def encoded_nbytes(self, form: Form) -> int:
+    def encoded_nbytes(self, numel: int) -> int:
         """Exactly ceil(n * bits / 8) + 4 ceil(n / block)."""
-        return -(-form.numel * self.bits // 8) + 4 * -(-form.numel // self.block)
+        return -(-numel * self.bits // 8) + 4 * -(-numel // self.block)
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
-        nbytes = self.encoded_nbytes(form)
-        scales, codes = self._sections(out[:nbytes], form)
-        work = scratch_for(form.numel, values.device)
-        for piece in pieces(form.numel, values.device):
+    def _write(self, values: Tensor, out: Tensor) -> int:
+        nbytes = self.encoded_nbytes(values.numel())
+        scales, codes = self._sections(out[:nbytes], values.numel())
+        work = scratch_for(values.numel(), values.device)
+        for piece in pieces(values.numel(), values.device):
             for part in self._even(piece):
-                rows, width, where, coded = self._rows(part, form)
+                rows, width, where, coded = self._rows(part)
                 self._quantise(
                     values[part].view(rows, width), work[: part.stop - part.start].view(rows, width),
                     scales[where], codes[coded].view(rows, -1),
@@ -70,19 +70,19 @@ class _Blocks(Codec):
         self._finish(scales, codes)
         return nbytes
 
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
-        scales, codes = self._sections(data, form)
-        scratch = None if alpha is None else scratch_for(form.numel, target.device)
-        for piece in pieces(form.numel, target.device):
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
+        scales, codes = self._sections(data, target.numel())
+        scratch = None if alpha is None else scratch_for(target.numel(), target.device)
+        for piece in pieces(target.numel(), target.device):
             for part in self._even(piece):
-                rows, width, where, coded = self._rows(part, form)
+                rows, width, where, coded = self._rows(part)
                 values = target[part] if scratch is None else scratch[: part.stop - part.start]
                 self._restore(codes[coded].view(rows, -1), scales[where], values.view(rows, width))
                 if alpha is not None:
                     target[part].add_(values, alpha=alpha)
 
-    def _sections(self, data: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        split = 4 * -(-form.numel // self.block)
+    def _sections(self, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        split = 4 * -(-numel // self.block)
         return data[:split].view(torch.float32), data[split:]
 
     def _even(self, piece: slice) -> list[slice]:
@@ -90,7 +90,7 @@ class _Blocks(Codec):
         whole = piece.start + (piece.stop - piece.start) // self.block * self.block
         return [part for part in (slice(piece.start, whole), slice(whole, piece.stop)) if part.stop > part.start]
 
-    def _rows(self, part: slice, form: Form) -> tuple[int, int, slice, slice]:
+    def _rows(self, part: slice) -> tuple[int, int, slice, slice]:
         """Rows, their width, their scales, their codes."""
         width = min(self.block, part.stop - part.start)
         rows = (part.stop - part.start) // width

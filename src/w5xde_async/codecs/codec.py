@@ -1,30 +1,26 @@
 """What a codec is: how the float32 values of one bucket are written as bytes, and read back.
 
-A ``Codec`` is a value: a name and numbers, the same on both sides, no state. What one bucket needs to know of itself is
-its ``Form`` (how many values, where matrices lie in it), which both sides read off the layout. State, where a codec has
-any, lives in the ``Encoder`` of one bucket on the sending side; decoding never needs it.
+A ``Codec`` is a value: a name and numbers, the same on both sides, no state. How many values a bucket has both sides
+read off the layout.
 
 Invariants of every codec:
 
-- ``encoded_nbytes(form)`` is exact, or where ``variable`` an upper bound, so a receiver knows before it reads.
+- ``encoded_nbytes(numel)`` is exact, or where ``variable`` an upper bound, so a receiver knows before it reads.
 - Decoding never trusts the bytes: it raises MalformedFrame, writes inside its target alone, and allocates pieces
-  of fixed size and at most what ``form`` explains.
+  of fixed size and at most what the number of values explains.
 - A bucket that holds NaN or infinity decodes to one that is not finite: the finite check of the update rule
-  sees it. Finite values decode to finite ones (except ``bf16`` above 3.39e38, ``powersgd`` where products overflow).
+  sees it. Finite values decode to finite ones (except ``bf16`` above 3.39e38).
 - ``add_to`` with ``alpha`` 1 or -1 gives the bits of ``decode`` followed by an addition.
-- The same input gives the same bytes on the same machine, with any number of threads (``powersgd``: with the same
-  number; its matrix products and its factorisation are the library's).
+- The same input gives the same bytes on the same machine, with any number of threads.
 
 Values and bytes are tensors on one device, any device; bytes are little-endian and so must the machine be.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,57 +28,12 @@ from torch import Tensor
 
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
 
-__all__ = ["CHUNK", "BytePool", "Codec", "Encoded", "Encoder", "Form", "Matrix", "as_tensor", "as_view", "pieces"]
+__all__ = ["CHUNK", "BytePool", "Codec", "Encoded", "as_view", "pieces"]
 
 CHUNK = 1 << 16
 """Elements worked on at once on a CPU: 256 KiB of float32 and its temporaries stay in a core's own cache."""
 _DEVICE_CHUNK = 1 << 24  # elsewhere the start of a kernel is what costs
 _CLASS_BYTES = 1 << 12
-
-
-class Matrix(NamedTuple):
-    """``rows`` x ``columns`` values of a bucket, contiguous from element ``offset``."""
-
-    offset: int
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What both sides know of a bucket: ``numel`` values; ``matrices`` in it, ascending and apart.
-
-    Raises ValueError where a matrix leaves the bucket or overlaps the one before.
-    """
-
-    numel: int
-    matrices: tuple[Matrix, ...] = ()
-
-    def __post_init__(self) -> None:
-        end = 0
-        for matrix in self.matrices:
-            if matrix.offset < end or matrix.rows < 1 or matrix.columns < 1:
-                raise ValueError(f"{matrix} overlaps what is before it")
-            end = matrix.offset + matrix.rows * matrix.columns
-        if self.numel < end:
-            raise ValueError(f"{self.matrices[-1]} leaves a bucket of {self.numel} values")
-
-    @classmethod
-    def of(cls, numel: int, entries: Iterable[tuple[int, tuple[int, ...]]]) -> Form:
-        """A bucket with tensors of ``shape`` that begin at element ``start`` (negative: in an earlier bucket).
-
-        Tensors of two and more axes become matrices of shape[0] rows, as far as whole rows lie in the bucket.
-        """
-        matrices = []
-        for start, shape in entries:
-            columns = math.prod(shape[1:])
-            if len(shape) < 2 or not columns:
-                continue
-            first = -(-max(0, -start) // columns)
-            last = min(shape[0], (numel - start) // columns)
-            if last > first:
-                matrices.append(Matrix(start + first * columns, last - first, columns))
-        return cls(numel, tuple(matrices))
 
 
 class BytePool:
@@ -137,7 +88,6 @@ class Encoded(NamedTuple):
     """
 
     codec: Codec
-    form: Form
     data: Tensor
 
     @property
@@ -167,81 +117,59 @@ class Codec(ABC):
 
     @property
     def alternatives(self) -> tuple[Codec, ...]:
-        """What an encoder of this codec may have written; the wire's name says which."""
+        """The codecs that ``encode`` may have written by; the wire's name says which."""
         return (self,)
 
     @abstractmethod
-    def encoded_nbytes(self, form: Form) -> int:
-        """Bytes of an encoded bucket; an upper bound where ``variable``."""
+    def encoded_nbytes(self, numel: int) -> int:
+        """Bytes of an encoded bucket of ``numel`` values; an upper bound where ``variable``."""
 
-    def check_nbytes(self, form: Form, nbytes: int) -> None:
+    def check_nbytes(self, numel: int, nbytes: int) -> None:
         """Raise FrameTooLarge or MalformedFrame where an encoding of ``nbytes`` bytes cannot be: before it is read."""
-        most = self.encoded_nbytes(form)
+        most = self.encoded_nbytes(numel)
         if nbytes > most:
             raise FrameTooLarge(f"{self.name} bucket", nbytes, most)
         if nbytes < most and not self.variable:
-            raise MalformedFrame(f"{self.name} bucket of {nbytes} bytes, its form says {most}")
+            raise MalformedFrame(f"{self.name} bucket of {nbytes} bytes, its {numel} values take {most}")
 
-    def encoder(self, form: Form) -> Encoder:
-        """The sending side of one bucket."""
-        return Encoder(self, form)
+    def encode(self, values: Tensor, pool: BytePool) -> Encoded:
+        """Encode ``values`` (float32, flat) into a buffer of ``pool``. The values are not changed."""
+        check_values(values)
+        out = pool.take(self.encoded_nbytes(values.numel()))
+        return Encoded(self, out[: self._write(values, out)])
 
-    def decode(self, data: Tensor, form: Form, out: Tensor) -> None:
+    def decode(self, data: Tensor, out: Tensor) -> None:
         """Write the values of ``data`` (uint8) to ``out``. Raises MalformedFrame; ``out`` is then undefined."""
-        self._read(self._checked(data, form, out), form, out, None)
+        self._read(self._checked(data, out), out, None)
 
-    def add_to(self, data: Tensor, form: Form, accumulator: Tensor, alpha: float = 1.0) -> None:
+    def add_to(self, data: Tensor, accumulator: Tensor, alpha: float = 1.0) -> None:
         """``accumulator += alpha * decoded``, piece by piece while it is in cache.
 
         Raises MalformedFrame; the accumulator may then hold a part of the sum.
         """
-        self._read(self._checked(data, form, accumulator), form, accumulator, alpha)
+        self._read(self._checked(data, accumulator), accumulator, alpha)
 
-    def _checked(self, data: Tensor, form: Form, target: Tensor) -> Tensor:
-        check_values(target, form)
+    def _checked(self, data: Tensor, target: Tensor) -> Tensor:
+        check_values(target)
         if data.dtype != torch.uint8 or data.dim() != 1 or data.device != target.device:
             raise ValueError("encoded bytes are a flat uint8 tensor on the device of the values")
-        self.check_nbytes(form, data.numel())
+        self.check_nbytes(target.numel(), data.numel())
         aligned = data.is_contiguous() and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
         return data if aligned else data.clone()
 
     @abstractmethod
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
+    def _write(self, values: Tensor, out: Tensor) -> int:
         """Encode into ``out`` (``encoded_nbytes`` long); the bytes used."""
 
     @abstractmethod
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
         """Decode into ``target`` (``alpha`` None) or add ``alpha`` times the values to it."""
 
 
-class Encoder:
-    """The sending side of one bucket; this one has no state."""
-
-    def __init__(self, codec: Codec, form: Form) -> None:
-        self.codec, self.form = codec, form
-
-    def encode(self, values: Tensor, pool: BytePool) -> Encoded:
-        """Encode ``values`` (float32, flat) into a buffer of ``pool``. The values are not changed."""
-        check_values(values, self.form)
-        out = pool.take(self.codec.encoded_nbytes(self.form))
-        return Encoded(self.codec, self.form, out[: self.codec._write(values, self.form, out)])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What the next encoding depends on, besides its values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where the state is of another codec or form."""
-        if state:
-            raise ValueError(f"codec {self.codec.name} has no state, got {sorted(state)}")
-
-
-def check_values(values: Tensor, form: Form) -> None:
+def check_values(values: Tensor) -> None:
     """Raise ValueError unless ``values`` are what a codec works on."""
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         raise ValueError("a codec works on a flat contiguous float32 tensor")
-    if values.numel() != form.numel:
-        raise ValueError(f"{values.numel()} values, the bucket has {form.numel}")
 
 
 def pieces(numel: int, device: torch.device) -> Iterator[slice]:
@@ -254,11 +182,6 @@ def pieces(numel: int, device: torch.device) -> Iterator[slice]:
 def scratch_for(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Room for the largest of ``pieces(numel, device)``."""
     return torch.empty(min(numel, CHUNK if device.type == "cpu" else _DEVICE_CHUNK), dtype=dtype, device=device)
-
-
-def as_tensor(buffer: bytearray | memoryview) -> Tensor:
-    """Writable bytes as a flat uint8 tensor, uncopied."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
 
 
 def as_view(data: Tensor) -> memoryview:

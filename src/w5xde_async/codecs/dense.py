@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from w5xde_async.codecs.codec import Codec, Form, pieces, scratch_for
+from w5xde_async.codecs.codec import Codec, pieces, scratch_for
 
 __all__ = ["Bf16", "Fp16", "Raw"]
 
@@ -27,15 +27,15 @@ class Raw(Codec):
     exact = True
     word_bytes = 4
 
-    def encoded_nbytes(self, form: Form) -> int:
+    def encoded_nbytes(self, numel: int) -> int:
         """Exactly 4 n."""
-        return 4 * form.numel
+        return 4 * numel
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
+    def _write(self, values: Tensor, out: Tensor) -> int:
         out.view(torch.float32).copy_(values)
-        return 4 * form.numel
+        return 4 * values.numel()
 
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
         if alpha is None:
             target.copy_(data.view(torch.float32))
         else:
@@ -48,22 +48,22 @@ class _Half(Codec):
     word_bytes = 2
     _dtype: torch.dtype
 
-    def encoded_nbytes(self, form: Form) -> int:
+    def encoded_nbytes(self, numel: int) -> int:
         """Exactly 2 n."""
-        return 2 * form.numel
+        return 2 * numel
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
+    def _write(self, values: Tensor, out: Tensor) -> int:
         out.view(self._dtype).copy_(values)
-        return 2 * form.numel
+        return 2 * values.numel()
 
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
         halves = data.view(self._dtype)
         if alpha is None:
             target.copy_(halves)
             return
         # Adding mixed dtypes is ten times slower than a cast into memory that is in cache, and an addition.
-        scratch = scratch_for(form.numel, target.device)
-        for piece in pieces(form.numel, target.device):
+        scratch = scratch_for(target.numel(), target.device)
+        for piece in pieces(target.numel(), target.device):
             values = scratch[: piece.stop - piece.start].copy_(halves[piece])
             target[piece].add_(values, alpha=alpha)
 
@@ -81,10 +81,10 @@ class Fp16(_Half):
     name = "fp16"
     _dtype = torch.float16
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
+    def _write(self, values: Tensor, out: Tensor) -> int:
         halves = out.view(torch.float16)
-        scratch = scratch_for(form.numel, values.device, torch.int16)
-        for piece in pieces(form.numel, values.device):
+        scratch = scratch_for(values.numel(), values.device, torch.int16)
+        for piece in pieces(values.numel(), values.device):
             source, half = values[piece], halves[piece]
             half.copy_(source)
             bits = scratch[: piece.stop - piece.start]
@@ -92,7 +92,7 @@ class Fp16(_Half):
             if int(magnitudes.amax()) >= _INFINITY:
                 saturated = source.clamp(-_LARGEST, _LARGEST)
                 half.copy_(torch.where(source.isfinite(), saturated, source))
-        return 2 * form.numel
+        return 2 * values.numel()
 
 
 _LARGEST = torch.finfo(torch.float16).max

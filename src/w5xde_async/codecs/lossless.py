@@ -7,8 +7,8 @@ Before a bucket is compressed, two pieces of it are: if they shrink by less than
 they are, under its own name; likewise when the whole has not shrunk by 3 %. So never more bytes than the inner codec.
 
 Encoding: the inner length (8 bytes), the length of each compressed piece of 256 KiB (4 bytes each; a piece of its
-full length is not compressed), the pieces. Decoding is bounded by the inner codec's length for the form, which the
-layout gives. It runs on the CPU; tensors of another device are copied there and back.
+full length is not compressed), the pieces. Decoding is bounded by the inner codec's length for the bucket's number of
+values. It runs on the CPU; tensors of another device are copied there and back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import lz4.block
 import torch
 from torch import Tensor
 
-from w5xde_async.codecs.codec import BytePool, Codec, Encoded, Encoder, Form, as_view
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded, as_view
 from w5xde_async.codecs.dense import Raw
 from w5xde_async.errors import MalformedFrame
 
@@ -54,29 +54,41 @@ class Lz4(Codec):
     def alternatives(self) -> tuple[Codec, ...]:
         return (self, self.inner)
 
-    def encoded_nbytes(self, form: Form) -> int:
+    def encoded_nbytes(self, numel: int) -> int:
         """At most the inner codec's."""
-        return self.inner.encoded_nbytes(form)
+        return self.inner.encoded_nbytes(numel)
 
-    def encoder(self, form: Form) -> Encoder:
-        return _Lz4Encoder(self, form)
+    def encode(self, values: Tensor, pool: BytePool) -> Encoded:
+        """The inner codec's encoding where compression does not pay."""
+        inner = self.inner.encode(values, pool)
+        plain = inner.data.cpu()
+        out = pool.take(inner.data.numel())
+        packed = out if out.device.type == "cpu" else torch.empty_like(plain)
+        nbytes = self.compress(plain, packed)
+        if not nbytes:
+            pool.give(out)
+            return inner
+        if packed is not out:
+            out[:nbytes].copy_(packed[:nbytes])
+        pool.give(inner.data)
+        return Encoded(self, out[:nbytes])
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
-        raise NotImplementedError("its encoder writes")
+    def _write(self, values: Tensor, out: Tensor) -> int:
+        raise NotImplementedError("encode writes")
 
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
-        inner = self._expand(as_view(data.cpu()), form).to(target.device)
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
+        inner = self._expand(as_view(data.cpu()), target.numel()).to(target.device)
         if alpha is None:
-            self.inner.decode(inner, form, target)
+            self.inner.decode(inner, target)
         else:
-            self.inner.add_to(inner, form, target, alpha)
+            self.inner.add_to(inner, target, alpha)
 
-    def _expand(self, data: memoryview, form: Form) -> Tensor:
-        """The inner codec's bytes. Nothing is allocated before their length has been checked against the form."""
+    def _expand(self, data: memoryview, numel: int) -> Tensor:
+        """The inner codec's bytes. Nothing is allocated before their length has been checked."""
         if len(data) < 8:
             raise MalformedFrame(f"{self.name} bucket of {len(data)} bytes")
         nbytes = int.from_bytes(data[:8], "little")
-        self.inner.check_nbytes(form, nbytes)
+        self.inner.check_nbytes(numel, nbytes)
         at = 8 + 4 * -(-nbytes // _PIECE)
         if len(data) < at:
             raise MalformedFrame(f"{self.name} bucket of {len(data)} bytes for {nbytes}")
@@ -148,30 +160,3 @@ class Lz4(Codec):
         target[:8] = data.numel().to_bytes(8, "little")
         target[8:head] = struct.pack(f"<{len(lengths)}I", *lengths)
         return at
-
-
-class _Lz4Encoder(Encoder):
-    """Encodes with the inner codec's encoder, which may have state."""
-
-    codec: Lz4
-
-    def __init__(self, codec: Lz4, form: Form) -> None:
-        super().__init__(codec, form)
-        self._inner = codec.inner.encoder(form)
-        self.state_dict = self._inner.state_dict  # type: ignore[method-assign]
-        self.load_state_dict = self._inner.load_state_dict  # type: ignore[method-assign]
-
-    def encode(self, values: Tensor, pool: BytePool) -> Encoded:
-        """The inner codec's encoding where compression does not pay."""
-        inner = self._inner.encode(values, pool)
-        plain = inner.data.cpu()
-        out = pool.take(inner.data.numel())
-        packed = out if out.device.type == "cpu" else torch.empty_like(plain)
-        nbytes = self.codec.compress(plain, packed)
-        if not nbytes:
-            pool.give(out)
-            return inner
-        if packed is not out:
-            out[:nbytes].copy_(packed[:nbytes])
-        pool.give(inner.data)
-        return Encoded(self.codec, self.form, out[:nbytes])

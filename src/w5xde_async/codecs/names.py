@@ -6,6 +6,6 @@ __all__ = ["NAMES"]
 
 #: Every form of a name that ``registry.codec`` knows.
 NAMES = (
-    "raw", "bf16", "fp16", "int8", "int4", "sign", "sparseloco", "topk:FRACTION", "powersgd:RANK", "lz4[:CODEC]",
+    "raw", "bf16", "fp16", "int8", "int4", "sign", "sparseloco", "topk:FRACTION", "lz4[:CODEC]",
     "lz4-shuffle[:CODEC]",
 )  # fmt: skip

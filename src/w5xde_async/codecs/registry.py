@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from w5xde_async.codecs.blocks import Int4, Int8, Sign
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.dense import Bf16, Fp16, Raw
 from w5xde_async.codecs.lossless import Lz4
-from w5xde_async.codecs.lowrank import PowerSgd
 from w5xde_async.codecs.names import NAMES
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import UsageError
@@ -18,10 +15,6 @@ __all__ = ["NAMES", "codec", "refuse_divergence"]
 _PLAIN: dict[str, type[Codec]] = {
     "raw": Raw, "bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "sign": Sign, "sparseloco": SparseLoco,
 }  # fmt: skip
-_NUMBERED: dict[str, tuple[str, Callable[[str], Codec]]] = {
-    "topk": ("FRACTION", lambda text: TopK(float(text))),
-    "powersgd": ("RANK", lambda text: PowerSgd(int(text))),
-}
 _WRAPPERS = {"lz4": False, "lz4-shuffle": True}
 _LONGEST = 64
 
@@ -34,11 +27,10 @@ def codec(name: str) -> Codec:
     try:
         if family in _WRAPPERS:
             return Lz4(codec(argument) if colon else None, shuffle=_WRAPPERS[family])
-        if family in _NUMBERED:
-            what, make = _NUMBERED[family]
+        if family == "topk":
             if not argument:
-                raise UsageError(f"codec {family} needs a number: {family}:{what}")
-            return make(argument)
+                raise UsageError("codec topk needs a number: topk:FRACTION")
+            return TopK(float(argument))
     except ValueError as error:
         raise UsageError(f"codec {name}: {error}") from None
     if family not in _PLAIN:

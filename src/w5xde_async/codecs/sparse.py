@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.codecs.blocks import pack, unpack
-from w5xde_async.codecs.codec import CHUNK, Codec, Form, pieces, scratch_for
+from w5xde_async.codecs.codec import CHUNK, Codec, pieces, scratch_for
 from w5xde_async.errors import MalformedFrame
 
 __all__ = ["SparseLoco", "TopK"]
@@ -50,17 +50,17 @@ class TopK(Codec):
         self.fraction = fraction
         self.name = f"topk:{fraction!r}"
 
-    def kept(self, form: Form) -> int:
+    def kept(self, numel: int) -> int:
         """The most values that are sent of a bucket: ceil(fraction n)."""
-        return math.ceil(self.fraction * form.numel)
+        return math.ceil(self.fraction * numel)
 
-    def encoded_nbytes(self, form: Form) -> int:
+    def encoded_nbytes(self, numel: int) -> int:
         """At most 4 ceil(n / 65536) + 6 ceil(fraction n)."""
-        return 4 * -(-form.numel // CHUNK) + 6 * self.kept(form)
+        return 4 * -(-numel // CHUNK) + 6 * self.kept(numel)
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
-        chosen = _largest(values, self.kept(form))
-        num_chunks, count = -(-form.numel // CHUNK), chosen.numel()
+    def _write(self, values: Tensor, out: Tensor) -> int:
+        chosen = _largest(values, self.kept(values.numel()))
+        num_chunks, count = -(-values.numel() // CHUNK), chosen.numel()
         counts = torch.bincount(chosen.bitwise_right_shift(16), minlength=num_chunks)
         out[: 4 * num_chunks].view(torch.int32).copy_(counts)
         split = 4 * num_chunks + 4 * count
@@ -68,8 +68,8 @@ class TopK(Codec):
         out[split : split + 2 * count].view(torch.int16).copy_(chosen)  # the cast keeps the lowest 16 bits
         return split + 2 * count
 
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
-        num_chunks = -(-form.numel // CHUNK)
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
+        num_chunks = -(-target.numel() // CHUNK)
         if data.numel() < 4 * num_chunks or (data.numel() - 4 * num_chunks) % 6:
             raise MalformedFrame(f"{self.name} bucket of {data.numel()} bytes")
         count = (data.numel() - 4 * num_chunks) // 6
@@ -79,13 +79,13 @@ class TopK(Codec):
         split = 4 * num_chunks + 4 * count
         low = data[split:].view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
         chunk = torch.arange(num_chunks, device=data.device).mul_(CHUNK).repeat_interleave(counts)
-        _scatter(self.name, low.add_(chunk), data[4 * num_chunks : split].view(torch.float32), form, target, alpha)
+        _scatter(self.name, low.add_(chunk), data[4 * num_chunks : split].view(torch.float32), target, alpha)
 
 
-def _scatter(name: str, where: Tensor, values: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
+def _scatter(name: str, where: Tensor, values: Tensor, target: Tensor, alpha: float | None) -> None:
     """Put or add values at ascending places. Raises MalformedFrame where they do not ascend or leave the bucket."""
-    if where.numel() and (int(where[-1]) >= form.numel or bool((where[1:] <= where[:-1]).any())):
-        raise MalformedFrame(f"{name} bucket: indices do not ascend within {form.numel}")
+    if where.numel() and (int(where[-1]) >= target.numel() or bool((where[1:] <= where[:-1]).any())):
+        raise MalformedFrame(f"{name} bucket: indices do not ascend within {target.numel()}")
     if alpha is None:
         target.fill_(-0.0)[where] = values
     else:
@@ -153,14 +153,14 @@ class SparseLoco(Codec):
     converges_without_feedback = False
     residual_decay = 0.95
 
-    def encoded_nbytes(self, form: Form) -> int:
+    def encoded_nbytes(self, numel: int) -> int:
         """Exactly 116 for each run of 4096, and the shorter last one."""
-        rest = form.numel % _RUN
-        return form.numel // _RUN * _run_nbytes(_RUN) + (_run_nbytes(rest) if rest else 0)
+        rest = numel % _RUN
+        return numel // _RUN * _run_nbytes(_RUN) + (_run_nbytes(rest) if rest else 0)
 
-    def _write(self, values: Tensor, form: Form, out: Tensor) -> int:
+    def _write(self, values: Tensor, out: Tensor) -> int:
         at = 0
-        for part in _parts(form):
+        for part in _parts(values.numel()):
             rows, width = _shape(part)
             x = values[part].view(rows, width)
             where = torch.cat([_largest_of_runs(x[some]) for some in _row_pieces(rows, x.device)])
@@ -177,11 +177,11 @@ class SparseLoco(Codec):
             pack(codes, 2, coded[:, split:])
         return at
 
-    def _read(self, data: Tensor, form: Form, target: Tensor, alpha: float | None) -> None:
+    def _read(self, data: Tensor, target: Tensor, alpha: float | None) -> None:
         if alpha is None:
             target.fill_(-0.0)
         at = 0
-        for part in _parts(form):
+        for part in _parts(target.numel()):
             rows, width = _shape(part)
             kept = -(-width // _KEPT)
             coded = data[at : at + rows * _run_nbytes(width)].view(rows, -1)
@@ -205,10 +205,10 @@ class SparseLoco(Codec):
                 target[part].index_add_(0, places, values, alpha=alpha)
 
 
-def _parts(form: Form) -> list[slice]:
+def _parts(numel: int) -> list[slice]:
     """Slices of the whole runs, and of the shorter one that is left."""
-    whole = form.numel // _RUN * _RUN
-    return [part for part in (slice(0, whole), slice(whole, form.numel)) if part.stop > part.start]
+    whole = numel // _RUN * _RUN
+    return [part for part in (slice(0, whole), slice(whole, numel)) if part.stop > part.start]
 
 
 def _row_pieces(rows: int, device: torch.device) -> list[slice]:

@@ -102,11 +102,7 @@ class UpdateConfig(Config):
         from w5xde_async.codecs.registry import refuse_divergence  # torch takes seconds, and --help needs none
 
         refuse_divergence(self.uplink_codec, feedback=self.feedback)
-        down = self.downlink_codec
-        need(
-            down.exact or "powersgd" not in down.name,
-            "downlink powersgd is not offered: it needs a state at each end; take int8 or int4",
-        )
+        _codec(self.downlink or self.codec)  # raises UsageError for an unknown name
 
     @property
     def uplink_codec(self) -> Codec:

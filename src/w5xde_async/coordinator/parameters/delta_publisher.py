@@ -30,7 +30,7 @@ from w5xde_async.coordinator.parameters.publisher import Piece
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
-from w5xde_async.updates.forms import form_of, is_coded_down
+from w5xde_async.updates.coded import coded_down
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
@@ -69,9 +69,7 @@ class DeltaPublisher:
             for mine, theirs in zip(self._published.groups, state.groups, strict=True):
                 mine.copy_(theirs)
         self._pool = BytePool()
-        self._encoders = {
-            b.index: codec.encoder(form_of(layout, b)) for b in layout.result_buckets if is_coded_down(layout, b)
-        }
+        self._coded = coded_down(layout).keys()
         self._ways: dict[Session, _Way] = {}
         self._due: dict[Session, _Way] = {}  # those that are behind and are not being sent anything
         self._changed: dict[int, int] = {}  # bucket -> ``sent`` when it last changed
@@ -90,18 +88,17 @@ class DeltaPublisher:
         pieces = []
         for number in changed:
             bucket = self.layout.buckets[number]
-            encoder = self._encoders.get(number)
             mine, theirs = self._published.bucket(bucket), self._state.bucket(bucket)
-            if encoder is None:
+            if number not in self._coded:
                 mine.copy_(theirs)
                 pieces.append(self._raw(number))
                 continue
             if self.codec.exact:  # a + (b - a) is not b: what is to keep its bits travels as it is
                 mine.copy_(theirs)
-                encoded = encoder.encode(theirs, self._pool)
+                encoded = self.codec.encode(theirs, self._pool)
             else:
-                encoded = encoder.encode(theirs - mine, self._pool)
-                encoded.codec.add_to(encoded.data, encoder.form, mine)
+                encoded = self.codec.encode(theirs - mine, self._pool)
+                encoded.codec.add_to(encoded.data, mine)
             data = bytes(encoded.view)
             self._pool.give(encoded.data)
             self.raw_bytes += 4 * bucket.numel

@@ -17,7 +17,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
-from w5xde_async.updates.forms import forms_of
+from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Result
 
@@ -38,7 +38,7 @@ class ReceiveBuffers:
         self.layout, self.codec = layout, codec
         self.pool = BytePool()
         self._codecs = {known.name: known for known in codec.alternatives if known.name != "raw"}
-        self._forms = forms_of(layout)
+        self._sizes = coded_up(layout)
         self._parts: dict[int, dict[int, Part]] = {}
         self._receiving: dict[Session, tuple[int, int, Part]] = {}
 
@@ -50,18 +50,18 @@ class ReceiveBuffers:
         buckets = self.layout.result_buckets
         if result.bucket >= len(buckets):
             raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
-        bucket, form = buckets[result.bucket], self._forms.get(result.bucket)
-        codec = None if form is None else self._codecs.get(spec.codec)
-        if codec is not None and form is not None:
+        bucket, size = buckets[result.bucket], self._sizes.get(result.bucket)
+        codec = None if size is None else self._codecs.get(spec.codec)
+        if codec is not None and size is not None:
             if spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
                 raise RemoteError(f"bucket {result.bucket} in codec {spec.codec} is {spec.dtype}{list(spec.shape)}")
-            codec.check_nbytes(form, spec.nbytes)
+            codec.check_nbytes(size, spec.nbytes)
         else:
             dtype = str(self.layout.groups[bucket.group].result_dtype).removeprefix("torch.")
             if spec.codec != "raw" or spec.dtype != dtype or spec.shape != (bucket.numel,):
                 raise RemoteError(
                     f"bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}, "
-                    f"not {dtype}[{bucket.numel}] in {self.codec.name if form is not None else 'raw'}"
+                    f"not {dtype}[{bucket.numel}] in {self.codec.name if size is not None else 'raw'}"
                 )
         return codec
 
@@ -85,10 +85,10 @@ class ReceiveBuffers:
 
     def read(self, session: Session, result: Result, target: Tensor) -> None:
         """What was placed for this session is complete: decode it into ``target`` at once. Raises MalformedFrame."""
-        _, bucket, part = self._receiving.pop(session)
+        part = self._receiving.pop(session)[2]
         assert part.codec is not None
         try:
-            part.codec.decode(part.data, self._forms[bucket], target)
+            part.codec.decode(part.data, target)
         finally:
             self.pool.give(part.data)
 
@@ -127,6 +127,6 @@ class ReceiveBuffers:
             if part.codec is None:
                 bytes_of(target)[:] = as_view(part.data)
             else:
-                part.codec.decode(part.data, self._forms[number], target)
+                part.codec.decode(part.data, target)
             present[number] = True
         return present

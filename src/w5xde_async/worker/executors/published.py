@@ -13,7 +13,7 @@ from w5xde_async.codecs.codec import Codec
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
-from w5xde_async.updates.forms import form_of, is_coded_down
+from w5xde_async.updates.coded import coded_down
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Params
 from w5xde_async.worker.executors.executor import BucketUpdate, Version
@@ -29,7 +29,7 @@ class DeltaReceiver:
     def __init__(self, layout: Layout, codec: Codec) -> None:
         self._layout = layout
         self._codecs = {known.name: known for known in codec.alternatives}
-        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded_down(layout, b)}
+        self._sizes = coded_down(layout)
         self._placed: BucketUpdate | None = None
         self._kept: dict[int, list[BucketUpdate]] = {}  # bucket -> what is to be done to it, in order
 
@@ -39,10 +39,10 @@ class DeltaReceiver:
             raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(buckets)}")
         bucket, spec = buckets[message.bucket], specs[0]
         if message.delta or spec.codec != "raw":
-            codec, form = self._codecs.get(spec.codec), self._forms.get(message.bucket)
-            if codec is None or form is None or spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
+            codec, size = self._codecs.get(spec.codec), self._sizes.get(message.bucket)
+            if codec is None or size is None or spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
                 raise MalformedFrame(f"PARAMS bucket {message.bucket} is in codec {spec.codec[:64]}")
-            codec.check_nbytes(form, spec.nbytes)
+            codec.check_nbytes(size, spec.nbytes)
             data = torch.empty(spec.nbytes, dtype=torch.uint8)
             self._placed = BucketUpdate(message.bucket, codec, data, message.delta)
         else:
@@ -80,7 +80,6 @@ class Published:
         self.state = FlatState(layout)
         self.version = -1
         self.loss_scale = 1.0
-        self._forms = {b.index: form_of(layout, b) for b in layout.result_buckets if is_coded_down(layout, b)}
         self.touched: set[int] = set()
         """Buckets that changed since somebody cleared this."""
         self.newest: dict[int, int] = {}
@@ -94,9 +93,9 @@ class Published:
             if codec is None:
                 target.copy_(data)
             elif delta:
-                codec.add_to(data, self._forms[bucket], target)
+                codec.add_to(data, target)
             else:
-                codec.decode(data, self._forms[bucket], target)
+                codec.decode(data, target)
             self.touched.add(bucket)
             self.newest[bucket] = version.number
         self.version, self.loss_scale = version.number, version.loss_scale

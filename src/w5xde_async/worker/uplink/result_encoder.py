@@ -13,10 +13,10 @@ from functools import partial
 from typing import NamedTuple
 
 from w5xde_async.codecs.codec import BytePool, Codec
-from w5xde_async.codecs.feedback import Dropped, Feedback, Outcome
+from w5xde_async.codecs.feedback import Dropped, Feedback
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
-from w5xde_async.updates.forms import forms_of
+from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import VerdictCode
 
@@ -51,21 +51,17 @@ class ResultEncoder:
 
     def __init__(self, layout: Layout, codec: Codec, *, feedback: bool, clock: Callable[[], float] = time.perf_counter):
         self.codec, self.pool = codec, BytePool()
-        self._forms, self._raw = forms_of(layout), raw_specs(layout)
-        self._clock = clock
-        self._wanted = feedback
-        self._build()
+        self._sizes, self._raw = coded_up(layout), raw_specs(layout)
+        self._clock, self._keeps = clock, feedback
+        self._feedback = self._new_feedback()
         self._keys: set[int] = set()
         self.encode_s = 0.0  #: of the lease under way
         self.raw_bytes = 0
 
-    def _build(self) -> None:
-        codec = self.codec
-        # Buckets of trainable parameters are the first ones of a layout: their numbers are a feedback's own.
-        forms = [self._forms[index] for index in sorted(self._forms)]
-        kept = self._wanted and not codec.exact
-        self._feedback = Feedback(codec, forms, pool=self.pool) if kept else None
-        self._encoders = {} if kept else {index: codec.encoder(form) for index, form in self._forms.items()}
+    def _new_feedback(self) -> Feedback | None:
+        if not self._keeps or self.codec.exact:
+            return None
+        return Feedback(self.codec, self._sizes, pool=self.pool)
 
     def change(self, codec: Codec) -> None:
         """Encode by this codec on the next link; what was left out is added as ever.
@@ -77,10 +73,9 @@ class ResultEncoder:
         self.cut()
         kept = {} if self._feedback is None else self._feedback.state_dict()
         self.codec = codec
-        self._build()
-        if self._feedback is not None:  # residuals are values, whatever the codec
-            residuals = {name: value for name, value in kept.items() if name.startswith("residual.")}
-            self._feedback.load_state_dict(residuals | self._feedback.state_dict())
+        self._feedback = self._new_feedback()
+        if self._feedback is not None:
+            self._feedback.load_state_dict(kept)
 
     def begin(self) -> None:
         """A lease's results are about to be encoded."""
@@ -88,7 +83,7 @@ class ResultEncoder:
 
     def encode(self, lease: int, bucket: int, vector: ResultVector) -> BucketResult:
         """One bucket of ``vector``, encoded; its values (in host memory) are not changed."""
-        if bucket not in self._forms or self.codec.name == "raw":
+        if bucket not in self._sizes or self.codec.name == "raw":
             spec = self._raw[bucket]
             self.raw_bytes += spec.nbytes
             return BucketResult(bucket, spec, vector.bucket_bytes[bucket])
@@ -99,7 +94,7 @@ class ResultEncoder:
             encoded = self._feedback.encode(lease, bucket, values)
             self._keys.add(lease)
         else:
-            encoded = self._encoders[bucket].encode(values, self.pool)
+            encoded = self.codec.encode(values, self.pool)
             sent = partial(self.pool.give, encoded.data)
         nbytes = encoded.data.numel()
         self.encode_s += self._clock() - began
@@ -114,11 +109,10 @@ class ResultEncoder:
         """A verdict on results that have left. ``buckets``: those that counted, where not all did."""
         if self._feedback is None:
             return
-        outcome = Outcome.APPLIED if code == VerdictCode.APPLIED else Outcome.LEASED_AGAIN
         for lease in leases:
             if lease in self._keys:
                 self._keys.discard(lease)
-                self._feedback.settle(lease, outcome, frozenset(buckets) if buckets else None)
+                self._feedback.settle(lease, applied=code == VerdictCode.APPLIED, counted=frozenset(buckets) or None)
 
     @property
     def awaited(self) -> tuple[int, ...]:
