@@ -138,7 +138,6 @@ def test_what_is_not_finite_never_becomes_a_residual(name: str, applied: bool) -
     bad[5] = float("inf")
     assert not bool(decoded(worker.encode("b", 0, bad)).isfinite().all())  # the coordinator's finite check sees it
     worker.settle("b", applied=applied)
-    assert worker.num_not_finite == 1
     assert torch.equal(held(worker, 0), before)
     assert bool(decoded(worker.encode("c", 0, gradient(3))).isfinite().all())
 
@@ -148,7 +147,7 @@ def test_large_values_are_finite() -> None:
     worker.encode("a", 0, torch.full((300,), 2e38).mul_(gradient(1).sign()))
     worker.encode("a", 1, torch.full((5000,), 1e38).mul_(1 + gradient(1, 1).abs().clamp_(0, 1)))  # its sum overflows
     worker.settle("a", applied=True)
-    assert worker.num_not_finite == 0
+    assert all(bool(held(worker, bucket).any()) for bucket in range(2))  # what was left out is kept
 
 
 def test_what_a_dead_worker_loses_is_counted() -> None:

@@ -286,9 +286,3 @@ def test_a_short_last_piece_of_a_worker_is_not_odd(power: float) -> None:
     for samples in [500] * 20 + [50, 10] * 5:
         assert gate.judge((samples / 500) ** power, samples)
     assert gate.judge(100.0, 500) == gate.judge(100.0, 10) == 0.0
-
-
-def test_what_an_older_gate_knew_is_learned_anew() -> None:
-    gate = NormGate()
-    gate.load_state_dict({"accepted": [0.1] * 20, "refused_in_row": 3})
-    assert gate.bound() == math.inf

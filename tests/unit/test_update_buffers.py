@@ -15,7 +15,7 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.buffers import BufferState
 from w5xde_async.updates.config import UpdateConfig
-from w5xde_async.updates.outer import Contribution, OuterRule, make_rule
+from w5xde_async.updates.outer import Contribution, make_rule
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
 
@@ -123,31 +123,3 @@ def test_an_own_value_that_is_not_finite_is_no_workers_fault() -> None:
     assert found.implausible(given, bench.present, 8) == ""
     bench.sync.apply(given, bench.present, 8, ())
     assert bench.model.mask.tolist() == [1.0, -math.inf]
-
-
-@pytest.mark.parametrize("name", ["local", "streaming"])
-def test_an_open_round_of_an_older_checkpoint_holds_changes(name: str) -> None:
-    """They were sums of changes under every rule; the mean of a round must not mix them with values."""
-    bench = Bench()
-    bench.model.norm.running_mean.fill_(5.0)
-
-    def offer(rule: OuterRule, step: int, values: list[float]) -> None:
-        given = Contribution(
-            steps=(step,), counted=8, samples=8, version=0, fragment=0, present=bench.present, untouched=frozenset(),
-            vector=bench.vector(running_mean=torch.tensor(values)),
-        )  # fmt: skip
-        assert rule.offer(given).accepted
-
-    first, second = (
-        make_rule(UpdateConfig(rule=name), bench.sync, bench.state, min_workers=1, gate=None) for _ in range(2)
-    )
-    offer(first, 0, [6.0, 5.0, 3.0])
-    state = first.state_dict()
-    old = state["buffers"]
-    del old["moved"]
-    changes = bench.vector(running_mean=torch.tensor([8.0, 0.0, -16.0]))
-    old["sums"] = {index: changes.buckets[index] for index in old["sums"]}
-    second.load_state_dict(state)
-    offer(second, 1, [8.0, 5.0, 3.0])
-    second.commit(0)
-    assert bench.model.norm.running_mean.tolist() == [7.0, 5.0, 3.0]

@@ -94,13 +94,6 @@ def test_equal_blocks_are_averaged_to_the_bit() -> None:
     assert torch.equal(rule.take(), (means[0] + means[1] + means[2]) / 3)
 
 
-def test_loss_scale_is_divided_out() -> None:
-    rule = AsynchronousRule(NUMEL, AsynchronousConfig())
-    (total,) = vectors(1)
-    rule.offer(total * 1024, samples=2, staleness=0, loss_scale=1024.0)
-    assert torch.equal(rule.take(), total / 2)
-
-
 @pytest.mark.parametrize(
     ("change", "verdict", "reason"),
     [

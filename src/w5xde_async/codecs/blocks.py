@@ -171,7 +171,7 @@ class Sign(_Blocks):
 
     name = "sign"
     block, bits = 1024, 1
-    converges_without_feedback = False
+    needs_feedback = True
 
     def _quantise(self, x: Tensor, work: Tensor, scales: Tensor, codes: Tensor) -> None:
         # Divided before they are summed: a sum of finite values may be infinite, their mean may not.

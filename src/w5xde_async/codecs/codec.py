@@ -102,18 +102,14 @@ class Codec(ABC):
     name: str
     exact = False
     """Decoding gives back every bit."""
-    converges_without_feedback = True
-    """False: what is left out must be kept and added to the next gradient (``codecs.feedback``)."""
+    needs_feedback = False
+    """It converges only where what it leaves out is added to the next gradient (``codecs.feedback``)."""
     variable = False
     """The number of bytes depends on the values."""
     residual_decay = 1.0
     """What a residual is multiplied by before it is added to the next gradient."""
     word_bytes = 1
     """Bytes of one element of the encoding, for lz4's byte shuffle."""
-
-    @property
-    def needs_feedback(self) -> bool:
-        return not self.converges_without_feedback
 
     @property
     def alternatives(self) -> tuple[Codec, ...]:

@@ -62,8 +62,6 @@ class Feedback:
             raise ValueError(f"a decay from 0 to 1, not {decay}")
         self._residuals: dict[int, Tensor] = {}
         self._pending: dict[Hashable, dict[int, _Pending]] = {}
-        self.num_not_finite = 0
-        """Buckets encoded from a gradient that was not finite."""
 
     @property
     def num_pending(self) -> int:
@@ -89,7 +87,6 @@ class Feedback:
         encoded.codec.add_to(encoded.data, error, alpha=-1.0)
         # A sum is one pass without a temporary; only where it overflows must each value be looked at.
         finite = math.isfinite(float(error.sum())) or bool(error.isfinite().all())
-        self.num_not_finite += not finite
         self._pending.setdefault(key, {})[bucket] = _Pending(encoded, error, taken, finite)
         return encoded
 

@@ -47,7 +47,7 @@ class Lz4(Codec):
         suffix = "" if isinstance(self.inner, Raw) else f":{self.inner.name}"
         self.name = ("lz4-shuffle" if shuffle else "lz4") + suffix
         self.exact = self.inner.exact
-        self.converges_without_feedback = self.inner.converges_without_feedback
+        self.needs_feedback = self.inner.needs_feedback
         self.residual_decay = self.inner.residual_decay
 
     @property

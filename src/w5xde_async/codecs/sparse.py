@@ -41,7 +41,7 @@ class TopK(Codec):
     """The fraction of largest magnitudes, as they are."""
 
     variable = True
-    converges_without_feedback = False
+    needs_feedback = True
 
     def __init__(self, fraction: float) -> None:
         """Raises ValueError unless 0 < ``fraction`` <= 0.5: above it another codec has fewer bytes."""
@@ -150,7 +150,7 @@ class SparseLoco(Codec):
     """64 of 4096 with two bits each (SparseLoCo); residuals decay by 0.95."""
 
     name = "sparseloco"
-    converges_without_feedback = False
+    needs_feedback = True
     residual_decay = 0.95
 
     def encoded_nbytes(self, numel: int) -> int:

@@ -65,14 +65,13 @@ class Frontier:
     Invariants: blocks do not overlap; two complete halves never lie side by side unmerged.
     """
 
-    __slots__ = ("_complete", "_filled", "_level", "num_leaves")
+    __slots__ = ("_complete", "_level", "num_leaves")
 
     def __init__(self, num_leaves: int) -> None:
         if num_leaves < 1:
             raise ValueError("a step has at least one leaf")
         self.num_leaves = num_leaves
         self._level: dict[int, int] = {}  # first leaf -> level of the complete block there
-        self._filled = 0
         self._complete = False
 
     @property
@@ -84,7 +83,6 @@ class Frontier:
         """Note that ``block`` is summed. Returns the additions that now can be made, in order."""
         start, merges = block.start, []
         level = (block.num_leaves - 1).bit_length()
-        self._filled += block.num_leaves
         while True:
             span = 1 << level
             if start % (2 * span) == 0:  # a left half, or the root

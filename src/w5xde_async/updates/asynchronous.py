@@ -69,12 +69,11 @@ class AsynchronousRule:
         *,
         samples: int,
         staleness: int,
-        loss_scale: float = 1.0,
         sender: str = "one",
         present: int = 1,
         vouched: float = 0.0,
     ) -> Outcome:
-        """Count one block's sum of gradients (scaled by ``loss_scale``), which is used up.
+        """Count one block's sum of gradients, which is used up.
 
         Raises ValueError where the vector is not as long as the parameters, or a step is due.
         """
@@ -82,7 +81,7 @@ class AsynchronousRule:
         if self.ready:
             raise ValueError("a step is due: take its gradient first")
         if samples > 0:
-            total.div_(samples * loss_scale)
+            total.div_(samples)
         outcome = self.admission.judge(
             total, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
         )

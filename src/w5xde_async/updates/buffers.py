@@ -70,11 +70,6 @@ class BufferState:
         mine = self._state.bucket(bucket).float()
         return (value != mine) & ~(value.isnan() & mine.isnan())
 
-    def summed(self, bucket: Bucket, changes: Tensor, samples: int) -> Tensor:
-        """The sum of values over so many samples that a sum of changes makes of the state's."""
-        mine = self._state.bucket(bucket).float()
-        return torch.where(torch.isfinite(mine), mine * samples + changes, changes)
-
     def approach(self, bucket: Bucket, value: Tensor, where: Tensor, part: float) -> None:
         """Go ``part`` of the way to ``value``, ``where`` that is set; other elements keep their bits."""
         mine = self._state.bucket(bucket)

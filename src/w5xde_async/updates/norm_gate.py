@@ -157,16 +157,13 @@ class NormGate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
-        heard, refused = state.get("heard"), state.get("refused", {})
-        if heard is None:  # an older checkpoint, which knows no senders; some know no samples: that is learned anew
-            heard = {"": list(zip(state["accepted"], state.get("samples", ()), strict=False))}
         self._accepted = {
             who: self._remembered((float(norm), int(samples)) for norm, samples in known)
-            for who, known in heard.items()
+            for who, known in state["heard"].items()
             if known
         }
         self._refused = {
-            who: (int(count), (float(norm), int(samples))) for who, (count, norm, samples) in refused.items()
+            who: (int(count), (float(norm), int(samples))) for who, (count, norm, samples) in state["refused"].items()
         }
 
 

@@ -149,15 +149,7 @@ class _Buffers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = {int(index): value.clone() for index, value in state["sums"].items()}
         self._samples = {int(index): int(value) for index, value in state["samples"].items()}
-        self._moved = {int(index): value.clone() for index, value in state.get("moved", {}).items()}
-        if not self._values or "moved" in state:
-            return
-        # Written when every rule took sums of changes: what they make of the state's values is what was meant.
-        for bucket in self._state.buckets:
-            changes = self._sums.get(bucket.index)
-            if changes is not None and self._state.roles[bucket.index] == "mean":
-                self._sums[bucket.index] = self._state.summed(bucket, changes, self._samples[bucket.index])
-                self._moved[bucket.index] = changes != 0
+        self._moved = {int(index): value.clone() for index, value in state["moved"].items()}
 
 
 class OuterRule(ABC):
@@ -311,11 +303,7 @@ class _Asynchronous(OuterRule):
         self._root.group(self.group).copy_(self._rule.take(early=True))  # the last may be fewer than K
         applied = self._inner.apply(self._root, self._present, 1, self._untouched or ())
         self._untouched = None
-        changed = {*applied.changed, *self._buffers.apply()}
-        return Applied(
-            skipped=applied.skipped, gradient_norm=applied.gradient_norm, learning_rate=applied.learning_rate,
-            changed=tuple(sorted(changed)),
-        )  # fmt: skip
+        return replace(applied, changed=tuple(sorted({*applied.changed, *self._buffers.apply()})))
 
     def _rule_state(self) -> dict[str, Any]:
         return {"asynchronous": self._rule.state_dict(), "inner": self._inner.state_dict()}

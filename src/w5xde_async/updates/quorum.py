@@ -18,10 +18,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
 
 from w5xde_async.updates.norm_gate import median_and_mad
 
@@ -60,7 +59,6 @@ class Quorum:
         self.config = config or QuorumConfig()
         self._ages: dict[str, deque[float]] = {}
         self._began: dict[str, float] = {}  # workers at work -> since when, rounds ago for late ones
-        self._first = True
         self._expected: set[str] = set()
         self._arrived: set[str] = set()
         self._look_again: float | None = None  # what ``decide`` said last, and how much has changed since
@@ -68,10 +66,8 @@ class Quorum:
 
     def open(self, now: float, workers: Collection[str]) -> None:
         """A round begins with these workers. One that is still at its last work is late there and not expected here."""
-        if not self._first:  # in a process's first round, what a checkpoint says of workers to come is kept
-            for worker in self._ages.keys() - set(workers) - self._began.keys():
-                del self._ages[worker]
-        self._first = False
+        for worker in self._ages.keys() - set(workers) - self._began.keys():
+            del self._ages[worker]
         self._look_again = None
         self._expected = {worker for worker in workers if worker not in self._began}
         self._arrived = set()
@@ -156,11 +152,3 @@ class Quorum:
     def _usual_s(self, worker: str) -> float:
         """The median of a worker's own ages; 0 where none is known, so that it gets its chance."""
         return statistics.median(self._ages.get(worker, (0.0,)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned. The open round is not in it: its leases and its clock end with the process."""
-        return {"ages": {worker: list(ages) for worker, ages in self._ages.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``."""
-        self._ages = {worker: deque(ages, maxlen=self.config.window) for worker, ages in state["ages"].items()}

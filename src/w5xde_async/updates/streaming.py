@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w5xde_async.updates.admission import Outcome, check_vector, restore_
+from w5xde_async.updates.admission import Outcome, check_vector
 from w5xde_async.updates.averages import Average, WeightedMean
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
@@ -222,17 +222,3 @@ class StreamingReplica:
             piece.scatter_(self._base, values)
             piece.scatter_(self.local, mixed)
         return ready
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the local parameters: for a worker that drains. Tensors share memory with this."""
-        return {
-            "base": self._base, "sent": dict(self._sent), "delivered": dict(self._delivered),
-            "kept": sorted(self._kept),
-        }  # fmt: skip
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where it belongs to another layout."""
-        restore_(self._base, state["base"], "the base")
-        self._sent = {int(index): int(step) for index, step in state["sent"].items()}
-        self._delivered = {int(index): values.clone() for index, values in state["delivered"].items()}
-        self._kept = {int(index) for index in state["kept"]}

@@ -154,14 +154,10 @@ def _silent(put: Put) -> None:
 
 @bug("arrival-order", "block sums are added in the order in which they arrive")
 def _arrival_order(put: Put) -> None:
-    waiting: dict[int, list[int]] = {}
+    waiting: dict[int, tuple[Frontier, list[int]]] = {}
 
     def fill(self: Frontier, block: Block) -> list[Merge]:
-        first = self._filled == 0
-        self._filled += block.num_leaves
-        late = waiting.setdefault(id(self), [])
-        if first:
-            late.clear()
+        _, late = waiting.setdefault(id(self), (self, []))  # it is kept, so that no other gets its id
         if block.start == 0:
             self._level[0] = 0
             merges = [Merge(0, start) for start in late]
