@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.support.turns import strided, taking_turns
 from torch import Tensor, nn
-from w5xde_async.updates.robust import CoordinateMedian
 
 from w5xde_async.params.layout import Layout
 from w5xde_async.store.state import pack_state, unpack_state
