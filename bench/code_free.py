@@ -33,7 +33,7 @@ from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.engine import Engine, Task
 from w5xde_async.compute.program.carriage import buffers_of
 from w5xde_async.compute.program.form import parse
-from w5xde_async.compute.program.replica import Replica
+from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.program.tracing import probe_batches, trace_job
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
@@ -164,7 +164,9 @@ def trace(reply: Reply, *, job: str) -> None:
         document = trace_job(made, model, Layout.of(model))
     seconds = time.perf_counter() - began
     layout = Layout.of(model)
-    replica = Replica.of(parse(document, layout), layout, torch.device("cpu"), precision="fp32", memory_bytes=1 << 40)
+    replica = ProgramJob.of(
+        parse(document, layout), layout, torch.device("cpu"), precision="fp32", memory_bytes=1 << 40
+    )
     local = Engine(made)
     free = Engine(replica, seed=made.seed, precision="fp32", microbatch_samples=made.microbatch_samples)
     for mine, theirs in zip(free.incoming.groups, local.incoming.groups, strict=True):

@@ -14,7 +14,7 @@ from tests.support.cluster import QUICK_WORKER, settings
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.engine import Outcome
+from w5xde_async.compute.engine import ComputedBlock
 from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import NonFinite
@@ -106,7 +106,7 @@ async def scene(told: list[tuple[int, float, int]]) -> AsyncIterator[Scene]:
     torch.set_num_threads(1)
     release, compute = threading.Event(), SteppingReplica.compute
 
-    def hang(replica: SteppingReplica, *arguments: Any) -> Outcome:
+    def hang(replica: SteppingReplica, *arguments: Any) -> ComputedBlock:
         if isinstance(replica._engine.model, Slow):
             release.wait(10.0)
         return compute(replica, *arguments)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import Computing
-from w5xde_async.compute.engine import Emit, Outcome, Task
+from w5xde_async.compute.engine import ComputedBlock, Emit, Task
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import NonFinite
@@ -98,7 +98,7 @@ class FalseWorker(Worker):
     def _false(self, engine: Computing) -> Computing:
         honest = engine.compute
 
-        def compute(task: Task, emit: Emit) -> Outcome:
+        def compute(task: Task, emit: Emit) -> ComputedBlock:
             sent: list[tuple[int, ResultVector]] = []
             outcome = honest(task, lambda bucket, vector: sent.append((bucket, vector)))
             if task.step >= self._begins:

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.program.form import FORM, Document, parse
-from w5xde_async.compute.program.replica import ProgramStep
+from w5xde_async.compute.program.program_job import ProgramStep
 from w5xde_async.job import Job
 from w5xde_async.params.layout import Layout
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import Engine, LeafError, Outcome, Task, choose_device
+from w5xde_async.compute.engine import ComputedBlock, Engine, LeafError, Task, choose_device
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.sampler import seed_for
@@ -100,7 +100,7 @@ class Run:
         self.emitted: list[int] = []
         self.copies: dict[int, Tensor] = {}
 
-    def compute(self, wanted: Task) -> Outcome:
+    def compute(self, wanted: Task) -> ComputedBlock:
         self.emitted, self.copies = [], {}
 
         def emit(bucket: int, vector: ResultVector) -> None:
@@ -112,7 +112,7 @@ class Run:
             self.engine.release(vector)
         return outcome
 
-    def sums(self, outcome: Outcome) -> dict[str, Tensor | None]:
+    def sums(self, outcome: ComputedBlock) -> dict[str, Tensor | None]:
         """What was sent, by name; None for what nobody touched."""
         layout, found = self.engine.layout, ResultVector(self.engine.layout)
         found.reset()
@@ -535,7 +535,7 @@ def test_blocks_on_two_threads_take_turns_with_the_random_state() -> None:
     wanted, batches = job(loss=None, step=drawing, model=plain_net), leaves((4,) * 8)
     expected = naive(wanted, batches, (4,) * 8)
     runs = [Run(wanted) for _ in range(3)]
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, ComputedBlock] = {}
 
     def work(number: int) -> None:
         outcomes[number] = runs[number].compute(task(batches, (4,) * 8))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from w5xde_async.compute.block import Outcome
+from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.net.link import Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, Buffer, BufferSpec, encode
@@ -78,7 +78,7 @@ class Metered:
         return encode(Result(number, bucket), [(spec, data)])
 
     def done(self, given: Lease, losses: tuple[float, ...], encode_s: float = 0.0) -> list[Buffer]:
-        outcome = Outcome(
+        outcome = ComputedBlock(
             losses=losses, metric_names=(), metrics=(), untouched=(), absent=(), splits=0, compute_s=0.0, vectors=()
         )
         self.leases.done(HeldLease(given, (), 0), Computed(outcome, encode_s=encode_s), 0.0)

@@ -282,7 +282,7 @@ def test_a_short_batch_is_compared_with_what_its_noise_may_be() -> None:
 @pytest.mark.parametrize("power", [0.5, 1.0])
 def test_a_short_last_piece_of_a_worker_is_not_odd(power: float) -> None:
     """Whether steps of a worker add up (1) or turn about (0.5): ten samples after pieces of 500 and of 50 pass."""
-    gate = NormGate(NormGateConfig(least_spread=0.5), deltas=True)
+    gate = NormGate(NormGateConfig(least_spread=0.5), pseudo_gradients=True)
     for samples in [500] * 20 + [50, 10] * 5:
         assert gate.judge((samples / 500) ** power, samples)
     assert gate.judge(100.0, 500) == gate.judge(100.0, 10) == 0.0

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import Engine, Outcome, Task
+from w5xde_async.compute.engine import ComputedBlock, Engine, Task
 from w5xde_async.compute.program.form import Document, Program, encode, parse
-from w5xde_async.compute.program.replica import Replica
+from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.program.tracing import NotTraceable, probe_batches, trace
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
@@ -45,7 +45,7 @@ def engines(name: str) -> tuple[Engine, Engine]:
     """With the job's code, and without; the same parameters."""
     job, layout, document = traced(name)
     local = Engine(job)
-    replica = Replica.of(parse(document, layout), layout, CPU, precision=job.precision, memory_bytes=1 << 30)
+    replica = ProgramJob.of(parse(document, layout), layout, CPU, precision=job.precision, memory_bytes=1 << 30)
     free = Engine(
         replica, seed=job.seed, precision=job.precision, microbatch_samples=job.microbatch_samples,
         accumulate=job.accumulate_grad_batches,
@@ -63,7 +63,7 @@ def batch_of(job: Job, indices: range) -> Any:
     return (job.collate or default_collate)([job.dataset[index] for index in indices])
 
 
-def computed(engine: Engine, job: Job, samples: tuple[int, ...]) -> tuple[Outcome, dict[int, bytes]]:
+def computed(engine: Engine, job: Job, samples: tuple[int, ...]) -> tuple[ComputedBlock, dict[int, bytes]]:
     torch.manual_seed(0)  # some datasets draw
     batches = [batch_of(job, range(at, at + n)) for at, n in zip((0, 5, 11), samples, strict=False)]
     flat = [flatten(batch) for batch in batches]

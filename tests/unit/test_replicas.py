@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import Engine, Outcome, Task
+from w5xde_async.compute.engine import ComputedBlock, Engine, Task
 from w5xde_async.compute.inner import describe_inner
 from w5xde_async.job import Job
 from w5xde_async.updates.outer import bucket_fragments
@@ -75,7 +75,7 @@ class Made:
         self.fragments = bucket_fragments(self.layout, 2)
         self.lease = 0
 
-    def step(self, value: float = 1.0) -> Outcome:
+    def step(self, value: float = 1.0) -> ComputedBlock:
         structure, tensors = flatten((torch.full((4, 4), value), torch.zeros(4)))
         task = Task(step=0, start=0, samples=(4,), loss_scale=1.0, structure=structure, packed=True, tensors=tensors)
         return self.replica.compute(task, (RATE,), lambda bucket, vector: None)

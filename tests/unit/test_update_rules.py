@@ -431,7 +431,7 @@ def test_a_state_of_another_rule_or_layout_is_refused() -> None:
 
 def test_a_delta_of_many_steps_is_not_odd_and_keeps_its_length() -> None:
     """A worker that made ten steps has gone further than those that made one; a lie a thousand times as long is out."""
-    gate = NormGate(NormGateConfig(warmup=4, window=16, least_spread=0.5), deltas=True)
+    gate = NormGate(NormGateConfig(warmup=4, window=16, least_spread=0.5), pseudo_gradients=True)
     admission = Admission(max_staleness=None, exponent=0.0, gate=gate, scale=False)
     for _ in range(6):
         assert admission.judge(torch.full((4,), 0.5), samples=10, staleness=0).accepted

@@ -15,7 +15,7 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Block", "Computing", "Emit", "MetricNames", "Outcome", "Task", "described"]
+__all__ = ["Block", "ComputedBlock", "Computing", "Emit", "MetricNames", "Task", "described"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ComputedBlock:
     """What a block gave besides its sums; see messages.Done. ``vectors`` are to be released when they are sent."""
 
     losses: tuple[float, ...]
@@ -73,10 +73,10 @@ class Computing(Protocol):
     def refresh(self, buckets: Iterable[int]) -> None:
         """``live`` has new values in these buckets."""
 
-    def compute(self, task: Task, emit: Emit) -> Outcome:
+    def compute(self, task: Task, emit: Emit) -> ComputedBlock:
         """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
 
-    def counted(self, task: Task, emit: Emit) -> tuple[Outcome, int]:
+    def counted(self, task: Task, emit: Emit) -> tuple[ComputedBlock, int]:
         """``compute``, and the floating-point operations that it took."""
 
     def keep_results(self) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
-from w5xde_async.compute.block import Block, Emit, MetricNames, Outcome, Task, described
+from w5xde_async.compute.block import Block, ComputedBlock, Emit, MetricNames, Task, described
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
-from w5xde_async.compute.program.replica import Replica
+from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError
 from w5xde_async.job import Job, StepFunction, build_model, step_function
@@ -37,7 +37,7 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
-__all__ = ["Emit", "Engine", "LeafError", "Outcome", "Task", "choose_device"]
+__all__ = ["ComputedBlock", "Emit", "Engine", "LeafError", "Task", "choose_device"]
 
 _MAX_TRACEBACK = 8000
 _TOO_FEW = "Expected more than 1 value per channel"
@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(
         self,
-        source: Job | Replica,
+        source: Job | ProgramJob,
         *,
         device: torch.device | str = "cpu",
         seed: int | None = None,
@@ -195,7 +195,7 @@ class Engine:
         """Let ``torch.compile`` try to make the step faster, from the next block on."""
         self._step = CompiledStep(self._step, self.device)
 
-    def counted(self, task: Task, emit: Emit) -> tuple[Outcome, int]:
+    def counted(self, task: Task, emit: Emit) -> tuple[ComputedBlock, int]:
         """``compute``, and the floating-point operations that it took."""
         return counting_flops(lambda: self.compute(task, emit))
 
@@ -209,7 +209,7 @@ class Engine:
 
     # -- one block -----------------------------------------------------------------------------------------
 
-    def compute(self, task: Task, emit: Emit) -> Outcome:
+    def compute(self, task: Task, emit: Emit) -> ComputedBlock:
         """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
         began = self.clock()
         block = self._block = Block(task, emit, self._metric_names)
@@ -231,7 +231,7 @@ class Engine:
         metrics = self._read(values) if values else ()
         self._transfer.wait()
         self._overlap = not self._in_parts
-        return Outcome(
+        return ComputedBlock(
             losses=losses,
             metric_names=metric_names,
             metrics=metrics,

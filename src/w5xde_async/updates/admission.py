@@ -51,7 +51,7 @@ class Admission:
     ) -> None:
         """``max_staleness`` in versions, None for no bound; ``exponent`` of the staleness weight.
 
-        ``scale`` False: the gate refuses without scaling. For Deltas, of which every step is to count.
+        ``scale`` False: the gate refuses without scaling. For pseudo-gradients, of which every step is to count.
         """
         if max_staleness is not None and max_staleness < 0:
             raise ValueError("max_staleness is at least 0, or None for no bound")

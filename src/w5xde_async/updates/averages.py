@@ -96,8 +96,8 @@ class WeightedMean:
 class RadialDirectionalAverage:
     """Per tensor, the mean length times the mean direction: (sum w|x| / sum w) * phi(sum w phi(x) / sum w).
 
-    phi(x) = x / |x|. The plain mean of M near-orthogonal Deltas is about M^-1/2 as long as each of them; this keeps
-    their length. w = n times the staleness weight, which here only shifts weight between results. A tensor whose
+    phi(x) = x / |x|. The plain mean of M near-orthogonal pseudo-gradients is about M^-1/2 as long as each of them; this
+    keeps their length. w = n times the staleness weight, which here only shifts weight between results. A tensor whose
     directions cancel gives zero. ``tensors`` are [start, stop) element ranges of the flat vector, one per tensor; what
     lies between them (padding) stays zero. Memory: one vector (4 n bytes) and two numbers per tensor.
     """

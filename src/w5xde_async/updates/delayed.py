@@ -1,4 +1,4 @@
-"""Asynchronous local steps: Deltas count as they arrive, momentum only at every N-th (delayed Nesterov).
+"""Asynchronous local steps: pseudo-gradients count as they arrive, momentum only at every N-th (delayed Nesterov).
 
 Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135
 (Delayed Nesterov Update, momentum activation c = 0). Per arrival
@@ -6,12 +6,13 @@ Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:
     theta = theta - eta Delta / N;   B = B + Delta
     every N-th:   m = beta m + B / N;   theta = theta - eta beta m;   B = 0
 
-and inner steps by speed (DyLU): H_w = floor(v_w / v_max * H), so that all Deltas come about as often and none is old.
-N is the number of workers, at each arrival those that are there. A Delta counts as one, not by its samples: there is no
-sum of n to divide by, and DyLU has made it as long as its share already. Where all N arrive against the same
-parameters, that is one round of ``local``.
+and inner steps by speed (DyLU): H_w = floor(v_w / v_max * H), so that all pseudo-gradients come about as often and none
+is old. N is the number of workers, at each arrival those that are there. A pseudo-gradient counts as one, not by its
+samples: there is no sum of n to divide by, and DyLU has made it as long as its share already. Where all N arrive
+against the same parameters, that is one round of ``local``.
 
-Holds: each sample is in one accepted Delta (G1); no slow worker is waited for (G16). Does not hold: the same bits (G3).
+Holds: each sample is in one accepted pseudo-gradient (G1); no slow worker is waited for (G16). Does not hold: the same
+bits (G3).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DelayedNesterovConfig:
 
 
 class DelayedNesterovRule:
-    """Every accepted Delta changes ``parameters`` in place and is one version. One thread at a time.
+    """Every accepted pseudo-gradient changes ``parameters`` in place and is one version. One thread at a time.
 
     Memory for n parameters: 8 n bytes (momentum and B).
     """
@@ -74,20 +75,20 @@ class DelayedNesterovRule:
 
     @torch.no_grad()
     def offer(
-        self, delta: Tensor, *, samples: int, staleness: int, workers: int = 1, sender: str = "one",
+        self, pseudo_gradient: Tensor, *, samples: int, staleness: int, workers: int = 1, sender: str = "one",
         present: int = 1, vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
-        """Apply one worker's Delta, which is used up. ``workers``: how many there are."""
-        check_vector(delta, self.parameters.numel())
+        """Apply one worker's pseudo-gradient, which is used up. ``workers``: how many there are."""
+        check_vector(pseudo_gradient, self.parameters.numel())
         outcome = self.admission.judge(
-            delta, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
+            pseudo_gradient, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
         )
         if not outcome.accepted:
             return outcome
         period = self.config.period or workers
         learning_rate, beta = self.config.learning_rate, self.config.momentum
-        self.parameters.add_(delta, alpha=-learning_rate * outcome.weight / period)
-        self._buffer.add_(delta, alpha=outcome.weight)
+        self.parameters.add_(pseudo_gradient, alpha=-learning_rate * outcome.weight / period)
+        self._buffer.add_(pseudo_gradient, alpha=outcome.weight)
         self._arrivals += 1
         if self._arrivals >= period:  # more, where workers have left
             self._momentum.mul_(beta).add_(self._buffer, alpha=1.0 / self._arrivals)

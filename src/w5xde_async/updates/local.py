@@ -7,12 +7,13 @@ result is Delta = theta_v - theta_local. One round (one version) of the outer op
     m     = beta m + D
     theta = theta - eta (D + beta m)
 
-The inner optimizer and its state are the worker's. Delta is to be made from the version the work began at, also after
-a reconnect: against newer parameters it would take back what others did. When a round closes is ``quorum``'s affair.
+The inner optimizer and its state are the worker's. A pseudo-gradient is to be made from the version the work began at,
+also after a reconnect: against newer parameters it would take back what others did. When a round closes is ``quorum``'s
+affair.
 
-Holds: each sample is in one accepted Delta (G1); a late Delta is refused and its leaves go back, or it joins the next
-round with weight (1 + tau)^-exponent where ``max_staleness`` allows. Does not hold: the same bits (G3), unless the same
-Deltas are offered in the same order.
+Holds: each sample is in one accepted pseudo-gradient (G1); a late pseudo-gradient is refused and its leaves go back, or
+it joins the next round with weight (1 + tau)^-exponent where ``max_staleness`` allows. Does not hold: the same bits
+(G3), unless the same pseudo-gradients are offered in the same order.
 """
 
 from __future__ import annotations
@@ -76,31 +77,31 @@ class LocalStepsRule:
         self._momentum = torch.zeros_like(parameters)
 
     def offer(
-        self, delta: Tensor, *, samples: int, staleness: int = 0, sender: str = "one", present: int = 1,
+        self, pseudo_gradient: Tensor, *, samples: int, staleness: int = 0, sender: str = "one", present: int = 1,
         vouched: float = 0.0,
     ) -> Outcome:  # fmt: skip
-        """Count one worker's Delta, which is used up. ``staleness``: rounds closed since its lease."""
-        check_vector(delta, self.parameters.numel())
+        """Count one worker's pseudo-gradient, which is used up. ``staleness``: rounds closed since its lease."""
+        check_vector(pseudo_gradient, self.parameters.numel())
         outcome = self.admission.judge(
-            delta, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
+            pseudo_gradient, samples=samples, staleness=staleness, sender=sender, present=present, vouched=vouched
         )
         if outcome.accepted:
-            self.average.add(delta, samples=samples, weight=outcome.weight)
+            self.average.add(pseudo_gradient, samples=samples, weight=outcome.weight)
         return outcome
 
     @property
     def pending(self) -> int:
-        """Deltas in the open round."""
+        """Pseudo-gradients in the open round."""
         return self.average.count
 
     @property
     def full(self) -> bool:
-        """Whether the open round has room for no more Deltas: it is to be closed."""
+        """Whether the open round has room for no more pseudo-gradients: it is to be closed."""
         return self.average.full
 
     @torch.no_grad()
     def close(self) -> float | None:
-        """End the round: step, and give D's norm. None, and nothing changed, where no Delta is in."""
+        """End the round: step, and give D's norm. None, and nothing changed, where no pseudo-gradient is in."""
         if not self.average.count:
             return None
         direction = self.average.take()

@@ -5,7 +5,7 @@ it. Results are not of one length, so like is compared with like: each known nor
 samples of the one that is judged, and as it came where that is shorter. With n samples here and n_i there:
 
     mean gradients   norm_i max(1, sqrt(n_i / n))    fewer samples have more noise in their mean
-    Deltas           norm_i max(1, n / n_i)          more steps go further, at most in proportion; a walk that turns
+    pseudo-gradients norm_i max(1, n / n_i)          more steps go further, at most in proportion; a walk that turns
                                                      back or noise make it less, and a short one is no longer than a
                                                      long one
 
@@ -77,10 +77,10 @@ class NormGateConfig:
 
 
 class NormGate:
-    """One gate for one kind of vector: mean gradients, or (``deltas``) how far workers went."""
+    """One gate for one kind of vector: mean gradients, or (``pseudo_gradients``) how far workers went."""
 
-    def __init__(self, config: NormGateConfig | None = None, *, deltas: bool = False) -> None:
-        self.config, self._deltas = config or NormGateConfig(), deltas
+    def __init__(self, config: NormGateConfig | None = None, *, pseudo_gradients: bool = False) -> None:
+        self.config, self._pseudo_gradients = config or NormGateConfig(), pseudo_gradients
         self._accepted: dict[str, deque[_Known]] = {}  # by sender, who sent last at the end; "": of those that left
         self._refused: dict[str, tuple[int, _Known]] = {}  # whose last were refused: how many in a row, and the last
 
@@ -138,7 +138,8 @@ class NormGate:
             for norm, known in heard
         ]
         if len(votes) < self.config.warmup:
-            above_zero = [norm for norm, _ in votes if norm > 0]  # a rate that begins at zero makes Deltas of zeros
+            # A learning rate that begins at zero makes pseudo-gradients of zeros.
+            above_zero = [norm for norm, _ in votes if norm > 0]
             return math.inf, _FIRST * statistics.median_low(above_zero) if above_zero else math.inf
         median = _voted(votes)
         mad = _voted([(abs(norm - median), vote) for norm, vote in votes])
@@ -146,7 +147,7 @@ class NormGate:
 
     def _longer(self, samples: float) -> float:
         """How many times longer a result of so many times the samples may be."""
-        return max(1.0, samples if self._deltas else 1 / math.sqrt(samples))
+        return max(1.0, samples if self._pseudo_gradients else 1 / math.sqrt(samples))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and numbers."""

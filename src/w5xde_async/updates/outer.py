@@ -363,9 +363,9 @@ class _Fragmented(OuterRule):
         base = self._history.get(given.version)
         if base is None:
             return Outcome(verdict=VerdictCode.STALE, reason=f"it began at version {given.version}")
-        delta = self._fragments[given.fragment].gather(given.vector.group(self.group))
+        pseudo_gradient = self._fragments[given.fragment].gather(given.vector.group(self.group))
         return self._rule.offer(
-            given.fragment, delta, samples=given.samples, version=base[given.fragment], sender=given.sender,
+            given.fragment, pseudo_gradient, samples=given.samples, version=base[given.fragment], sender=given.sender,
             present=given.workers, vouched=given.vouched,
         )  # fmt: skip
 
@@ -392,7 +392,7 @@ class _Fragmented(OuterRule):
 
 
 class _Delayed(OuterRule):
-    """``updates.delayed``: every accepted Delta is a version."""
+    """``updates.delayed``: every accepted pseudo-gradient is a version."""
 
     name = "async-local"
 
@@ -409,7 +409,7 @@ class _Delayed(OuterRule):
         )  # fmt: skip
         self._rule = DelayedNesterovRule(self.parameters, made, gate=gate)
         self._norm: float | None = None
-        self._part = 1.0  # of the buffers, as of the last Delta
+        self._part = 1.0  # of the buffers, as of the last pseudo-gradient
 
     def left(self, sender: str) -> None:
         self._rule.admission.left(sender)
@@ -419,9 +419,9 @@ class _Delayed(OuterRule):
         return self._norm is not None
 
     def _offer(self, given: Contribution, staleness: int) -> Outcome:
-        delta, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
+        pseudo_gradient, workers = given.vector.group(self.group), max(given.workers, self._min_workers)
         outcome = self._rule.offer(
-            delta, samples=given.samples, staleness=staleness, workers=workers, sender=given.sender,
+            pseudo_gradient, samples=given.samples, staleness=staleness, workers=workers, sender=given.sender,
             present=given.workers, vouched=given.vouched,
         )  # fmt: skip
         if outcome.accepted:
@@ -446,16 +446,22 @@ def make_rule(
 
     ``gate`` None lets results of any finite size through. Raises JobError where the model does not fit.
     """
-    if gate is not None and config.local:  # Deltas of as many steps differ more from each other than mean gradients do
+    if gate is not None and config.local:
+        # Pseudo-gradients of as many steps differ more from each other than mean gradients do.
         gate = replace(gate, least_spread=max(gate.least_spread, _LOCAL_SPREAD))
-    made = None if gate is None else NormGate(gate, deltas=config.local)
+    made = None if gate is None else NormGate(gate, pseudo_gradients=config.local)
     layout, optimizer = inner.layout, inner.optimizer
     if config.rule == "async":
         return _Asynchronous(inner, state, config, made)
     if config.rule == "async-local":
         return _Delayed(layout, state, optimizer, config, made, min_workers)
     return _Fragmented(
-        config.rule, layout, state, optimizer, config, None if gate is None else partial(NormGate, gate, deltas=True)
+        config.rule,
+        layout,
+        state,
+        optimizer,
+        config,
+        None if gate is None else partial(NormGate, gate, pseudo_gradients=True),
     )
 
 

@@ -9,7 +9,7 @@ are mostly over that is not waited for at all (G16). Late ages count, and of eve
 ones would vanish from the statistic, or be outvoted by fast ones that answer more often, and the grace would shrink to
 nothing. Before anything is learned the open round's own results are all there is.
 What becomes of late work is the rule's: ``LocalStepsRule`` with ``max_staleness`` 0 gives its leaves back, with more
-the Delta joins the next round. Nothing is lost either way (G1).
+the pseudo-gradient joins the next round. Nothing is lost either way (G1).
 Pure: time is an argument (seconds of one clock), a decision comes with its reason. State: ``window`` numbers a worker.
 """
 

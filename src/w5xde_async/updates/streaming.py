@@ -10,11 +10,12 @@ Douillard et al. 2025, arXiv:2501.18512, algorithm 2. For fragment p due after i
 tau 1 hides a round trip behind one inner step and is safe to about 5; alpha 0 forgets the tau steps taken meanwhile,
 alpha 0.5 keeps half of them. Versions and staleness are counted per fragment.
 
-Holds: each sample at most once in each fragment's Deltas (G1 by fragment). A worker that dies between turns has counted
-in some fragments and not in others: leasing its work again would count it twice in the former, so up to H of its inner
-steps are lost to the latter, to be counted by whoever leases. A step counts as done when its worker's first Delta with
-it was judged, accepted or not, for other fragments' Deltas have it too: where that one was refused and the worker dies
-before any other is accepted, its samples are in no fragment. Does not hold: the same bits (G3).
+Holds: each sample at most once in each fragment's pseudo-gradients (G1 by fragment). A worker that dies between turns
+has counted in some fragments and not in others: leasing its work again would count it twice in the former, so up to H
+of its inner steps are lost to the latter, to be counted by whoever leases. A step counts as done when its worker's
+first pseudo-gradient with it was judged, accepted or not, for other fragments' pseudo-gradients have it too: where that
+one was refused and the worker dies before any other is accepted, its samples are in no fragment. Does not hold: the
+same bits (G3).
 """
 
 from __future__ import annotations
@@ -73,14 +74,25 @@ class StreamingRule:
         ]
 
     def offer(
-        self, fragment: int, delta: Tensor, *, samples: int, version: int, sender: str = "one", present: int = 1,
+        self,
+        fragment: int,
+        pseudo_gradient: Tensor,
+        *,
+        samples: int,
+        version: int,
+        sender: str = "one",
+        present: int = 1,
         vouched: float = 0.0,
-    ) -> Outcome:  # fmt: skip
-        """Count one worker's Delta of a fragment, made from that fragment's ``version``; it is used up."""
+    ) -> Outcome:
+        """Count one worker's pseudo-gradient of a fragment, made from that fragment's ``version``; it is used up."""
         return self._rules[fragment].offer(
-            delta, samples=samples, staleness=self.versions[fragment] - version, sender=sender, present=present,
+            pseudo_gradient,
+            samples=samples,
+            staleness=self.versions[fragment] - version,
+            sender=sender,
+            present=present,
             vouched=vouched,
-        )  # fmt: skip
+        )
 
     def left(self, sender: str) -> None:
         """Who sent is not present any more."""
@@ -88,15 +100,15 @@ class StreamingRule:
             rule.admission.left(sender)
 
     def pending(self, fragment: int) -> int:
-        """Deltas in the fragment's open turn."""
+        """Pseudo-gradients in the fragment's open turn."""
         return self._rules[fragment].pending
 
     def full(self, fragment: int) -> bool:
-        """Whether the open turn has room for no more Deltas: it is to be closed."""
+        """Whether the open turn has room for no more pseudo-gradients: it is to be closed."""
         return self._rules[fragment].full
 
     def close(self, fragment: int) -> float | None:
-        """End the fragment's turn: step, one version more, D's norm. None, and nothing changed, with no Delta."""
+        """End the fragment's turn: step, one version more, D's norm. None, and nothing changed, where nothing is in."""
         norm = self._rules[fragment].close()
         if norm is not None:
             self.fragments[fragment].scatter_(self.parameters, self._rules[fragment].parameters)
@@ -159,7 +171,7 @@ class StreamingReplica:
         self._kept: set[int] = set()  # sent, refused, and to be sent again against what comes
 
     def send(self, fragment: int, step: int) -> Tensor:
-        """The fragment's Delta after ``step`` inner steps, the caller's. Raises ValueError while it is under way."""
+        """The fragment's pseudo-gradient after ``step`` inner steps. Raises ValueError while one is under way."""
         if fragment in self._sent:
             raise ValueError(f"fragment {fragment} was sent at step {self._sent[fragment]} and is not back")
         self._sent[fragment] = step
@@ -171,7 +183,7 @@ class StreamingReplica:
         return fragment in self._sent
 
     def recall(self, fragment: int, counted: Tensor | None = None) -> None:
-        """Nothing is waited for any more: what was sent is in the next Delta, but for ``counted`` of it."""
+        """Nothing is waited for any more: what was sent is in the next pseudo-gradient, but for ``counted`` of it."""
         self._sent.pop(fragment, None)
         self._delivered.pop(fragment, None)
         self._kept.discard(fragment)
@@ -179,20 +191,20 @@ class StreamingReplica:
             piece = self.fragments[fragment]
             piece.scatter_(self._base, piece.gather(self._base).sub_(counted))
 
-    def keep(self, fragment: int, delta: Tensor) -> None:
-        """``delta``, sent last, was refused and nobody computes it again: it stays in the next Delta."""
+    def keep(self, fragment: int, pseudo_gradient: Tensor) -> None:
+        """``pseudo_gradient``, sent last, was refused and nobody computes it again: it stays in the next one."""
         if fragment in self._sent:
             self._kept.add(fragment)
         else:  # new values were mixed in before that was known: put back what they took the place of
             piece = self.fragments[fragment]
-            piece.scatter_(self.local, piece.gather(self.local).sub_(delta, alpha=1.0 - self.config.mixing))
+            piece.scatter_(self.local, piece.gather(self.local).sub_(pseudo_gradient, alpha=1.0 - self.config.mixing))
 
     @torch.no_grad()
     def rebase(self, fragment: int, values: Tensor) -> None:
         """New values have come that were made without what was sent, which is still under way: it goes on from them.
 
         The replica is as far from the new values as it was from the old, so others' progress is in it at once. Nothing
-        is mixed: what is under way would count again in part, when it is in the Delta after that.
+        is mixed: what is under way would count again in part, when it is in the pseudo-gradient after that.
         """
         check_vector(values, self.fragments[fragment].numel, device=self.local.device.type)
         piece = self.fragments[fragment]

@@ -13,7 +13,7 @@ from w5xde_async.compute.block import Computing
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.compute.program.form import Document, Program, parse
-from w5xde_async.compute.program.replica import Replica, device_memory_bytes
+from w5xde_async.compute.program.program_job import ProgramJob, device_memory_bytes
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
@@ -122,10 +122,10 @@ class EngineSource:
         try:
             if self.sandboxed:
                 return self._build_sandboxed(welcome, layout)
-            source: Job | Replica | None = self._job
+            source: Job | ProgramJob | None = self._job
             if source is None:
                 assert self._program is not None
-                source = Replica.of(
+                source = ProgramJob.of(
                     self._program, layout, self._device, precision=welcome.precision,
                     memory_bytes=device_memory_bytes(self._device),
                 )  # fmt: skip

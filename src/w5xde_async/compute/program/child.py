@@ -135,7 +135,7 @@ def _import() -> None:
     """What takes long, while the worker still joins."""
     # Libraries make folders for caches as they are imported, which nothing here may: they get one that is there.
     tempfile.tempdir = os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/"
-    for name in ("engine", "program.replica", "program.channel"):
+    for name in ("engine", "program.program_job", "program.channel"):
         importlib.import_module(f"w5xde_async.compute.{name}")
 
 
@@ -151,7 +151,7 @@ def _warm_up(device: str, threads: int, precision: str) -> None:
     from w5xde_async.compute.engine import Engine
     from w5xde_async.compute.program.form import DEVICE, Document, Graph, Input, Node, Program, Ref, encode, parse
     from w5xde_async.compute.program.operators import NAMES, find
-    from w5xde_async.compute.program.replica import Replica
+    from w5xde_async.compute.program.program_job import ProgramJob
     from w5xde_async.errors import ProgramRefused
     from w5xde_async.params.layout import Layout
 
@@ -208,7 +208,7 @@ def _warm_up(device: str, threads: int, precision: str) -> None:
     structure, tensors = flatten((torch.randn(8, 4), torch.randint(3, (8,))))
     graph = Graph(inputs, nodes, first + 4, ())
     document = encode(Program(layout.fingerprint, structure, (), (), (), (graph,), len(layout.entries)))
-    replica = Replica.of(
+    replica = ProgramJob.of(
         parse(document, layout), layout, torch.device(device), precision=precision, memory_bytes=1 << 30
     )
     engine = Engine(replica, device=device, seed=1, precision=precision, microbatch_samples=4, accumulate=2)
@@ -258,7 +258,7 @@ class _Runner:
         from w5xde_async.compute.engine import Engine
         from w5xde_async.compute.program.channel import SlotPool, receive_regions
         from w5xde_async.compute.program.form import Document, parse
-        from w5xde_async.compute.program.replica import Replica
+        from w5xde_async.compute.program.program_job import ProgramJob
         from w5xde_async.compute.transfer import Lent
         from w5xde_async.params.flat import FlatState
         from w5xde_async.params.layout import Layout
@@ -273,7 +273,7 @@ class _Runner:
         made = tuple(_tensor(texts, dtype, shape, at).clone() for dtype, shape, at in constants)
         del texts
         where = torch.device(device)
-        replica = Replica.of(
+        replica = ProgramJob.of(
             parse(Document(text, made), layout), layout, where, precision=precision, memory_bytes=memory_bytes
         )
         self._pool = SlotPool(layout, slots)

@@ -26,7 +26,7 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.compute.block import Emit, Outcome, Task
+from w5xde_async.compute.block import ComputedBlock, Emit, Task
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.compute.program import sealing
 from w5xde_async.compute.program.channel import (
@@ -41,7 +41,7 @@ from w5xde_async.compute.program.channel import (
     slot_bytes,
 )
 from w5xde_async.compute.program.form import Document
-from w5xde_async.compute.program.replica import skeleton
+from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import LocalError, ProgramKilled, ProgramRefused
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
@@ -277,11 +277,11 @@ class Sandboxed:
     def unbind(self) -> None:
         """The child's gradients are its own."""
 
-    def compute(self, task: Task, emit: Emit) -> Outcome:
+    def compute(self, task: Task, emit: Emit) -> ComputedBlock:
         """Compute one block; as ``Engine.compute``. Raises LeafError, ProgramKilled."""
         return self._compute(task, emit, counting=False)[0]
 
-    def counted(self, task: Task, emit: Emit) -> tuple[Outcome, int]:
+    def counted(self, task: Task, emit: Emit) -> tuple[ComputedBlock, int]:
         """``compute``, and the floating-point operations that it took, as the child says."""
         return self._compute(task, emit, counting=True)
 
@@ -308,7 +308,7 @@ class Sandboxed:
 
     # -- a block ---------------------------------------------------------------------------------------------
 
-    def _compute(self, task: Task, emit: Emit, *, counting: bool) -> tuple[Outcome, int]:
+    def _compute(self, task: Task, emit: Emit, *, counting: bool) -> tuple[ComputedBlock, int]:
         began = self.clock()
         with self._freed:
             while len(self._given) >= _IN_FLIGHT:  # the line is slower than computing: what it holds is bounded
@@ -354,7 +354,7 @@ class Sandboxed:
 
     def _outcome(
         self, task: Task, answer: tuple[Any, ...], emitted: set[int], copy: ResultVector | None, began: float
-    ) -> tuple[Outcome, int]:
+    ) -> tuple[ComputedBlock, int]:
         if answer[0] != "done":
             raise self._liar()
         _, losses, names, metrics, untouched, absent, splits, _, numbers, flops = _of_form(
@@ -370,7 +370,7 @@ class Sandboxed:
         self._need(absent == tuple(b for b in buckets if b not in emitted))
         self._need(0 <= splits <= 64 and 0 <= flops < 1 << 62)
         vectors = self._spent(numbers, copy)
-        outcome = Outcome(
+        outcome = ComputedBlock(
             losses=losses, metric_names=names, metrics=metrics, untouched=untouched, absent=absent, splits=splits,
             compute_s=self.clock() - began, vectors=vectors,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from w5xde_async.compute.buffers import statistics
 from w5xde_async.compute.program.converting import Converter, NotListed, NotTraceable, renumbered, same_bits, users_line
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
-from w5xde_async.compute.program.replica import ProgramStep
+from w5xde_async.compute.program.program_job import ProgramStep
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.job import Job, StepFunction, step_function
 from w5xde_async.params.flat import state_of

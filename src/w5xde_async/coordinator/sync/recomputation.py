@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w5xde_async.compute.engine import Engine, Outcome, Task
+from w5xde_async.compute.engine import ComputedBlock, Engine, Task
 from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job
@@ -95,7 +95,7 @@ class Recomputation:
                 for mine, theirs in zip(engine.incoming.views, self._state.views, strict=True):
                     mine.copy_(theirs)
             engine.load(range(len(engine.layout.buckets)))
-            outcome: Outcome = engine.compute(task, lambda bucket, vector: None)
+            outcome: ComputedBlock = engine.compute(task, lambda bucket, vector: None)
         finally:
             engine.close()
         present = frozenset(bucket.index for bucket in engine.layout.result_buckets) - set(outcome.absent)

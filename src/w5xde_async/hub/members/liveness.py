@@ -88,7 +88,7 @@ class Liveness:
         name = holder.name if holder is not None else grant.worker
         if holder is not None and self._config.update.local:
             # What it carries would go on from a step that another has been given. And it cannot give back a lease that
-            # asks for its Delta: it would answer, and nobody would know that lease any more.
+            # asks for its pseudo-gradient: it would answer, and nobody would know that lease any more.
             self._warn(f"lease {grant.lease} of {name} was overdue: what it had computed is given to others")
             holder.abort("its lease's deadline passed; it begins anew")
             return

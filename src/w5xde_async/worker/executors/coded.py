@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.registry import codec
-from w5xde_async.compute.block import Computing, Outcome
+from w5xde_async.compute.block import ComputedBlock, Computing
 from w5xde_async.errors import MalformedFrame, UsageError
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.wire.messages import Submit, Verdict, Welcome
@@ -25,7 +25,7 @@ from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 __all__ = ["CodedExecutor"]
 
-_NOTHING = Outcome(
+_NOTHING = ComputedBlock(
     losses=(), metric_names=(), metrics=(), untouched=(), absent=(), splits=0, compute_s=0.0, vectors=()
 )  # fmt: skip
 

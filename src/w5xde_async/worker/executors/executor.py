@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.codecs.codec import Codec
-from w5xde_async.compute.block import Outcome, Task
+from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
@@ -81,7 +81,7 @@ class Computed:
     size of the results without it.
     """
 
-    outcome: Outcome
+    outcome: ComputedBlock
     results: Sequence[BucketResult] = ()
     vectors: Sequence[ResultVector] = ()
     version: int = 0

@@ -14,7 +14,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from w5xde_async.compute.block import Computing, Emit, Outcome, Task
+from w5xde_async.compute.block import ComputedBlock, Computing, Emit, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector, ordered
@@ -32,10 +32,10 @@ _MOST_INNER = 1 << 20  # bytes of a description
 
 
 class _Sent(NamedTuple):
-    """A fragment's Delta that no verdict has come for."""
+    """A fragment's pseudo-gradient that no verdict has come for."""
 
     fragment: int
-    delta: Tensor
+    pseudo_gradient: Tensor
 
 
 class Replica(Protocol):
@@ -45,7 +45,7 @@ class Replica(Protocol):
     submits: bool
     """Results are sent when the coordinator asks for them, not with each lease."""
 
-    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> Outcome:
+    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
         """One lease. ``emit`` gets its results where they are sent with it."""
 
     @property
@@ -68,7 +68,7 @@ class FollowingReplica:
         self.published, self.version = published, -1
         self._engine = engine
 
-    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> Outcome:
+    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
         published = self.published
         if self.version != published.version:
             changed = sorted(published.touched)
@@ -90,14 +90,14 @@ class FollowingReplica:
 class SteppingReplica:
     """Parameters of its own, which ``published`` ones take the place of at the first lease after each submission.
 
-    So a Delta has the steps made since the submission before it, whatever was published and whatever verdicts came
-    meanwhile: the steps that the coordinator says this worker carries, for both read leases and SUBMITs in the same
-    order. What is in a Delta that was refused is leased again, to whoever comes.
+    So a pseudo-gradient has the steps made since the submission before it, whatever was published and whatever verdicts
+    came meanwhile: the steps that the coordinator says this worker carries, for both read leases and SUBMITs in the
+    same order. What is in a pseudo-gradient that was refused is leased again, to whoever comes.
 
-    Where fragments stream, a replica goes on after it was asked. Steps in a refused Delta are not leased again (other
-    fragments have them): the replica keeps what it went for the next one. Refused a second time in a row it is left to
-    the mixing, or a replica that has gone astray would never come back. What counted is in no Delta again, whether the
-    new values are here yet or not.
+    Where fragments stream, a replica goes on after it was asked. Steps in a refused pseudo-gradient are not leased
+    again (other fragments have them): the replica keeps what it went for the next one. Refused a second time in a row
+    it is left to the mixing, or a replica that has gone astray would never come back. What counted is in no
+    pseudo-gradient again, whether the new values are here yet or not.
 
     Memory for n parameters, beside the model's: 4 n bytes published, 4 n as it began, the inner optimizer's state, and
     where fragments stream at most 4 n of what was sent and is not mixed in.
@@ -123,8 +123,8 @@ class SteppingReplica:
         self._fragment_version: dict[int, int] = {}
         self._anew = True  # it begins at published parameters with the next lease
         self._awaited: dict[int, _Sent] = {}  # by lease, until the verdict
-        self._counted: dict[int, Tensor] = {}  # fragment -> its Delta, which was accepted and is not mixed in
-        self._kept: set[int] = set()  # fragments whose last Delta was refused
+        self._counted: dict[int, Tensor] = {}  # fragment -> its pseudo-gradient, which was accepted and is not mixed in
+        self._kept: set[int] = set()  # fragments whose last pseudo-gradient was refused
         self._overlap, self._buckets, self._fragments = OverlapConfig(), [], []
         if streaming is not None:
             count, delay, mixing = streaming
@@ -134,7 +134,7 @@ class SteppingReplica:
                 self._buckets.append([bucket.index for bucket in trained])
                 self._fragments.append(Fragment(index, tuple((b.offset, b.offset + b.numel) for b in trained)))
 
-    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> Outcome:
+    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
         if self._anew:
             self._begin()
         set_scheduled(self._optimizer, self._scheduled, rates)
@@ -182,8 +182,8 @@ class SteppingReplica:
     def _deliver(self) -> None:
         """Hand over fragments that have come since they were sent.
 
-        Verdicts and parameters come in the order in which they were sent: while a Delta has no verdict, whatever has
-        been published was made without it.
+        Verdicts and parameters come in the order in which they were sent: while a pseudo-gradient has no verdict,
+        whatever has been published was made without it.
         """
         assert self._streaming is not None
         under_way = {sent.fragment for sent in self._awaited.values()}
@@ -195,7 +195,7 @@ class SteppingReplica:
                 self._fragment_version[index] = newest
 
     def _rebase(self, index: int) -> None:
-        """Go on from what has come of a fragment without this replica's Delta in it."""
+        """Go on from what has come of a fragment without this replica's pseudo-gradient in it."""
         assert self._streaming is not None
         newest = self._newest(index)
         if newest > self._sent_at[index]:
@@ -227,16 +227,16 @@ class SteppingReplica:
                 raise MalformedFrame(f"SUBMIT for buckets {trained[:8]}, which are no fragment")
             index = self._buckets.index(trained)
             version = self._fragment_version[index]
-            delta = self._send(index)
-            self._awaited[lease] = _Sent(index, delta)
-            self._fragments[index].scatter_(vector.group(self._group), delta.cpu())
+            pseudo_gradient = self._send(index)
+            self._awaited[lease] = _Sent(index, pseudo_gradient)
+            self._fragments[index].scatter_(vector.group(self._group), pseudo_gradient.cpu())
         else:
             self._anew = True
             for number in trained:
                 at = layout.buckets[number]
                 where = slice(at.offset, at.offset + at.numel)
-                delta = self._base[self._group][where] - self._live.groups[self._group][where]
-                vector.group(self._group)[where].copy_(delta)
+                pseudo_gradient = self._base[self._group][where] - self._live.groups[self._group][where]
+                vector.group(self._group)[where].copy_(pseudo_gradient)
         for number in set(buckets) - set(trained):
             bucket = layout.buckets[number]
             where = slice(bucket.offset, bucket.offset + bucket.numel)
@@ -255,10 +255,10 @@ class SteppingReplica:
             if code in (VerdictCode.APPLIED, VerdictCode.DUPLICATE):
                 self._kept.discard(index)
                 if streaming.is_sent(index):
-                    self._counted[index] = sent.delta
+                    self._counted[index] = sent.pseudo_gradient
                     self._rebase(index)  # what has come so far was made without it
                 continue
-            if not sent.delta.isfinite().all():
+            if not sent.pseudo_gradient.isfinite().all():
                 self._anew = True  # nothing finite would ever come of it: it begins anew
                 self._optimizer.state.clear()
                 return
@@ -266,7 +266,7 @@ class SteppingReplica:
                 self._kept.discard(index)
                 continue
             self._kept.add(index)
-            streaming.keep(index, sent.delta)
+            streaming.keep(index, sent.pseudo_gradient)
 
     def _send(self, index: int) -> Tensor:
         streaming = self._streaming

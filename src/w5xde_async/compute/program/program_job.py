@@ -20,7 +20,7 @@ from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
-__all__ = ["ProgramStep", "Replica", "device_memory_bytes", "skeleton"]
+__all__ = ["ProgramJob", "ProgramStep", "device_memory_bytes", "skeleton"]
 
 _PART = re.compile(r"[A-Za-z0-9_]{1,120}")
 _MAX_PARTS = 64
@@ -105,7 +105,7 @@ def _plain_type(program: Program) -> type | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ProgramJob:
     """What an engine computes with in place of a job."""
 
     model: nn.Module
@@ -116,7 +116,7 @@ class Replica:
     @classmethod
     def of(
         cls, program: Program, layout: Layout, device: torch.device, *, precision: str, memory_bytes: int
-    ) -> Replica:
+    ) -> ProgramJob:
         """Build the model's tensors (zeros: the values come as PARAMS) and ready the program. Raises ProgramRefused."""
         needed = layout.state_bytes + 2 * layout.vector_bytes
         if needed > memory_bytes:
