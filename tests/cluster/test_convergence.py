@@ -31,7 +31,7 @@ from w5xde_async.updates.asynchronous import AsynchronousConfig, AsynchronousRul
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.delayed import DelayedNesterovConfig, DelayedNesterovRule
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
-from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
+from w5xde_async.updates.streaming import StreamingReplica, StreamingRule
 
 WORKERS, LEAF, STEPS, HELD_OUT = 3, 32, 300, 360
 RATE, MOMENTUM = 0.4, 0.5
@@ -227,7 +227,7 @@ def streaming(run: Run) -> None:
     turns = taking_turns(2, INNER)
     rule = StreamingRule(run.theta.values, fragments, LocalStepsConfig(learning_rate=0.7, momentum=0.5))
     locals_ = [run.theta.values.clone() for _ in range(WORKERS)]
-    replicas = [StreamingReplica(values, fragments, OverlapConfig()) for values in locals_]
+    replicas = [StreamingReplica(values, fragments) for values in locals_]
     for number in range(1, STEPS + 1):
         for worker, values in enumerate(locals_):
             run.replica.values.copy_(values)

@@ -13,7 +13,7 @@ from w5xde_async.updates.quorum import QuorumConfig
 
 def strided(pieces: Sequence[tuple[int, int]], num_fragments: int) -> tuple[Fragment, ...]:
     """Every ``num_fragments``-th piece, as a layout's buckets are dealt out."""
-    return tuple(Fragment(index, tuple(pieces[index::num_fragments])) for index in range(num_fragments))
+    return tuple(Fragment(tuple(pieces[index::num_fragments])) for index in range(num_fragments))
 
 
 def taking_turns(num_fragments: int, period: int) -> Iterator[list[int]]:

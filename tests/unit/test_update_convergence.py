@@ -22,7 +22,7 @@ from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule, nesterov
 from w5xde_async.updates.noise_scale import GradientNoiseScale, GrowthRule, GrowthRuleConfig
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.updates.quorum import Quorum
-from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
+from w5xde_async.updates.streaming import StreamingReplica, StreamingRule
 
 pytestmark = pytest.mark.slow  # hundreds of rounds each
 
@@ -237,7 +237,7 @@ def run_streaming(*, delay: int, mixing: float, deliver: bool = True, steps: int
     turns = taking_turns(4, 20)
     rule = StreamingRule(torch.zeros(DIM), fragments)
     locals_ = [torch.zeros(DIM) for _ in centers]
-    replicas = [StreamingReplica(x, fragments, OverlapConfig(delay=delay, mixing=mixing)) for x in locals_]
+    replicas = [StreamingReplica(x, fragments, delay=delay, mixing=mixing) for x in locals_]
     for step in range(1, steps + 1):
         for x, center in zip(locals_, centers, strict=True):
             x -= 0.1 * gradient(x, center)

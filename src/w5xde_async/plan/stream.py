@@ -98,22 +98,17 @@ class StreamLedger(LeaseTable[Grant]):
         """The first step that was never leased."""
         return self._cursor
 
-    def upcoming(self, count: int) -> list[int]:
-        """The next ``count`` steps that would be leased, in order."""
-        if count == 1 and self._free:
-            return self._free[:1]
-        found = heapq.nsmallest(count, self._free) if self._free else []
-        step = self._cursor
-        while len(found) < count and step < self.total_steps:
-            if step not in self.done:
-                found.append(step)
-            step += 1
-        return found
+    @property
+    def upcoming(self) -> int | None:
+        """The step that would be leased next; None where nothing is left to lease."""
+        if self._free:
+            return self._free[0]
+        return next((step for step in range(self._cursor, self.total_steps) if step not in self.done), None)
 
     @property
     def exhausted(self) -> bool:
         """Nothing is left to lease (though some of what is leased may come back)."""
-        return not self.upcoming(1)
+        return self.upcoming is None
 
     def carried(self, worker: str) -> tuple[int, ...]:
         """Steps that a worker has computed and nobody else knows the gradient of."""

@@ -19,7 +19,6 @@ __all__ = ["Fragment"]
 class Fragment:
     """Ranges [start, stop) of elements of one flat vector, ascending."""
 
-    index: int
     ranges: tuple[tuple[int, int], ...]
 
     @cached_property

@@ -325,9 +325,9 @@ class _Fragmented(OuterRule):
         self.buckets = bucket_fragments(layout, config.fragments if name == "streaming" else 1)
         trained = set(self._trained)
         fragments = []
-        for index, buckets in enumerate(self.buckets):
+        for buckets in self.buckets:
             pieces = [layout.buckets[number] for number in buckets if number in trained]
-            fragments.append(Fragment(index, tuple((b.offset, b.offset + b.numel) for b in pieces)))
+            fragments.append(Fragment(tuple((b.offset, b.offset + b.numel) for b in pieces)))
         default_lr = 0.4 if name == "streaming" else 0.7
         made = LocalStepsConfig(
             learning_rate=config.outer_lr or default_lr,

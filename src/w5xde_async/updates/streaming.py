@@ -21,7 +21,6 @@ same bits (G3).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.norm_gate import NormGate
 
-__all__ = ["OverlapConfig", "StreamingReplica", "StreamingRule"]
+__all__ = ["StreamingReplica", "StreamingRule"]
 
 
 class StreamingRule:
@@ -142,18 +141,6 @@ class StreamingRule:
             rule.load_state_dict(kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverlapConfig:
-    """``delay`` is tau, inner steps between sending and mixing; ``mixing`` is alpha, the part kept of the local."""
-
-    delay: int = 1
-    mixing: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.delay < 0 or not 0 <= self.mixing < 1:
-            raise ValueError("delay is at least 0 and mixing in [0, 1)")
-
-
 class StreamingReplica:
     """The worker's side over its flat ``local`` parameters, changed in place by ``mix``. One thread at a time.
 
@@ -162,9 +149,10 @@ class StreamingReplica:
     Memory for n parameters: 4 n bytes (base), and what was delivered and not yet mixed.
     """
 
-    def __init__(self, local: Tensor, fragments: Sequence[Fragment], config: OverlapConfig) -> None:
+    def __init__(self, local: Tensor, fragments: Sequence[Fragment], *, delay: int = 1, mixing: float = 0.5) -> None:
+        """``delay`` is tau, inner steps between sending and mixing; ``mixing`` is alpha, the part kept of the local."""
         check_vector(local, device=local.device.type)
-        self.local, self.fragments, self.config = local, tuple(fragments), config
+        self.local, self.fragments, self.delay, self.mixing = local, tuple(fragments), delay, mixing
         self._base = local.clone()
         self._sent: dict[int, int] = {}  # fragment -> inner step after which it was sent
         self._delivered: dict[int, Tensor] = {}
@@ -197,7 +185,7 @@ class StreamingReplica:
             self._kept.add(fragment)
         else:  # new values were mixed in before that was known: put back what they took the place of
             piece = self.fragments[fragment]
-            piece.scatter_(self.local, piece.gather(self.local).sub_(pseudo_gradient, alpha=1.0 - self.config.mixing))
+            piece.scatter_(self.local, piece.gather(self.local).sub_(pseudo_gradient, alpha=1.0 - self.mixing))
 
     @torch.no_grad()
     def rebase(self, fragment: int, values: Tensor) -> None:
@@ -221,7 +209,7 @@ class StreamingReplica:
     @torch.no_grad()
     def mix(self, step: int) -> tuple[int, ...]:
         """Mix in what was delivered and is at least ``delay`` inner steps old after ``step``; names the fragments."""
-        ready = tuple(index for index in self._delivered if self._sent[index] + self.config.delay <= step)
+        ready = tuple(index for index in self._delivered if self._sent[index] + self.delay <= step)
         for index in ready:
             piece, values = self.fragments[index], self._delivered.pop(index)
             del self._sent[index]
@@ -230,7 +218,7 @@ class StreamingReplica:
                 self._kept.discard(index)
                 mixed.add_(values).sub_(piece.gather(self._base))  # as far from the new values as from the old
             else:
-                mixed.mul_(self.config.mixing).add_(values, alpha=1.0 - self.config.mixing)
+                mixed.mul_(self.mixing).add_(values, alpha=1.0 - self.mixing)
             piece.scatter_(self._base, values)
             piece.scatter_(self.local, mixed)
         return ready

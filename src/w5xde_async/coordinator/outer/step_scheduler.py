@@ -183,7 +183,8 @@ class StepScheduler:
             if self._opened not in self._ledger.done and not self._open(self._opened):
                 return False
             self._opened += 1
-        return all(self._open(step) for step in self._ledger.upcoming(1))
+        upcoming = self._ledger.upcoming
+        return upcoming is None or self._open(upcoming)
 
     def _open(self, step: int) -> bool:
         """Have a step's data read. False where its order is still being computed."""

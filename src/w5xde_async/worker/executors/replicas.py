@@ -20,7 +20,7 @@ from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector, ordered
 from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.outer import bucket_fragments
-from w5xde_async.updates.streaming import OverlapConfig, StreamingReplica
+from w5xde_async.updates.streaming import StreamingReplica
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.wire.packed import unpack
@@ -125,14 +125,13 @@ class SteppingReplica:
         self._awaited: dict[int, _Sent] = {}  # by lease, until the verdict
         self._counted: dict[int, Tensor] = {}  # fragment -> its pseudo-gradient, which was accepted and is not mixed in
         self._kept: set[int] = set()  # fragments whose last pseudo-gradient was refused
-        self._overlap, self._buckets, self._fragments = OverlapConfig(), [], []
+        self._delay, self._mixing, self._buckets, self._fragments = 0, 0.0, [], []
         if streaming is not None:
-            count, delay, mixing = streaming
-            self._overlap = OverlapConfig(delay=delay, mixing=mixing)
-            for index, numbers in enumerate(bucket_fragments(layout, count)):
+            count, self._delay, self._mixing = streaming
+            for numbers in bucket_fragments(layout, count):
                 trained = [layout.buckets[number] for number in numbers if layout.buckets[number].group == self._group]
                 self._buckets.append([bucket.index for bucket in trained])
-                self._fragments.append(Fragment(index, tuple((b.offset, b.offset + b.numel) for b in trained)))
+                self._fragments.append(Fragment(tuple((b.offset, b.offset + b.numel) for b in trained)))
 
     def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
         if self._anew:
@@ -174,7 +173,9 @@ class SteppingReplica:
         self.version = self.published.version
         self._anew = False
         if self._fragments:
-            self._streaming = StreamingReplica(self._live.groups[self._group], self._fragments, self._overlap)
+            self._streaming = StreamingReplica(
+                self._live.groups[self._group], self._fragments, delay=self._delay, mixing=self._mixing
+            )
             self._fragment_version = dict.fromkeys(range(len(self._fragments)), self.version)
             for of_old in (self._sent_at, self._awaited, self._counted, self._kept):
                 of_old.clear()
@@ -273,7 +274,7 @@ class SteppingReplica:
         assert streaming is not None
         if streaming.is_sent(index):
             self._deliver()
-            self._mixed(streaming.mix(self._steps + self._overlap.delay))  # what has come is not waited for any more
+            self._mixed(streaming.mix(self._steps + self._delay))  # what has come is not waited for any more
         if streaming.is_sent(index):
             streaming.recall(index, self._counted.pop(index, None))
         self._sent_at[index] = self.published.version
