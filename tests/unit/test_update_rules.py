@@ -153,21 +153,28 @@ def test_faults_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    "given",
     [
-        lambda: AsynchronousConfig(results_per_step=0),
-        lambda: AsynchronousRule(1, AsynchronousConfig(max_staleness=-1)),
-        lambda: AsynchronousRule(1, AsynchronousConfig(staleness_exponent=-1.0)),
-        lambda: LocalStepsConfig(momentum=1.0),
-        lambda: LocalStepsConfig(learning_rate=0.0),
-        lambda: DelayedNesterovConfig(period=0),
-        lambda: LocalStepsRule(torch.zeros(2, 2), LocalStepsConfig()),
-        lambda: RadialDirectionalAverage(4, [(2, 5)]),
+        {"results_per_step": -1},
+        {"max_staleness": -1},
+        {"staleness_exponent": -1.0},
+        {"outer_momentum": 1.0},
+        {"outer_lr": 0.0},
+        {"quorum": 0.0},
+        {"quorum": 1.1},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        make()
+def test_settings_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UsageError, match=name):
+        UpdateConfig(**given)
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="not flat float32"):
+        LocalStepsRule(torch.zeros(2, 2), LocalStepsConfig())
+    with pytest.raises(ValueError, match="outside the vector"):
+        RadialDirectionalAverage(4, [(2, 5)])
 
 
 def test_momentum_over_a_half_is_warned_of() -> None:

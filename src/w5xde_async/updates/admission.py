@@ -53,10 +53,6 @@ class Admission:
 
         ``scale`` False: the gate refuses without scaling. For pseudo-gradients, of which every step is to count.
         """
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError("max_staleness is at least 0, or None for no bound")
-        if not exponent >= 0:
-            raise ValueError("the exponent of the staleness weight is at least 0")
         self.max_staleness, self.exponent, self.gate = max_staleness, exponent, gate
         self._scale = scale
 

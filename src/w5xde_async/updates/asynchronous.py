@@ -40,10 +40,6 @@ class AsynchronousConfig:
     max_staleness: int = 16
     staleness_exponent: float = 0.5
 
-    def __post_init__(self) -> None:
-        if self.results_per_step < 1:
-            raise ValueError("results_per_step is at least 1")
-
 
 class AsynchronousRule:
     """Makes gradients of results; the optimizer that steps with them, and its state, are the caller's.

@@ -48,12 +48,6 @@ class DelayedNesterovConfig:
     max_staleness: int | None = None
     staleness_exponent: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.period is not None and self.period < 1:
-            raise ValueError("period is at least 1")
-        if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
-            raise ValueError("learning_rate is above 0 and momentum in [0, 1)")
-
 
 class DelayedNesterovRule:
     """Every accepted pseudo-gradient changes ``parameters`` in place and is one version. One thread at a time.

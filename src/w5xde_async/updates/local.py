@@ -47,10 +47,6 @@ class LocalStepsConfig:
     max_staleness: int = 0
     staleness_exponent: float = 0.5
 
-    def __post_init__(self) -> None:
-        if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
-            raise ValueError("learning_rate is above 0 and momentum in [0, 1)")
-
 
 class LocalStepsRule:
     """The outer optimizer over ``parameters``, which it changes in place at ``close``. One thread at a time.

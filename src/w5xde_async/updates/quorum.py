@@ -38,10 +38,6 @@ class QuorumConfig:
     deviations: float = 4.0
     window: int = 8
 
-    def __post_init__(self) -> None:
-        if not 0 < self.part <= 1 or self.deviations < 0 or self.window < 1:
-            raise ValueError("part lies in (0, 1], deviations is at least 0 and window at least 1")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
