@@ -77,9 +77,6 @@ class Program(Config):
         """Values of settings that were not given and follow from others."""
         return {}
 
-    def check(self) -> None:
-        """What no single setting can say. Raises UsageError."""
-
     def require(self) -> None:
         """What a run cannot do without. Raises UsageError."""
 
@@ -201,7 +198,6 @@ def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P,
     derived = program.derived(values)
     values |= {name: value for name, value in derived.items() if values[name] is None}
     settings = _make(program, values, {"values": values})
-    settings.check()
     if printing:
         raise Answer(to_toml(to_mapping(settings)).rstrip("\n"))
     settings.require()

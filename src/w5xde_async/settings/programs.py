@@ -80,15 +80,13 @@ class CoordinatorSettings(Program):
         own = int(threads) if threads.isdecimal() and int(threads) else max(1, _cores() // workers)
         return {"name": name, "run_dir": Path("runs") / name, "min_workers": workers, "worker_threads": own}
 
-    def check(self) -> None:
-        most = self.values["max_workers"]
-        need(self.workers <= most, f"--workers {self.workers} is more than --max-workers {most}")
-
     def require(self) -> None:
         need(self.job is not None, "JOB is missing: give FILE.py:NAME or MODULE:NAME, for example train.py:job")
 
     def coordinator_config(self, token: str) -> CoordinatorConfig:
         """Raises UsageError (a host off loopback without a token)."""
+        most = self.values["max_workers"]
+        need(self.workers <= most, f"--workers {self.workers} is more than --max-workers {most}")
         more: dict[str, Any] = {} if self.dashboard else {"dashboard": ""}
         if self.values["update"] == "auto":
             more |= {"auto": True, "update": self.make(UpdateConfig, rule="sync")}
