@@ -95,13 +95,9 @@ class MemoryReport:
     """Traces allocations between ``begin`` and ``end``; ``write`` may be called at any time, on any thread."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+        #: Whether reports are snapshots of CUDA's allocator.
+        self.on_cuda = device is not None and device.type == "cuda"
         self._tracing = False
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether reports are snapshots of CUDA's allocator."""
-        return self._device is not None and self._device.type == "cuda"
 
     def begin(self) -> None:
         """Remember where memory is allocated from now on."""
