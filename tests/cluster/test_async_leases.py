@@ -57,16 +57,15 @@ class AsyncRun(Run):
         buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
         loader = Loader(
             made, prepared.spec.sampler, on_ready=lambda: self.training.data_came(),
-            on_error=lambda error: self.training.fail(error),
+            on_error=lambda error: self.training.lifecycle.fail(error),
         )  # fmt: skip
         context = RunContext(
-            layout=prepared.spec.layout, state=prepared.spec.state, loader=loader,
-            config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
+            layout=prepared.spec.layout, state=prepared.spec.state, sampler=prepared.spec.sampler,
+            loader=loader, config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
         )  # fmt: skip
         greeting = Greeting(message=welcome, layout=prepared.spec.layout, buffers=buffers)
         self.rounds = OuterTraining(
-            context, greeting, prepared.strategy.rule, sampler=prepared.spec.sampler,
-            schedule=prepared.strategy.schedule,
+            context, greeting, prepared.strategy.rule, prepared.strategy.schedule,
         )  # fmt: skip
         self.training: Any = self.rounds
         self._tasks: list[asyncio.Task[Any]] = []
@@ -138,7 +137,7 @@ async def test_a_step_that_is_never_finite_is_left_out_by_name() -> None:
         assert [(event.samples, math.isnan(event.loss)) for event in skipped] == [(LEAVES, True)]
         assert run.rounds.progress == run.committed()[-1].step == 3
         assert len(run.rounds.rule.done) == 3
-        assert run.rounds.samples_applied == run.rounds.rule.samples == 2 * LEAVES
+        assert run.rounds.phase.samples_applied == run.rounds.rule.samples == 2 * LEAVES
         (text,) = run.warned()
         indices = run.prepared.spec.sampler.plan(0).leaf_indices(0).tolist()
         assert text.startswith("step 0 is left out: not finite")
@@ -166,7 +165,7 @@ async def test_what_the_norm_gate_refuses_is_tried_until_the_gate_learns_anew() 
             refused += told.code == VerdictCode.REJECTED
         assert refused == 16
         await asyncio.wait_for(run.running, 5)
-        assert run.rounds.samples_applied == 40 * LEAVES
+        assert run.rounds.phase.samples_applied == 40 * LEAVES
         assert not run.warned()
 
 

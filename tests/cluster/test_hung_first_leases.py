@@ -74,16 +74,15 @@ class RoundsRun(Run):
         buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
         loader = Loader(
             made, prepared.spec.sampler, on_ready=lambda: self.training.data_came(),
-            on_error=lambda error: self.training.fail(error),
+            on_error=lambda error: self.training.lifecycle.fail(error),
         )  # fmt: skip
         context = RunContext(
-            layout=prepared.spec.layout, state=prepared.spec.state, loader=loader,
-            config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
+            layout=prepared.spec.layout, state=prepared.spec.state, sampler=prepared.spec.sampler,
+            loader=loader, config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=steps,
         )  # fmt: skip
         greeting = Greeting(message=welcome, layout=prepared.spec.layout, buffers=buffers)
         self.training: Any = OuterTraining(
-            context, greeting, prepared.strategy.rule, sampler=prepared.spec.sampler,
-            schedule=prepared.strategy.schedule,
+            context, greeting, prepared.strategy.rule, prepared.strategy.schedule,
         )  # fmt: skip
         self._tasks, self._incarnation = [], 0
         self.running = self.task(self.training.run())
@@ -177,7 +176,7 @@ async def test_what_is_backed_up_counts_once() -> None:
         assert not quick.all(Lease)
         await run.pass_time(TAKES_S)
         backup = await quick.lease()
-        assert (backup.step, run.training.counts().backed_up) == (lease.step, 1)
+        assert (backup.step, run.training.phase.counts().backed_up) == (lease.step, 1)
         run.training.ledger.validate()
         await quick.compute(backup)
         await asyncio.wait_for(run.running, 5)
@@ -187,7 +186,7 @@ async def test_what_is_backed_up_counts_once() -> None:
         assert [verdict.code for verdict in late.all(Verdict)] == [VerdictCode.DUPLICATE]
         assert run.training.roster.membership.members["late"].standing is Standing.READY
         assert run.applied() == {1.0}
-        assert run.training.counts().duplicate == 1
+        assert run.training.phase.counts().duplicate == 1
 
 
 async def test_both_on_a_step_may_fail_or_go() -> None:

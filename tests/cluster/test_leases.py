@@ -68,7 +68,7 @@ async def test_a_late_lease_is_backed_up_by_a_worker_without_work():
         assert not held(idle, 1)  # not late yet
         await run.pass_time(2.0)
         (backup,) = held(idle, 1)
-        assert (backup.start, backup.samples, run.training.scheduler.num_backups) == (lease.start, lease.samples, 1)
+        assert (backup.start, backup.samples, run.training.ledger.num_backups) == (lease.start, lease.samples, 1)
         await idle.compute(backup)
         await run.commits(2)
         assert run.applied() == {2.0}
@@ -78,7 +78,7 @@ async def test_a_late_lease_is_backed_up_by_a_worker_without_work():
         (verdict,) = [v for v in stuck.all(Verdict) if lease.lease in v.leases]
         assert verdict.code == VerdictCode.DUPLICATE
         assert run.applied() == {2.0}
-        assert run.training.results.leaves_wasted == len(lease.samples)
+        assert run.training.phase.leaves_wasted == len(lease.samples)
         assert not stuck.ended()
         await idle.compute(held(idle, 2)[0])
         assert held(stuck, 2)  # it has answered
@@ -162,7 +162,7 @@ async def test_an_overdue_lease_goes_to_another_and_its_result_is_stale():
         await stuck.compute(lease)
         assert [v.code for v in stuck.all(Verdict) if lease.lease in v.leases] == [VerdictCode.STALE]
         assert run.applied() == {2.0}
-        assert run.training.results.refused == {VerdictCode.STALE: 1}
+        assert run.training.phase.refused == {VerdictCode.STALE: 1}
         assert held(stuck, 2)  # it has shown that it lives
 
 
@@ -203,7 +203,7 @@ async def test_a_repeated_done_is_a_duplicate():
         lease = await worker.lease()
         for _ in range(3):
             await worker.compute(lease)
-        assert run.training.results.refused == {VerdictCode.DUPLICATE: 2}
+        assert run.training.phase.refused == {VerdictCode.DUPLICATE: 2}
         for number in range(1, LEAVES):  # leases of one leaf: nothing is known of its speed
             await worker.compute(await worker.lease(number))
         await run.commits(1)
@@ -324,7 +324,7 @@ async def test_a_drain_keeps_the_lease_under_way_and_returns_the_other():
         assert run.training.ledger.get(first.lease) is not None
         await worker.done(first)
         assert worker.said_goodbye()
-        assert (run.training.ledger.num_open, run.training.results.leaves_wasted) == (0, 0)
+        assert (run.training.ledger.num_open, run.training.phase.leaves_wasted) == (0, 0)
 
 
 async def drain(worker: Scripted) -> None:

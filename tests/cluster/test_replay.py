@@ -102,9 +102,10 @@ def effect(coordinator: Coordinator) -> tuple[Any, ...]:
     assert training is not None
     ledger = training.ledger
     return (
-        training.version, training.samples_applied, training.aggregator.state.digest(), tuple(training.roster.sessions),
-        tuple(training.roster.joining), ledger.open_steps, [ledger.free_leaves(step) for step in ledger.open_steps],
-        training.results.leaves, training.counts(), sorted(ledger._grants),
+        training.version, training.phase.samples_applied, training.aggregator.state.digest(),
+        tuple(training.roster.sessions), tuple(training.roster.joining),
+        ledger.open_steps, [ledger.free_leaves(step) for step in ledger.open_steps],
+        training.phase.leaves, training.phase.counts(), sorted(ledger._grants),
     )  # fmt: skip
 
 

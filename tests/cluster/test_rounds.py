@@ -121,7 +121,7 @@ async def test_workers_that_vanish_and_come(update: dict[str, Any]) -> None:
         await asyncio.gather(*tasks[2:], return_exceptions=True)
         assert result.outcome == "finished"
         assert training.ledger.done.state_dict() == {"floor": total(make()), "above": []}
-        assert training.samples_applied == training.rule.samples == samples_of(make())
+        assert training.phase.samples_applied == training.rule.samples == samples_of(make())
 
 
 async def test_what_a_codec_left_out_goes_from_one_worker_to_the_next(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
         worker.drain("test")
         await task
     assert len(training.rule.done) > 0
-    assert training.counts().leaves_wasted == 0
+    assert training.phase.counts().leaves_wasted == 0
 
 
 def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyChooser, Any], Situation | None]:
@@ -239,8 +239,9 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     assert any("GiB from now on" in event.text for event in events if isinstance(event, Warned)) == (rule == "local")
     (finished,) = [event for event in events if isinstance(event, RunFinished)]
     assert last is not None
-    assert (last.history.counts.leaves > 0) == (rule == "local")  # the first steps count, whatever rule came after them
-    assert finished.leaves == last.history.counts.leaves + last.counts().leaves
+    before = last.context.history.counts.leaves
+    assert (before > 0) == (rule == "local")  # the first steps count, whatever rule came after them
+    assert finished.leaves == before + last.phase.counts().leaves
     async with Coordinator(make(), run_dir=tmp_path / "run", config=config) as coordinator:
         assert coordinator._training is not None
         assert coordinator.step >= first.step

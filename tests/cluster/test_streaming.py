@@ -135,7 +135,7 @@ async def test_the_data_ends_in_an_open_round(told: list[tuple[int, float, int]]
             assert len(made.steps(fragment)) == 2  # once in its turn, and at the end
         made.release.set()
         result = await made.coordinator.wait()
-        assert (result.outcome, made.training.samples_applied) == ("finished", STEPS * BATCH)
+        assert (result.outcome, made.training.phase.samples_applied) == ("finished", STEPS * BATCH)
         made.training.ledger.validate()
         assert await made.running[0] is Departure.FINISHED
     assert all(steps <= samples / BATCH for _, steps, samples in told)
@@ -150,7 +150,7 @@ async def test_a_worker_drains_in_an_open_round(told: list[tuple[int, float, int
         assert own == sum(made.steps(1)) == len(made.training.rule.done) > 0
         made.release.set()
         result = await made.coordinator.wait()
-        assert (result.outcome, made.training.samples_applied) == ("finished", STEPS * BATCH)
+        assert (result.outcome, made.training.phase.samples_applied) == ("finished", STEPS * BATCH)
         made.training.ledger.validate()
     assert all(steps <= samples / BATCH for _, steps, samples in told)
 
@@ -161,7 +161,7 @@ async def test_who_is_waited_for_vanishes_in_an_open_round(told: list[tuple[int,
         made.running[1].cancel()
         made.release.set()
         result = await made.coordinator.wait()
-        assert (result.outcome, made.training.samples_applied) == ("finished", STEPS * BATCH)
+        assert (result.outcome, made.training.phase.samples_applied) == ("finished", STEPS * BATCH)
         made.training.ledger.validate()
     assert all(steps <= samples / BATCH for _, steps, samples in told)
 

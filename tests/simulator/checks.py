@@ -236,8 +236,8 @@ class Checks(Cluster):
         # At a commit the step itself is counted a little later.
         steps = version if what == "resumed" else version - 1
         total = sum(self.shape.sampler.plan(step).num_samples for step in range(steps))
-        if training.samples_applied != total:
-            self.violate("twice", f"{what} version {version}: {training.samples_applied} samples counted, not {total}")
+        if (samples := training.phase.samples_applied) != total:
+            self.violate("twice", f"{what} version {version}: {samples} samples counted, not {total}")
 
     @property
     def num_losses(self) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.run.run import RunEnvironment, make_training
+from w5xde_async.coordinator.run.run import make_training
 from w5xde_async.coordinator.run.spec import Prepared
 from w5xde_async.coordinator.run.startup import prepare
 from w5xde_async.coordinator.training import RunContext
@@ -135,14 +135,13 @@ class Fleet:
         spec, strategy, _ = self.prepared
         loader = Loader(
             job, spec.steps, make_pool=runtime.executor, on_ready=lambda: self.training.data_came(),
-            on_error=lambda error: self.training.fail(error),
+            on_error=lambda error: self.training.lifecycle.fail(error),
         )  # fmt: skip
         context = RunContext(
-            layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config, bus=Bus(),
-            clock=runtime.clock, total_steps=spec.total_steps,
+            layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,
+            bus=Bus(), clock=runtime.clock, total_steps=spec.total_steps, executor=InPlace(),
         )  # fmt: skip
-        environment = RunEnvironment(name="fleet", reference="", bus=context.bus, runtime=runtime)
-        self.training: Any = make_training(spec, strategy, context, environment)
+        self.training: Any = make_training(spec, strategy, context, "fleet")
         self.members: list[Member] = []
         self.running: asyncio.Task[None]
 

@@ -93,16 +93,15 @@ class Run:
         )  # fmt: skip
         loader = Loader(
             made, prepared.spec.sampler, on_ready=lambda: self.training.data_came(),
-            on_error=lambda error: self.training.fail(error),
+            on_error=lambda error: self.training.lifecycle.fail(error),
         )  # fmt: skip
         context = RunContext(
-            layout=prepared.spec.layout, state=prepared.spec.state, loader=loader,
-            config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
+            layout=prepared.spec.layout, state=prepared.spec.state, sampler=prepared.spec.sampler,
+            loader=loader, config=self.config, checks=self.config, bus=bus, clock=lambda: self.now, total_steps=6,
         )  # fmt: skip
         greeting = Greeting(message=welcome, layout=prepared.spec.layout)
         self.training = SyncTraining(
-            context, greeting, prepared.strategy.rule, sampler=prepared.spec.sampler, first_step=0,
-            recomputation=recomputation,
+            context, greeting, prepared.strategy.rule, recomputation=recomputation,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[Any]] = []
         self._incarnation = 0

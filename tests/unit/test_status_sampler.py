@@ -174,16 +174,16 @@ async def test_another_rule_does_not_begin_the_counting_anew():
     first = run.training
     outputs.began(first)
     now = first.context.clock()
-    first.results.leaves, first.results.leaves_wasted = 40, 4  # type: ignore[union-attr]
-    first.results.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
+    first.phase.leaves, first.phase.leaves_wasted = 40, 4  # type: ignore[union-attr]
+    first.phase.refused[VerdictCode.STALE] = 3  # type: ignore[union-attr]
     try:
         await run._change(changed_to("local"))
         outputs.tick(now + 100.0)
         second = run.training
         assert second is not first
-        assert second.totals() == Counts(40, 4, 3, 0, 0, 0)
+        assert second.phase.totals() == Counts(40, 4, 3, 0, 0, 0)
         await run._change(changed_to("async"))
-        assert run.training.totals() == second.totals()  # once, not twice
+        assert run.training.phase.totals() == second.phase.totals()  # once, not twice
     finally:
         await run.aclose()
         await outputs.aclose()
@@ -202,7 +202,7 @@ def test_why_a_worker_waits():
 
     sessions = {worker: session(worker) for worker in "ab"}
     training: Any = SimpleNamespace(
-        ledger=ledger, roster=SimpleNamespace(sessions=sessions), begun=False,
+        ledger=ledger, roster=SimpleNamespace(sessions=sessions), phase=SimpleNamespace(begun=False),
         context=SimpleNamespace(config=settings(min_workers=2, credit_bytes=10)),
         scheduler=SimpleNamespace(unread=set()),
     )  # fmt: skip
@@ -214,7 +214,7 @@ def test_why_a_worker_waits():
         return reason_to_wait(training, sessions["a"], member)
 
     assert reason() == "workers: the run begins with 2"
-    training.begun = True
+    training.phase.begun = True
     ledger.open(0, 4, 0.0)
     assert reason() == "a lease"
     sessions["a"].outbox.lease_bytes = 11

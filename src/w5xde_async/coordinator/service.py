@@ -221,7 +221,7 @@ class Coordinator:
 
     def _fail(self, error: BaseException) -> None:
         if self._training is not None:
-            self._training.fail(error)
+            self._training.phase.lifecycle.fail(error)
 
     def _sync_records(self) -> None:
         """Blocks: a checkpoint counts only when the lines of its steps are on the disk."""
@@ -500,11 +500,11 @@ class Coordinator:
             if not session.admitted_at:
                 raise
             if isinstance(error, JobError | UpdateFailed):  # the job's scheduler, when a lease was to be given
-                training.fail(error)
+                training.phase.lifecycle.fail(error)
                 return
             fault = LocalError(f"a fault of the coordinator itself: {type(error).__name__}: {error}")
             fault.__cause__ = error
-            training.fail(fault)
+            training.phase.lifecycle.fail(fault)
 
     # -- the end -------------------------------------------------------------------------------------------
 

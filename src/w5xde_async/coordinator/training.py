@@ -7,25 +7,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from w5xde_async.coordinator.verification_config import VerificationConfig
 from w5xde_async.data.loader import Loader
-from w5xde_async.errors import W5xdeError
+from w5xde_async.errors import LeafFailed, W5xdeError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
-from w5xde_async.hub.members.roster import Roster
+from w5xde_async.hub.members.roster import Greeting, Roster, Scheduling
 from w5xde_async.hub.members.session import Session, WorkSource
+from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.membership import Member
+from w5xde_async.plan.leases import FailedWork, LeaseTable, LeaseTerms
+from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
-from w5xde_async.telemetry.events import Bus
+from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.telemetry.events import Bus, Waiting, Warned
+from w5xde_async.wire.messages import Done, VerdictCode
 
 __all__ = [
     "Commit",
@@ -35,8 +42,10 @@ __all__ = [
     "Lifecycle",
     "NonFinite",
     "Parameters",
+    "Phase",
     "RunContext",
     "Training",
+    "lease_terms",
 ]
 
 _T = TypeVar("_T")
@@ -51,23 +60,6 @@ class NonFinite(W5xdeError):
             f"the gradient was not finite in {count} steps in a row, when the run was at step {step}: "
             "training diverges; lower the learning rate, set gradient_clip_val, or look at the data"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunContext:
-    """What everything in one phase of a run works with. ``clock`` gives seconds.
-
-    ``total_steps`` is where the phase ends as it begins; a training whose batch grows may end elsewhere.
-    """
-
-    layout: Layout
-    state: FlatState
-    loader: Loader
-    config: NetworkConfig
-    checks: VerificationConfig
-    bus: Bus
-    clock: Callable[[], float]
-    total_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +94,10 @@ NOTHING_YET = Counts(0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What the run has come to before a training begins: samples applied, the last loss, work and workers' shares."""
+    """What the run has come to before a training begins: steps and samples applied, the last loss, work and workers'
+    shares."""
 
+    step: int = 0
     samples: int = 0
     loss: float | None = None
     counts: Counts = NOTHING_YET
@@ -123,6 +117,29 @@ class Hooks:
     """After each commit, before anything else can touch the parameters."""
     on_quarantine: Callable[[str, str], None] = _nobody
     """A worker was quarantined: the name it has proved, or else its id, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What everything in one phase of a run works with. ``clock`` gives seconds.
+
+    ``total_steps`` is where the phase ends as it begins; a training whose batch grows may end elsewhere. ``executor``
+    runs what changes the parameters, one call at a time (None: a thread); it belongs to the training.
+    """
+
+    layout: Layout
+    state: FlatState
+    sampler: Sampler
+    loader: Loader
+    config: NetworkConfig
+    checks: VerificationConfig
+    bus: Bus
+    clock: Callable[[], float]
+    total_steps: int
+    history: History = field(default_factory=History)
+    hooks: Hooks = field(default_factory=Hooks)
+    executor: Executor | None = None
+    random_bytes: Callable[[int], bytes] = os.urandom
 
 
 class Lifecycle:
@@ -163,6 +180,124 @@ class Lifecycle:
             self.failure = earlier or self.failure
 
 
+class Phase:
+    """What every training holds, whatever its rule: its members, what they are told, what their work has come to."""
+
+    def __init__(
+        self, context: RunContext, greeting: Greeting, scheduling: Scheduling, ledger: LeaseTable[Any], *, version: int
+    ) -> None:
+        """``version``: the one that was published last."""
+        config, history = context.config, context.history
+        self._context, self._ledger = context, ledger
+        self.lifecycle = Lifecycle(context.clock, config.grace_s)
+        self.roster = Roster(
+            scheduling, ledger, greeting, config, context.bus, context.clock,
+            contributions=history.contributions, on_quarantine=context.hooks.on_quarantine,
+        )  # fmt: skip
+        self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=version)
+        self.samples_applied = history.samples  #: in the parameters, those of earlier phases included
+        self.last_loss = history.loss  #: of the last commit
+        self.leaves = self.leaves_wasted = 0  #: computed and used, and not used
+        self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
+        self.begun = False  #: leases are given
+        self._nonfinite = 0
+
+    def warn(self, text: str) -> None:
+        """For a person."""
+        self._context.bus.publish(Warned(text=text))
+
+    def used(self, *, leaves: int = 0, samples: int = 0) -> None:
+        """What workers have computed counts, and is in the parameters or will be."""
+        self.leaves += leaves
+        self.samples_applied += samples
+
+    def refuse(self, code: VerdictCode, leaves: int) -> None:
+        """What a lease has come to is not used."""
+        self.refused[code] += 1
+        self.leaves_wasted += leaves
+
+    def committed(self, loss: float) -> None:
+        """A commit was made of steps with this loss."""
+        self.last_loss = loss
+
+    def counts(self) -> Counts:
+        """What became of the work of this phase so far."""
+        refused = self.refused
+        return Counts(
+            self.leaves, self.leaves_wasted, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
+            refused[VerdictCode.REJECTED], self._ledger.num_backups,
+        )  # fmt: skip
+
+    def totals(self) -> Counts:
+        """What became of the work so far, earlier phases included."""
+        return self._context.history.counts.plus(self.counts())
+
+    def note_gradient(self, step: int, *, finite: bool) -> None:
+        """Of a commit after ``step`` steps. Too many in a row that are not finite end the run."""
+        self._nonfinite = 0 if finite else self._nonfinite + 1
+        if self._nonfinite >= self._context.checks.max_nonfinite_steps:
+            self.lifecycle.fail(NonFinite(step, self._nonfinite))
+
+    def may_lease(self) -> bool:
+        """Whether leases are given: nothing has failed, and enough workers have come to begin."""
+        if self.lifecycle.failure is not None:
+            return False
+        ready, wanted = self.roster.membership.num_ready, self._context.config.min_workers
+        if not self.begun and ready < wanted:
+            self._context.bus.publish(Waiting(reason=f"{ready} of {wanted} workers"))
+        self.begun = self.begun or ready >= wanted
+        return self.begun
+
+    def stop(self) -> None:
+        """End in good order: members are told."""
+        if self.lifecycle.stop():
+            self.roster.tell_stop(self._context.config.grace_s)
+
+    def introduce(self, session: Session) -> None:
+        """A worker is here, again or for the first time."""
+        self._ledger.returned(session.worker_id)
+        self._ledger.places.joined(session.worker_id, session.place)
+
+    def credit(self, worker: str, leaves: int, samples: int, done: Done) -> None:
+        """A worker's figures tell of what it has done."""
+        if (member := self.roster.member(worker)) is not None:
+            member.leaves += leaves
+            member.samples += samples
+            member.compute_s += done.compute_s
+            member.wait_s += done.wait_s
+
+    def leaving(self, worker: str) -> tuple[Member, Session] | None:
+        """A worker that wants to leave and holds no lease any more."""
+        member, session = self.roster.member(worker), self.roster.sessions.get(worker)
+        if member is None or session is None or member.standing is not Standing.DRAINING:
+            return None
+        return None if self._ledger.num_held(worker) else (member, session)
+
+    def blame(self, failed_work: FailedWork, plan: StepPlan, leaf: int, traceback: str) -> None:
+        """End the run over a leaf of the step ``plan``."""
+        indices = plan.leaf_indices(leaf).tolist()
+        self.lifecycle.fail(LeafFailed(failed_work.step, leaf, indices, failed_work.attempts, traceback))
+
+    def departed(self, worker: str, *, over: bool) -> bool:
+        """A worker has left. Whether its work is for others: not where the run is ``over``, or ends."""
+        self.verdicts.left(worker)
+        self.lifecycle.wake.set()
+        if over or self.lifecycle.ends:
+            return False
+        if not self.roster.sessions:
+            self._context.bus.publish(Waiting(reason="no workers"))
+        return True
+
+
+def lease_terms(context: RunContext, greeting: Greeting, present: Callable[[], Iterable[str]]) -> LeaseTerms:
+    """``present``: workers that take work now."""
+    return LeaseTerms(
+        first_lease=(greeting.message.term << 32) + 1,  # no lease of another term has the same number
+        max_failures=context.checks.max_leaf_failures,
+        present=present,
+    )
+
+
 class Parameters(Protocol):
     """The owner of the parameters, seen from outside."""
 
@@ -185,8 +320,16 @@ class Training(WorkSource, Protocol):
         """What it works with."""
 
     @property
+    def phase(self) -> Phase:
+        """Its members, what they are told, what their work has come to, how it ends."""
+
+    @property
     def roster(self) -> Roster:
-        """Its members, and the admission of new ones."""
+        """Of the phase."""
+
+    @property
+    def ledger(self) -> LeaseTable[Any]:
+        """The open leases."""
 
     @property
     def pacing(self) -> Pacing:
@@ -197,10 +340,6 @@ class Training(WorkSource, Protocol):
         """The owner of the parameters."""
 
     @property
-    def lifecycle(self) -> Lifecycle:
-        """Whether it was stopped or has failed."""
-
-    @property
     def progress(self) -> int:
         """Steps of the sampler that are applied: the run's end is ``total_steps``."""
 
@@ -208,29 +347,8 @@ class Training(WorkSource, Protocol):
     def total_steps(self) -> int:
         """Where the run ends."""
 
-    @property
-    def samples_applied(self) -> int:
-        """Samples in the parameters, those of earlier phases included."""
-
-    @property
-    def last_loss(self) -> float | None:
-        """Of the last commit."""
-
-    @property
-    def history(self) -> History:
-        """What the run had come to before."""
-
-    def counts(self) -> Counts:
-        """What became of the work of this phase so far."""
-
-    def leases_held(self, worker: str) -> int:
-        """How many leases a worker has."""
-
     def reason_to_wait(self, session: Session, member: Member) -> str:
         """What keeps a worker from computing at this moment, for a person; empty where nothing does."""
-
-    def totals(self) -> Counts:
-        """What became of the work so far, earlier phases included."""
 
     def downlink_bytes(self) -> tuple[int, int]:
         """Bytes of the versions that a codec wrote, before and after it, each once however many workers took it."""
@@ -240,9 +358,6 @@ class Training(WorkSource, Protocol):
 
     def stop(self) -> None:
         """End after the step under way, or after ``grace_s`` where that takes longer."""
-
-    def fail(self, error: BaseException) -> None:
-        """End now; ``run`` raises ``error``."""
 
     def data_came(self) -> None:
         """The loader has read something: leases that waited for it can be sent."""

@@ -63,6 +63,7 @@ class LeaseTable(Generic[G]):
         """``allowed_s``: how long a lease may take, by what is known of its worker now."""
         self.places = Places(terms.present)
         self._terms, self._allowed_s = terms, allowed_s
+        self.num_backups = 0
         self._next_lease = terms.first_lease
         self._grants: dict[int, G] = {}
         self._held: dict[str, list[int]] = {}

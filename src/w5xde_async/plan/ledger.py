@@ -196,6 +196,7 @@ class Ledger(LeaseTable[BlockGrant]):
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
         second = self._grant(grant.step, slot.block, worker, now, deadline_s)
         slot.backup, slot.contested = second.lease, True
+        self.num_backups += 1
         return second
 
     def audit(self, step: int, block: Block, worker: str, *, now: float, deadline_s: float) -> BlockGrant:

@@ -177,6 +177,7 @@ class StreamLedger(LeaseTable[Grant]):
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")
         second = self._grant(grant.step, worker, now, deadline_s)
         self._twins[lease], self._twins[second.lease] = second.lease, lease
+        self.num_backups += 1
         return second
 
     def carry(self, lease: int, now: float) -> None:

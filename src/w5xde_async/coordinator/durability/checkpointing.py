@@ -114,7 +114,7 @@ class Checkpointing:
 
     def _copy(self, step: int) -> asyncio.Future[_Copied]:
         """Have the parameters' thread copy what is to be saved, before anything that is given to it later."""
-        samples = self._training.samples_applied
+        samples = self._training.phase.samples_applied
 
         def copy() -> _Copied:
             began = time.perf_counter()
@@ -139,7 +139,7 @@ class Checkpointing:
         except Exception as error:  # whatever a state_dict() raises: no later checkpoint would fare better
             what = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
             self.save_error = JobError("optimizer", f"after step {step} its state cannot be kept: {what}")
-            self._training.fail(self.save_error)
+            self._training.phase.lifecycle.fail(self.save_error)
             return
         if rotation is not None:  # done when every step up to this one is in the journal
             position = await rotation
@@ -148,7 +148,7 @@ class Checkpointing:
             saved, oldest = await loop.run_in_executor(None, write)
         except Superseded as error:
             self.save_error = error
-            self._training.fail(error)
+            self._training.phase.lifecycle.fail(error)
             return
         except StoreError as error:
             now = self._clock()

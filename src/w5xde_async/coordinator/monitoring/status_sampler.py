@@ -93,7 +93,7 @@ class StatusSampler:
             worker_id=member.worker_id, name=member.name, peer=member.peer, device=member.device,
             threads=member.threads, state=member.standing.value, activity=session.last_message,
             waits_for=training.reason_to_wait(session, member),
-            member_s=now - member.joined_at, leases_held=training.leases_held(member.worker_id),
+            member_s=now - member.joined_at, leases_held=training.ledger.num_held(member.worker_id),
             leaves=member.leaves, samples=member.samples,
             share=share, leaves_per_s=leaves_per_s, compute_s=member.compute_s, wait_s=member.wait_s,
             network_s=session.receiving_s + session.outbox.sending_s, encode_s=member.encode_s,
@@ -117,11 +117,11 @@ class StatusSampler:
 
     def _run(self, now: float) -> RunReported:
         training, roster = self._training, self._training.roster
-        counts = training.totals()
+        counts = training.phase.totals()
         sent, received = roster.contributions.traffic(roster.sessions.values())
         raw, encoded = training.downlink_bytes()
         return RunReported(
-            step=training.progress, total_steps=shown_end(training.total_steps), samples=training.samples_applied,
+            step=training.progress, total_steps=shown_end(training.total_steps), samples=training.phase.samples_applied,
             num_workers=len(roster.sessions), num_joining=len(roster.joining), leaves=counts.leaves,
             leaves_in_vain=counts.leaves_wasted, leases_stale=counts.stale, leases_duplicate=counts.duplicate,
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,

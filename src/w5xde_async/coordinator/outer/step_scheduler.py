@@ -12,16 +12,14 @@ from collections.abc import Iterable, Sequence
 from w5xde_async.compute.inner import Schedule
 from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
 from w5xde_async.coordinator.parameters.delta_publisher import DeltaPublisher
-from w5xde_async.coordinator.training import Lifecycle, RunContext
+from w5xde_async.coordinator.training import Phase, RunContext
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.hub.members.roster import Roster
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Standing
 from w5xde_async.plan.pacing import Pacing
-from w5xde_async.plan.sampler import Sampler, StepPlan
+from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.stream import StreamLedger
 from w5xde_async.plan.tree import Block
-from w5xde_async.telemetry.events import Waiting
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.quorum import QuorumConfig
 from w5xde_async.wire.messages import Lease, Submit
@@ -35,23 +33,18 @@ class StepScheduler:
     def __init__(
         self,
         context: RunContext,
-        roster: Roster,
-        lifecycle: Lifecycle,
+        phase: Phase,
         ledger: StreamLedger,
         pacing: Pacing,
         publisher: DeltaPublisher,
-        *,
-        sampler: Sampler,
         inner_schedule: Schedule | None,
-        version: int,
     ) -> None:
-        """``inner_schedule`` is what inner optimizers are set to, under rules of local steps alone; ``version`` is the
-        one that was published last."""
+        """``inner_schedule`` is what inner optimizers are set to, under rules of local steps alone."""
         update = context.config.update
-        self._context, self._roster, self._lifecycle = context, roster, lifecycle
+        self._context, self._phase, self._roster, self._lifecycle = context, phase, phase.roster, phase.lifecycle
         self._ledger, self._pacing, self._publisher = ledger, pacing, publisher
-        self._sampler, self._inner_schedule, self._version = sampler, inner_schedule, version
-        self._prefetch = EpochPrefetch(sampler, self.schedule, lifecycle.fail)
+        self._sampler, self._inner_schedule, self._version = context.sampler, inner_schedule, phase.verdicts.version
+        self._prefetch = EpochPrefetch(context.sampler, self.schedule, phase.lifecycle.fail)
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
         self.fragments = bucket_fragments(context.layout, update.fragments if self._streams else 1)  #: their buckets
@@ -69,8 +62,6 @@ class StepScheduler:
         self._oldest: dict[int, int] = {}  # open lease -> the oldest version that will do
         self._idle: dict[str, None] = {}  # workers for which nothing was left to lease
         self._submitting = Pacing(context.config.pacing)  # how long submissions under rules of local steps take
-        self.num_backups = 0
-        self._begun = False
 
     def data_came(self) -> None:
         """The loader has read something: leases that waited for it are sent."""
@@ -146,14 +137,8 @@ class StepScheduler:
         self._assign(None if self._idle and not self._ledger.exhausted else tuple(workers))
 
     def _assign(self, only: Sequence[str] | None) -> None:
-        if self._lifecycle.failure is not None:
+        if not self._phase.may_lease():
             return
-        if not self._begun:
-            ready = self._roster.membership.num_ready
-            if ready < self._context.config.min_workers:
-                self._context.bus.publish(Waiting(reason=f"{ready} of {self._context.config.min_workers} workers"))
-                return
-            self._begun = True
         planned = self._open_ahead(self._roster.membership.num_ready)
         now = self._context.clock()
         self._forget_leases()
@@ -240,7 +225,6 @@ class StepScheduler:
             deadline_s = self._pacing.deadline_s(worker, 1)
             second = self._ledger.back_up(first.lease, worker, now=now, deadline_s=deadline_s)
             self._waiting.setdefault(worker, deque()).append((second, self.local_steps.of(worker).min_version))
-            self.num_backups += 1
 
     def _ask(self, worker: str, fragment: int, now: float) -> None:
         """Have ``worker`` submit a fragment after what was leased to it so far."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from functools import partial
 
 from w5xde_async.compute.inner import Schedule
@@ -22,20 +21,18 @@ from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPub
 from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
-from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
-from w5xde_async.errors import LeafFailed, MalformedFrame, RemoteError, UpdateFailed
-from w5xde_async.hub.members.roster import Greeting, Roster
+from w5xde_async.coordinator.training import Commit, NonFinite, Phase, RunContext, lease_terms
+from w5xde_async.errors import MalformedFrame, RemoteError, UpdateFailed
+from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
-from w5xde_async.hub.work.verdicts import Verdicts
-from w5xde_async.plan.leases import FailedWork, Grant, LeaseTerms
+from w5xde_async.plan.leases import FailedWork, Grant
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
-from w5xde_async.plan.sampler import Sampler
 from w5xde_async.plan.stream import DoneSteps, StreamLedger
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
+from w5xde_async.telemetry.events import StepCommitted
 from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule
@@ -51,50 +48,26 @@ _MOST_SHOWN = 32  # sample indices in a warning
 class OuterTraining:
     """One run, from where ``rule`` stands to ``total_steps`` of the sampler."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        greeting: Greeting,
-        rule: OuterRule,
-        *,
-        sampler: Sampler,
-        schedule: Schedule | None,
-        history: History | None = None,
-        hooks: Hooks | None = None,
-        executor: Executor | None = None,
-    ) -> None:
+    def __init__(self, context: RunContext, greeting: Greeting, rule: OuterRule, schedule: Schedule | None) -> None:
         """``schedule`` is what inner optimizers are set to, under rules of local steps alone."""
-        history, hooks = history or History(), hooks or Hooks()
         config, layout, clock, update = context.config, context.layout, context.clock, context.config.update
         self.context, self.total_steps, self.rule, self.version = context, context.total_steps, rule, rule.version
-        self.samples_applied, self.last_loss = history.samples, history.loss
-        self.history, self._on_commit = history, hooks.on_commit
-        self.lifecycle = Lifecycle(clock, config.grace_s)
         self.pacing = Pacing(config.pacing)
         self.ledger = StreamLedger(
-            LeaseTerms(
-                first_lease=(greeting.message.term << 32) + 1, max_failures=context.checks.max_leaf_failures,
-                present=lambda: self.roster.present,
-            ),
+            lease_terms(context, greeting, lambda: self.roster.present),
             total_steps=self.total_steps, done=DoneSteps.of_state(rule.done.state_dict()),
             waits=lambda grant: self.scheduler.waits(grant), allowed_s=lambda grant: self.scheduler.allowed_s(grant),
         )  # fmt: skip
-        self.roster = Roster(
-            self, self.ledger, greeting, config, context.bus, clock,
-            contributions=history.contributions, on_quarantine=hooks.on_quarantine,
-        )  # fmt: skip
-        self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=rule.version)
+        self.phase = Phase(context, greeting, self, self.ledger, version=rule.version)
+        self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
         self.intake = ReceiveBuffers(layout, update.uplink_codec)
         self.publisher = DeltaPublisher(
             layout, context.state, update.downlink_codec, version=rule.version, wake=self.lifecycle.wake.set
         )
-        self.aggregator = OuterAggregator(context, rule, self.intake, self.publisher, executor)
-        self._catching_up = CatchUp(self.publisher, self.aggregator, self.roster.sessions, self.fail)
-        self.scheduler = StepScheduler(
-            context, self.roster, self.lifecycle, self.ledger, self.pacing, self.publisher,
-            sampler=sampler, inner_schedule=schedule, version=rule.version,
-        )  # fmt: skip
-        self._sampler, self._inner_schedule = sampler, schedule
+        self.aggregator = OuterAggregator(context, rule, self.intake, self.publisher)
+        self._catching_up = CatchUp(self.publisher, self.aggregator, self.roster.sessions, self.lifecycle.fail)
+        self.scheduler = StepScheduler(context, self.phase, self.ledger, self.pacing, self.publisher, schedule)
+        self._sampler, self._inner_schedule = context.sampler, schedule
         self.local_steps, self._fragments = self.scheduler.local_steps, self.scheduler.fragments
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
@@ -107,9 +80,7 @@ class OuterTraining:
         self._senders: set[str] = set()  # workers here of which results have come
         self._gone: list[str] = []  # and those that have left since the last result: the next one's judge is told
         self._contributors: set[str] = set()
-        self._refused: Counter[VerdictCode] = Counter()
         self._stalenesses: list[int] = []  # of what was judged since the last commit, in versions
-        self._leaves = self._leaves_wasted = self._nonfinite = 0
         self._unadded = 0  # commits since the bytes of all links were added up
         self._began_at = self._last_commit = clock()
         self._committed = self._followed = len(self.ledger.done)
@@ -122,23 +93,9 @@ class OuterTraining:
     def accepts(self) -> bool:
         return not self.lifecycle.ends
 
-    def totals(self) -> Counts:
-        return self.history.counts.plus(self.counts())
-
     def downlink_bytes(self) -> tuple[int, int]:
-        raw, encoded = self.history.downlink_bytes
+        raw, encoded = self.context.history.downlink_bytes
         return raw + self.publisher.raw_bytes, encoded + self.publisher.encoded_bytes
-
-    def counts(self) -> Counts:
-        """What became of the work of this phase so far."""
-        refused = self._refused
-        return Counts(
-            self._leaves, self._leaves_wasted, refused[VerdictCode.STALE], refused[VerdictCode.DUPLICATE],
-            refused[VerdictCode.REJECTED], self.scheduler.num_backups,
-        )  # fmt: skip
-
-    def leases_held(self, worker: str) -> int:
-        return self.ledger.num_held(worker)
 
     def reason_to_wait(self, session: Session, member: Member) -> str:
         if (reason := reason_of_standing(member)) is not None:
@@ -209,17 +166,10 @@ class OuterTraining:
             pass
 
     def stop(self) -> None:
-        if self.lifecycle.stop():
-            self.roster.tell_stop(self.context.config.grace_s)
+        self.phase.stop()
         for worker in self.roster.sessions:
             self._give_back_unbegun(worker)
         self.schedule()
-
-    def _warn(self, text: str) -> None:
-        self.context.bus.publish(Warned(text=text))
-
-    def fail(self, error: BaseException) -> None:
-        self.lifecycle.fail(error)
 
     def tick(self, now: float) -> None:
         self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
@@ -272,16 +222,14 @@ class OuterTraining:
             self._reports.forget(given.steps)
         if counts:
             self._accepted.extend(given.steps)
-            self._leaves += leaves
-            self.samples_applied += counted
+            self.phase.used(leaves=leaves, samples=counted)
             for step in given.steps:
                 self.scheduler.computed(step)
         if accepted:
             self._contributors.add(given.worker)
             self.ledger.places.delivered(given.worker)
         else:
-            self._refused[code] += 1
-            self._leaves_wasted += leaves
+            self.phase.refuse(code, leaves)
             if self._on_demand and session is not None:
                 self.publisher.catch_up(session)  # what it has is too old: nobody else would tell it
         self.verdicts.decided(given.lease, code, reason)
@@ -308,9 +256,9 @@ class OuterTraining:
             self.scheduler.computed(step)
             samples = [index for leaf in range(plan.num_leaves) for index in plan.leaf_indices(leaf).tolist()]
             shown = ", ".join(map(str, samples[:_MOST_SHOWN])) + (", ..." if len(samples) > _MOST_SHOWN else "")
-            self._warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
+            self.phase.warn(f"step {step} is left out: {outcome.reason}, whoever computed it; its samples are {shown}")
         if not math.isfinite(outcome.norm):
-            self._count_nonfinite(skipped=True)
+            self.phase.note_gradient(self.progress, finite=False)
             self.roster.contributions.skip(len(steps))
         rate = float(self.rule.optimizer.param_groups[0]["lr"])
         self._note(Applied(skipped=True, gradient_norm=outcome.norm, learning_rate=rate, changed=()), 0.0, steps)
@@ -324,12 +272,7 @@ class OuterTraining:
             return  # with nearly every step; nobody else need be looked at
         counts = [self._skipped.get(one, 0) for one in {*self.roster.present, worker}]
         if all(counts) and sum(counts) >= self.context.checks.max_nonfinite_steps:
-            self.fail(NonFinite(self.progress, sum(counts)))
-
-    def _count_nonfinite(self, *, skipped: bool) -> None:
-        self._nonfinite = self._nonfinite + 1 if skipped else 0
-        if self._nonfinite >= self.context.checks.max_nonfinite_steps:
-            self.fail(NonFinite(self.progress, self._nonfinite))
+            self.lifecycle.fail(NonFinite(self.progress, sum(counts)))
 
     async def _commit(self, fragment: int) -> None:
         waited = self.context.clock() - self._last_commit
@@ -356,9 +299,9 @@ class OuterTraining:
         if self._accepted or not self._streams:
             skipped = applied is not None and applied.skipped
             if skipped:
-                self._warn(f"version {self.version} was skipped: its gradient is not finite")
+                self.phase.warn(f"version {self.version} was skipped: its gradient is not finite")
             if not self._local:  # else the steps themselves are counted
-                self._count_nonfinite(skipped=skipped)
+                self.phase.note_gradient(self.progress, finite=not skipped)
             steps, self._accepted = self._accepted, []
             if skipped:
                 self.roster.contributions.skip(len(steps))
@@ -377,7 +320,7 @@ class OuterTraining:
         seconds, self._last_commit = now - self._last_commit, now
         if summary is None:
             return
-        self.last_loss = summary.loss
+        self.phase.committed(summary.loss)
         decode_s, apply_s = self.aggregator.take_times()
         phases = {"wait": waited, "reduce": decode_s, "apply": apply_s}
         if self.context.bus.active:
@@ -407,7 +350,7 @@ class OuterTraining:
         """Have checkpoints and evaluations made that are due: where all that counts as done is committed and told."""
         if not self._accepted and self.progress > self._followed:
             before, self._followed = self._followed, self.progress
-            self._on_commit(Commit(step=self.progress, before=before))
+            self.context.hooks.on_commit(Commit(step=self.progress, before=before))
 
     def _learning_rate(self, applied: Applied | None, steps: Sequence[int]) -> float:
         """Of the workers' optimizers where they have some, else of our own."""
@@ -417,21 +360,14 @@ class OuterTraining:
 
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
 
-    def authorizes(self, session: Session, lease: int) -> bool:
-        return self.ledger.held_by(session.worker_id, lease) is not None
-
     def schedule(self, only: str | None = None) -> None:
         self.scheduler.schedule(only)
 
     def takes_work(self, worker: str, does: bool) -> None:
         self.pacing.takes_work(worker, does)
 
-    def overran(self, worker: str) -> None:
-        self.pacing.overran(worker)
-
     def introduce(self, session: Session, awaited: Sequence[int]) -> None:
-        self.ledger.returned(session.worker_id)
-        self.ledger.places.joined(session.worker_id, session.place)
+        self.phase.introduce(session)
         self.scheduler.joined(session.worker_id)
         self.publisher.join(session)
         self.verdicts.returned(session.worker_id, awaited)
@@ -456,11 +392,7 @@ class OuterTraining:
         return returned
 
     def departed(self, worker: str) -> None:
-        self.verdicts.left(worker)
-        self.lifecycle.wake.set()
-        if not self.lifecycle.ends and self.progress < self.total_steps:
-            if not self.roster.sessions:
-                self.context.bus.publish(Waiting(reason="no workers"))
+        if self.phase.departed(worker, over=self.progress >= self.total_steps):
             self.schedule()
 
     def revoke(self, grant: Grant, reason: str) -> None:
@@ -515,18 +447,14 @@ class OuterTraining:
             # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
             taken_s = None if self._local else now - self.ledger.began_at(grant)
             self.pacing.observe(worker, 1, done.compute_s, taken_s=taken_s)
-            if member is not None:
-                plan = self.scheduler.plan(grant.step)
-                member.leaves += plan.num_leaves
-                member.samples += plan.num_samples
-                member.compute_s += done.compute_s
-                member.wait_s += done.wait_s
+            plan = self.scheduler.plan(grant.step)
+            self.phase.credit(worker, plan.num_leaves, plan.num_samples, done)
         if grant.step >= 0 and self._local:
             self.ledger.carry(done.lease, now)
             # Whose optimizer skipped the step has no result of it.
             finite = all(map(math.isfinite, done.losses))
             if not finite:
-                self._warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
+                self.phase.warn(f"{session.name} skipped step {grant.step}: its loss is not finite")
             self._count_own_steps(worker, skipped=bool(done.absent) or not finite)
             self.roster.contributions.skip(bool(done.absent) or not finite)
             self.scheduler.computed(grant.step)
@@ -583,8 +511,7 @@ class OuterTraining:
             return  # a lease that was revoked before it was begun
         duplicate = self.ledger.is_duplicate(done.lease)
         code = VerdictCode.DUPLICATE if duplicate else VerdictCode.STALE
-        self._refused[code] += 1
-        self._leaves_wasted += len(done.losses)
+        self.phase.refuse(code, len(done.losses))
         reason = "its step had been computed" if duplicate else "the lease had ended"
         self.verdicts.answered(done.lease, session.worker_id, code, reason)
         if past is not None and past.step >= 0:
@@ -605,15 +532,14 @@ class OuterTraining:
         failed_work = self.ledger.fail(failed.lease)
         self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
         if failed_work is None:
-            self._warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
+            self.phase.warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
         else:
             self._blame(failed_work, failed.traceback[-8000:], max(failed.leaf, 0))
         self.scheduler.schedule_after((session.worker_id,))
 
     def _blame(self, failed_work: FailedWork, traceback: str, leaf: int = 0) -> None:
         plan = self._sampler.plan(failed_work.step)
-        leaf = min(leaf, plan.num_leaves - 1)
-        self.fail(LeafFailed(failed_work.step, leaf, plan.leaf_indices(leaf).tolist(), failed_work.attempts, traceback))
+        self.phase.blame(failed_work, plan, min(leaf, plan.num_leaves - 1), traceback)
 
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.roster.member(session.worker_id)
@@ -629,12 +555,11 @@ class OuterTraining:
 
     def _let_go(self, worker: str) -> None:
         """Say goodbye to one that wants to leave and owes nothing more."""
-        member, session = self.roster.member(worker), self.roster.sessions.get(worker)
-        if member is None or session is None or member.standing is not Standing.DRAINING:
+        if (leaving := self.phase.leaving(worker)) is None:
             return
         owes = self._streams and any(
             self.local_steps.owes(worker, fragment) for fragment in range(len(self._fragments))
         )
-        if self.ledger.num_held(worker) or self.ledger.carried(worker) or owes or self.scheduler.has_unjudged(worker):
+        if self.ledger.carried(worker) or owes or self.scheduler.has_unjudged(worker):
             return  # a verdict is owed to it as well: it tells what its codec has left out
-        session.say_goodbye(ByeCode.LEAVING, "drained")
+        leaving[1].say_goodbye(ByeCode.LEAVING, "drained")

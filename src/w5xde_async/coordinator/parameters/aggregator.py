@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,11 +88,11 @@ class Aggregator(ParameterOwner):
     """Parameters and optimizer, and what the step under way has gathered. ``store`` has its sums."""
 
     def __init__(
-        self, context: RunContext, rule: SyncRule, store: BlockStore, publisher: Publisher, executor: Executor | None,
-        *, keep: VectorPool | None = None,
+        self, context: RunContext, rule: SyncRule, store: BlockStore, publisher: Publisher, *,
+        keep: VectorPool | None = None,
     ) -> None:  # fmt: skip
-        """``executor``: see ``ParameterOwner``. ``keep``: where copies of each step's sum come from, if wanted."""
-        super().__init__(context, executor)
+        """``keep``: where copies of each step's sum come from, if wanted."""
+        super().__init__(context)
         self.rule, self._store, self._publisher = rule, store, publisher
         self.step: StepState | None = None
         self._keep = keep

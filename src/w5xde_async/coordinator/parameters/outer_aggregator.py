@@ -7,7 +7,6 @@ workers, all in the owner's thread.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
@@ -44,12 +43,8 @@ class Submission:
 class OuterAggregator(ParameterOwner):
     """Rule, parameters and what is published of them."""
 
-    def __init__(
-        self, context: RunContext, rule: OuterRule, intake: ReceiveBuffers, publisher: Publisher,
-        executor: Executor | None,
-    ) -> None:  # fmt: skip
-        """``executor``: see ``ParameterOwner``."""
-        super().__init__(context, executor)
+    def __init__(self, context: RunContext, rule: OuterRule, intake: ReceiveBuffers, publisher: Publisher) -> None:
+        super().__init__(context)
         self.rule, self.publisher = rule, publisher
         self._decode_s = self._apply_s = 0.0
         self._intake = intake

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -27,13 +27,12 @@ _T = TypeVar("_T")
 class ParameterOwner:
     """Parameters and their thread. ``aggregator`` and ``outer_aggregator`` say how results become parameters."""
 
-    def __init__(self, context: RunContext, executor: Executor | None) -> None:
-        """``executor`` runs one call at a time, in order; it belongs to this object from now on. None: a thread."""
+    def __init__(self, context: RunContext) -> None:
         self.layout, self.state = context.layout, context.state
         self.torn = False  #: an update broke off: the parameters are not those of any version
         self.closed = False  #: nothing may be submitted any more
         self._clock = context.clock
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
+        self._executor = context.executor or ThreadPoolExecutor(1, thread_name_prefix="w5xde-aggregate")
         self._last: Future[Any] | None = None
 
     def submit(self, call: Callable[[], _T]) -> asyncio.Future[_T]:

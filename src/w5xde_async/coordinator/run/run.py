@@ -100,7 +100,7 @@ class Run:
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
             before_save=self._hooks.before_save, saved_step=resume.saved_step,
         )  # fmt: skip
-        self.training = self._begin(resume.step, History(samples=resume.samples, loss=resume.loss))
+        self.training = self._begin(History(step=resume.step, samples=resume.samples, loss=resume.loss))
         self.checkpointing = self._checkpointing()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
@@ -143,7 +143,7 @@ class Run:
         self.training.data_came()
 
     def _fail(self, error: BaseException) -> None:
-        self.training.fail(error)
+        self.training.phase.lifecycle.fail(error)
 
     def _committed(self, commit: Commit) -> None:
         assert self._tasks is not None
@@ -189,8 +189,8 @@ class Run:
             self._policy, state, self.training, environment.bus, environment.runtime.clock, self._journal
         )  # fmt: skip
 
-    def _begin(self, step: int, history: History) -> Training:
-        """The training that goes on from ``step`` by the strategy that counts now."""
+    def _begin(self, history: History) -> Training:
+        """The training that goes on after ``history`` by the strategy that counts now."""
         spec, config, environment = self._spec, self.config, self._environment
         loader = Loader(
             spec.job, spec.steps, config, reference=environment.reference or None,
@@ -198,13 +198,13 @@ class Run:
             on_ready=self._data_came, on_error=self._fail,
         )  # fmt: skip
         context = RunContext(
-            layout=spec.layout, state=spec.state, loader=loader, config=config, checks=config,
-            bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps,
-        )  # fmt: skip
-        return make_training(
-            spec, self._strategy, context, environment, first_step=step, journal=self._journal, history=history,
+            layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,
+            bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps, history=history,
             hooks=Hooks(on_commit=self._committed, on_quarantine=self._hooks.on_quarantine),
+            executor=environment.runtime.executor(1, "w5xde-aggregate"),
+            random_bytes=environment.runtime.random_bytes,
         )  # fmt: skip
+        return make_training(spec, self._strategy, context, environment.name, journal=self._journal)
 
     async def _change(self, choice: Choice) -> None:
         """Go on by another rule, or by this one where the job turns out not to fit the other.
@@ -219,7 +219,7 @@ class Run:
             await session.ended.wait()
         await self.checkpointing.settle()
         await self.evaluation.settle()
-        step, samples = before.progress, before.samples_applied
+        step, samples = before.progress, before.phase.samples_applied
         update, leases_ahead = chosen(choice, self.config.update), choice.leases_ahead
         try:
             self._strategy = await asyncio.get_running_loop().run_in_executor(
@@ -234,10 +234,11 @@ class Run:
             self.config = replace(self.config, update=update)
         await before.aclose()
         history = History(
-            samples=samples, loss=before.last_loss, counts=before.totals(), downlink_bytes=before.downlink_bytes(),
+            step=step, samples=samples, loss=before.phase.last_loss, counts=before.phase.totals(),
+            downlink_bytes=before.downlink_bytes(),
             contributions=before.roster.contributions,
         )  # fmt: skip
-        self.training = self._begin(step, history)
+        self.training = self._begin(history)
         self.training.pacing.lead(leases_ahead)
         self._tell_bound(bound)
         self.checkpointing = self._checkpointing()
@@ -247,34 +248,21 @@ class Run:
 
 
 def make_training(
-    spec: RunSpec,
-    strategy: Strategy,
-    context: RunContext,
-    environment: RunEnvironment,
-    *,
-    first_step: int = 0,
-    journal: StepJournal | None = None,
-    history: History | None = None,
-    hooks: Hooks | None = None,
+    spec: RunSpec, strategy: Strategy, context: RunContext, name: str, *, journal: StepJournal | None = None
 ) -> Training:
-    """The training of ``strategy``, from ``first_step`` on. ``journal`` is kept under the synchronous rule alone."""
-    job, update, config, runtime = spec.job, strategy.update, context.config, environment.runtime
+    """The training of ``strategy`` in the run of that name. ``journal`` is kept under the synchronous rule alone."""
+    job, update, config = spec.job, strategy.update, context.config
     message = Welcome(
-        spec.run_id, environment.name, spec.term, job.seed, job.precision, job.microbatch_samples,
+        spec.run_id, name, spec.term, job.seed, job.precision, job.microbatch_samples,
         job.accumulate_grad_batches, config.bucket_bytes, spec.layout.fingerprint, config.heartbeat_s,
         config.silence_s, update.rule, update.codec, update.downlink_codec.name, update.feedback,
     )  # fmt: skip
-    executor = runtime.executor(1, "w5xde-aggregate")
     if isinstance(strategy.rule, SyncRule):
         return SyncTraining(
-            context, Greeting(message=message, layout=spec.layout), strategy.rule, sampler=spec.sampler,
-            first_step=first_step, growing=spec.growing, journal=journal, history=history, hooks=hooks,
-            recomputation=Recomputation(job, context.loader, spec.state, strategy.rule), executor=executor,
-            random_bytes=runtime.random_bytes,
+            context, Greeting(message=message, layout=spec.layout), strategy.rule, growing=spec.growing,
+            recomputation=Recomputation(job, context.loader, spec.state, strategy.rule), journal=journal,
         )  # fmt: skip
     inner = strategy.inner
     buffers = [(BufferSpec("inner", "uint8", (len(inner),), "raw", len(inner)), inner)] if inner else []
-    return OuterTraining(
-        context, Greeting(message=message, layout=spec.layout, buffers=buffers), strategy.rule,
-        sampler=spec.sampler, schedule=strategy.schedule, history=history, hooks=hooks, executor=executor,
-    )  # fmt: skip
+    greeting = Greeting(message=message, layout=spec.layout, buffers=buffers)
+    return OuterTraining(context, greeting, strategy.rule, strategy.schedule)

@@ -113,7 +113,7 @@ class Shutdown:
         seconds = self._elapsed()
         contributions = training.roster.contributions
         sent, received = contributions.traffic(training.roster.sessions.values())
-        counts = training.totals()
+        counts = training.phase.totals()
         downlink, shares = training.downlink_bytes(), contributions.shares()
         self._bus.publish(
             RunFinished(
@@ -121,9 +121,9 @@ class Shutdown:
                 reason=reason,
                 step=training.progress,
                 total_steps=shown_end(max(training.total_steps, training.progress)),
-                samples=training.samples_applied,
-                session_samples=training.samples_applied - resume.samples,
-                loss=training.last_loss,
+                samples=training.phase.samples_applied,
+                session_samples=training.phase.samples_applied - resume.samples,
+                loss=training.phase.last_loss,
                 metrics=evaluation.metrics,
                 seconds=seconds,
                 bytes_sent=sent,
@@ -145,8 +145,9 @@ class Shutdown:
             )
         )
         return RunResult(
-            outcome=outcome, reason=reason, step=training.progress, loss=training.last_loss, metrics=evaluation.metrics,
-            digest=digest, seconds=seconds, model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
+            outcome=outcome, reason=reason, step=training.progress, loss=training.phase.last_loss,
+            metrics=evaluation.metrics, digest=digest, seconds=seconds,
+            model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
             shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
             residuals_lost=contributions.residuals_lost, steps_skipped=contributions.steps_skipped,
         )  # fmt: skip

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from w5xde_async.coordinator.parameters.aggregator import Aggregator
-from w5xde_async.coordinator.training import RunContext
+from w5xde_async.coordinator.sync.recomputation import Recomputation
+from w5xde_async.coordinator.training import Phase, RunContext
 from w5xde_async.hub.work.block_store import BlockStore
 from w5xde_async.plan.ledger import Ledger
-from w5xde_async.telemetry.events import Warned
+from w5xde_async.plan.sampler import Steps
 
 __all__ = ["SyncContext"]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncContext:
-    """``wake`` has the task that drives the training look again."""
+    """``steps``: which samples make which step. ``recomputation``: who computes what workers do not agree about, or
+    fail on."""
 
     run: RunContext
+    phase: Phase
     ledger: Ledger
     store: BlockStore
     aggregator: Aggregator
-    wake: Callable[[], None]
+    steps: Steps
+    recomputation: Recomputation | None
 
-    def warn(self, text: str) -> None:
-        """For a person."""
-        self.run.bus.publish(Warned(text=text))
+    def wake(self) -> None:
+        """Have the task that drives the training look again."""
+        self.phase.lifecycle.wake.set()

@@ -11,24 +11,20 @@ are added as they come.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 from w5xde_async.coordinator.parameters.aggregator import StepState
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.context import SyncContext
-from w5xde_async.coordinator.sync.recomputation import Recomputation, ReferenceResult
+from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Verification
-from w5xde_async.errors import LeafFailed, RemoteError
+from w5xde_async.errors import RemoteError
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Supplier
 from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
-from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.plan.leases import FailedWork
 from w5xde_async.plan.ledger import BlockGrant
-from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
@@ -50,20 +46,15 @@ class Results:
     """The way of the current step's results from sessions to slots."""
 
     def __init__(
-        self, context: SyncContext, *, scheduler: LeaseScheduler, sampler: Steps, verdicts: Verdicts,
-        verification: Verification, recomputation: Recomputation | None, receive_buffers: ReceiveBuffers | None,
-        fail: Callable[[BaseException], None],
+        self, context: SyncContext, scheduler: LeaseScheduler, verification: Verification,
+        receive_buffers: ReceiveBuffers | None,
     ) -> None:  # fmt: skip
-        """``receive_buffers``: for results that a codec wrote. ``fail`` ends the run."""
-        self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
-        self.leaves = 0  #: leaves that were computed and used
-        self.leaves_wasted = 0  #: leaves that were computed and not used
+        """``receive_buffers``: for results that a codec wrote."""
         self.leaves_audited = 0  #: leaves that were computed a second time, to compare
+        self._context, self._phase, self._verdicts = context, context.phase, context.phase.verdicts
         self._layout, self._ledger, self._store = context.run.layout, context.ledger, context.store
-        self._context, self._aggregator, self._scheduler = context, context.aggregator, scheduler
-        self._loader, self._sampler, self._verdicts = context.run.loader, sampler, verdicts
-        self._verification, self._recomputation, self._fail = verification, recomputation, fail
-        self._receive_buffers = receive_buffers
+        self._aggregator, self._loader = context.aggregator, context.run.loader
+        self._scheduler, self._verification, self._receive_buffers = scheduler, verification, receive_buffers
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(context.run.layout)
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
@@ -174,7 +165,7 @@ class Results:
             self._halved[session.worker_id] = None
             if len(self._halved) > _MOST_NAMED:
                 del self._halved[next(iter(self._halved))]
-            self._context.warn(
+            self._phase.warn(
                 f"{session.name} lacks memory for a whole microbatch and computes it in 2^{done.splits} pieces: the "
                 "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
             )
@@ -190,12 +181,12 @@ class Results:
                 self._store.count(block, bucket, present=bucket in finished.suppliers)
         self._loader.finished(grant.step, block)
         step.note(block, finished.done)
-        self.leaves += block.num_leaves
+        self._phase.used(leaves=block.num_leaves)
 
     def discard(self, finished: FinishedBlock, reason: str) -> None:
         """A finished block did not hold: it is leased again."""
         self._ledger.reopen(finished.grant.step, finished.grant.block, finished.grant.worker)
-        self._count_refused(finished.done, VerdictCode.REJECTED)
+        self._phase.refuse(VerdictCode.REJECTED, len(finished.done.losses))
         for bucket, (_, lease) in finished.suppliers.items():
             self._verdicts.dropped(lease, bucket)
         self._verdicts.decided(finished.done.lease, VerdictCode.REJECTED, reason)
@@ -215,12 +206,8 @@ class Results:
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
         if not done.losses:
             return  # a lease that was revoked before it was begun: nothing was computed, nothing is to be said of it
-        self._count_refused(done, code)
+        self._phase.refuse(code, len(done.losses))
         self._verdicts.answered(done.lease, session.worker_id, code, reason)
-
-    def _count_refused(self, done: Done, code: VerdictCode) -> None:
-        self.refused[code] += 1
-        self.leaves_wasted += len(done.losses)
 
     def _current(self, grant: BlockGrant) -> StepState:
         """The step of an open lease, which a worker can compute only when its version was published.
@@ -245,12 +232,12 @@ class Results:
         failed_work = self._ledger.fail(failed.lease, leaf)
         self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
         if failed_work is None:
-            self._context.warn(
+            self._phase.warn(
                 f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again"
             )
             return
         traceback = failed.traceback[-8000:]
-        if self._recomputation is None:
+        if self._context.recomputation is None:
             self.blame(failed_work, traceback)
             return
         taken = self._ledger.take_over(failed_work.step, failed_work.leaf, now=self._context.run.clock())
@@ -263,7 +250,7 @@ class Results:
 
         What the coordinator can compute counts, and the run goes on; what it fails on as well ends the run.
         """
-        step, recomputation = self._aggregator.step, self._recomputation
+        step, recomputation = self._aggregator.step, self._context.recomputation
         if not self._doubts or step is None or recomputation is None:
             return False
         failed_work, traceback, grant = self._doubts.pop(0)
@@ -272,7 +259,7 @@ class Results:
             self.blame(failed_work, traceback)
             return True
         failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
-        self._context.warn(
+        self._phase.warn(
             f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
             f"{traceback[-300:].strip()}"
         )
@@ -301,9 +288,9 @@ class Results:
         names, metrics = reference.metric_names, reference.metrics
         done = Done(grant.lease, reference.losses, names, metrics, reference.untouched, (), 0, 0.0, 0.0)
         step.note(block, done)
-        self.leaves += block.num_leaves
+        self._phase.used(leaves=block.num_leaves)
 
     def blame(self, failed_work: FailedWork, traceback: str) -> None:
         """End the run over a leaf."""
-        indices = self._sampler.plan(failed_work.step).leaf_indices(failed_work.leaf).tolist()
-        self._fail(LeafFailed(failed_work.step, failed_work.leaf, indices, failed_work.attempts, traceback))
+        plan = self._context.steps.plan(failed_work.step)
+        self._phase.blame(failed_work, plan, failed_work.leaf, traceback)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from typing import Protocol
 
 from w5xde_async.coordinator.memory_bound import most_held
@@ -28,16 +26,15 @@ from w5xde_async.coordinator.sync.recomputation import Recomputation
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Numerics, Ruling, Verification
 from w5xde_async.coordinator.sync.waiting import reason_to_wait
-from w5xde_async.coordinator.training import Commit, Counts, History, Hooks, Lifecycle, NonFinite, RunContext
+from w5xde_async.coordinator.training import Commit, Phase, RunContext, lease_terms
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
-from w5xde_async.hub.members.roster import Greeting, Roster
+from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
-from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
-from w5xde_async.plan.leases import Grant, LeaseTerms
+from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
@@ -45,10 +42,10 @@ from w5xde_async.plan.sampler import Steps
 from w5xde_async.plan.tree import Block
 from w5xde_async.plan.verification import Audit, Count, Discard, Quarantine, Recompute
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.telemetry.events import StepCommitted, Waiting, Warned
+from w5xde_async.telemetry.events import StepCommitted
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result
 
 __all__ = ["StepJournal", "SyncTraining"]
 
@@ -71,77 +68,47 @@ class SyncTraining:
     """The ``Training`` under the synchronous rule. One run from ``first_step`` to ``total_steps``."""
 
     def __init__(
-        self,
-        context: RunContext,
-        greeting: Greeting,
-        rule: SyncRule,
-        *,
-        sampler: Steps,
-        first_step: int,
-        growing: BatchGrowth | None = None,
-        recomputation: Recomputation | None = None,
-        journal: StepJournal | None = None,
-        history: History | None = None,
-        hooks: Hooks | None = None,
-        executor: Executor | None = None,
-        random_bytes: Callable[[int], bytes] = os.urandom,
-    ) -> None:
-        """``executor`` runs updates and additions, one at a time (default: a thread).
-
-        ``growing``: of a batch that grows; its plan takes the place of ``sampler``. ``recomputation``: who computes
-        what workers do not agree about, or fail on.
+        self, context: RunContext, greeting: Greeting, rule: SyncRule, *, growing: BatchGrowth | None = None,
+        recomputation: Recomputation | None = None, journal: StepJournal | None = None,
+    ) -> None:  # fmt: skip
+        """``growing``: of a batch that grows; its plan takes the place of the context's sampler. ``recomputation``: who
+        computes what workers do not agree about, or fail on.
         """
-        history, hooks = history or History(), hooks or Hooks()
-        config, bus, clock, layout = context.config, context.bus, context.clock, context.layout
-        state, loader = context.state, context.loader
-        self.context, self.total_steps = context, context.total_steps
-        self.samples_applied, self.last_loss = history.samples, history.loss
-        self.history, self.journal, self._on_commit = history, journal, hooks.on_commit
-        self.lifecycle = Lifecycle(clock, config.grace_s)
+        config, clock, layout, state = context.config, context.clock, context.layout, context.state
+        update, first_step = config.update, context.history.step
+        self.context, self.total_steps, self.journal = context, context.total_steps, journal
         self.pacing = Pacing(config.pacing)
         self.ledger = Ledger(
-            LeaseTerms(
-                first_lease=(greeting.message.term << 32) + 1,  # no lease of another term has the same number
-                max_failures=context.checks.max_leaf_failures,
-                present=lambda: self.roster.present,
-            ),
-            allowed_s=self._allowed_s,
-            has_come=self._has_come,
-        )
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, loader, at_most_half=growing is not None)
-        self.roster = Roster(
-            self, self.ledger, greeting, config, bus, clock,
-            contributions=history.contributions, on_quarantine=hooks.on_quarantine,
+            lease_terms(context, greeting, lambda: self.roster.present),
+            allowed_s=self._allowed_s, has_come=self._has_come,
         )  # fmt: skip
-        self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=first_step)
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, context.loader, at_most_half=growing is not None)
+        self.phase = Phase(context, greeting, self, self.ledger, version=first_step)
+        self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
         self.growing, self.rule = growing, rule
-        self.sampler: Steps = sampler if growing is None else growing.plan
-        self._ordering = EpochPrefetch(self.sampler, self._order_came, self.fail)
+        self.sampler: Steps = context.sampler if growing is None else growing.plan
+        self._ordering = EpochPrefetch(self.sampler, self._order_came, self.lifecycle.fail)
         self.version = first_step
-        self.store, self._closing, update = BlockStore(layout), False, config.update
+        self.store, self._closing = BlockStore(layout), False
         down, deltas = update.downlink_codec, None
         if down.name != "raw":
             deltas = DeltaPublisher(layout, state, down, version=first_step, wake=lambda: catch_up.begin())
         self.publisher: Publisher = deltas or LivePublisher(layout, state, rule, first_step)
-        self.aggregator = Aggregator(
-            context, rule, self.store, self.publisher, executor, keep=None if journal is None else journal.pool
-        )
+        keep = None if journal is None else journal.pool
+        self.aggregator = Aggregator(context, rule, self.store, self.publisher, keep=keep)
         if deltas is not None:
-            catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.fail)
+            catch_up = CatchUp(deltas, self.aggregator, self.roster.sessions, self.lifecycle.fail)
         self._recomputation = recomputation
-        shared = SyncContext(context, self.ledger, self.store, self.aggregator, self.lifecycle.wake.set)
+        shared = SyncContext(
+            context, self.phase, self.ledger, self.store, self.aggregator, self.sampler, recomputation
+        )  # fmt: skip
         self.verification = Verification(
-            shared, auditor=Auditor(context.checks.audit, random_bytes(32)), pacing=self.pacing,
-            numerics=Numerics(greeting.message.precision, update.uplink_codec.exact), recomputation=recomputation,
+            shared, auditor=Auditor(context.checks.audit, context.random_bytes(32)), pacing=self.pacing,
+            numerics=Numerics(greeting.message.precision, update.uplink_codec.exact),
         )  # fmt: skip
-        self.results = Results(
-            shared, scheduler=self.scheduler, sampler=self.sampler, verdicts=self.verdicts,
-            verification=self.verification, recomputation=recomputation, fail=self.fail,
-            receive_buffers=None if update.codec == "raw" else ReceiveBuffers(layout, update.uplink_codec),
-        )  # fmt: skip
+        receive_buffers = None if update.codec == "raw" else ReceiveBuffers(layout, update.uplink_codec)
+        self.results = Results(shared, self.scheduler, self.verification, receive_buffers)
         self._look_again: asyncio.TimerHandle | None = None
-        self.begun = False  #: the first lease was given
-        self._nonfinite = 0
         self._last_commit = clock()
 
     @property
@@ -152,23 +119,9 @@ class SyncTraining:
     def accepts(self) -> bool:
         return not self.lifecycle.ends
 
-    def totals(self) -> Counts:
-        return self.history.counts.plus(self.counts())
-
     def downlink_bytes(self) -> tuple[int, int]:
-        raw, encoded = self.history.downlink_bytes
+        raw, encoded = self.context.history.downlink_bytes
         return raw + self.publisher.raw_bytes, encoded + self.publisher.encoded_bytes
-
-    def counts(self) -> Counts:
-        """What became of the work of this phase so far."""
-        results = self.results
-        return Counts(
-            results.leaves, results.leaves_wasted, results.refused[VerdictCode.STALE],
-            results.refused[VerdictCode.DUPLICATE], results.refused[VerdictCode.REJECTED], self.scheduler.num_backups,
-        )  # fmt: skip
-
-    def leases_held(self, worker: str) -> int:
-        return self.ledger.num_held(worker)
 
     def reason_to_wait(self, session: Session, member: Member) -> str:
         return reason_to_wait(self, session, member)
@@ -192,14 +145,7 @@ class SyncTraining:
             raise self.lifecycle.failure
 
     def stop(self) -> None:
-        if self.lifecycle.stop():
-            self.roster.tell_stop(self.context.config.grace_s)
-
-    def fail(self, error: BaseException) -> None:
-        self.lifecycle.fail(error)
-
-    def _warn(self, text: str) -> None:
-        self.context.bus.publish(Warned(text=text))
+        self.phase.stop()
 
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""
@@ -314,15 +260,14 @@ class SyncTraining:
 
     def _note(self, step: StepState, applied: Applied, phases_s: dict[str, float]) -> None:
         plan, now = step.plan, self.context.clock()
-        loss = self.last_loss = step.mean(step.losses)
-        self.samples_applied += plan.num_samples
+        loss = step.mean(step.losses)
+        self.phase.committed(loss)
+        self.phase.used(samples=plan.num_samples)
         seconds, self._last_commit = now - self._last_commit, now
-        self._nonfinite = self._nonfinite + 1 if applied.skipped else 0
         self.roster.contributions.skip(applied.skipped)
         if applied.skipped and self.rule.scale is None:
-            self._warn(f"step {self.version} was skipped: its gradient is not finite")
-        if self._nonfinite >= self.context.checks.max_nonfinite_steps:
-            self.fail(NonFinite(self.version, self._nonfinite))
+            self.phase.warn(f"step {self.version} was skipped: its gradient is not finite")
+        self.phase.note_gradient(self.version, finite=not applied.skipped)
         if self.context.bus.active or self.journal is not None:
             sent, received = self.roster.traffic_since()
             event = StepCommitted(
@@ -343,7 +288,7 @@ class SyncTraining:
                 phases_s=phases_s,
             )
             if self.journal is not None:  # it publishes the event when the step is durable
-                self.journal.append(self.version, step, event, self.samples_applied)
+                self.journal.append(self.version, step, event, self.phase.samples_applied)
             else:
                 self.context.bus.publish(event)
                 failpoint("commit.after")
@@ -352,26 +297,17 @@ class SyncTraining:
             if grown is not None:
                 self.total_steps = grown.total_steps
                 self.context.bus.publish(grown)
-        self._on_commit(Commit(step=self.version, before=self.version - 1))
+        self.context.hooks.on_commit(Commit(step=self.version, before=self.version - 1))
 
     # -- leases --------------------------------------------------------------------------------------------
-
-    def overran(self, worker: str) -> None:
-        self.pacing.overran(worker)
 
     def takes_work(self, worker: str, does: bool) -> None:
         self.scheduler.takes_work(worker, does)
 
     def schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
-        if self.lifecycle.failure is not None:
+        if not self.phase.may_lease():
             return
-        if not self.begun:
-            ready = self.roster.membership.num_ready
-            if ready < self.context.config.min_workers:
-                self.context.bus.publish(Waiting(reason=f"{ready} of {self.context.config.min_workers} workers"))
-                return
-            self.begun = True
         if only is not None and not self.roster.membership.is_ready(only):
             return
         steps = self.ledger.open_steps
@@ -417,9 +353,6 @@ class SyncTraining:
 
     # -- WorkSource and Scheduling --------------------------------------------------------------------------
 
-    def authorizes(self, session: Session, lease: int) -> bool:
-        return self.ledger.held_by(session.worker_id, lease) is not None
-
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         return self.results.place(session, result, spec, member=self.roster.sessions.get(session.worker_id) is session)
 
@@ -447,12 +380,10 @@ class SyncTraining:
         """A block counts: its worker's figures tell of it."""
         session, grant, done = finished.session, finished.grant, finished.done
         self.ledger.places.delivered(session.worker_id)
-        member, step = self.roster.member(session.worker_id), self.aggregator.step
-        if member is not None and step is not None:
-            member.leaves += grant.block.num_leaves
-            member.samples += sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
-            member.compute_s += done.compute_s
-            member.wait_s += done.wait_s
+        step = self.aggregator.step
+        assert step is not None
+        samples = sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
+        self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:
         """A worker was proven wrong: nothing of its that does not count yet will."""
@@ -489,11 +420,9 @@ class SyncTraining:
 
     def _let_go(self, worker: str) -> None:
         """Say goodbye to one that wants to leave and holds no lease any more."""
-        member, session = self.roster.member(worker), self.roster.sessions.get(worker)
-        if member is None or session is None or member.standing is not Standing.DRAINING:
+        if (leaving := self.phase.leaving(worker)) is None:
             return
-        if self.ledger.num_held(worker):
-            return
+        member, session = leaving
         if self.roster.keeps_residuals and (member.owes or self.verdicts.owed(worker)):
             # What its codec has left out depends on verdicts that are still to come, while somebody is there to finish
             # the step. Else it would wait for whoever comes next.
@@ -512,8 +441,7 @@ class SyncTraining:
                 self._let_go(member.worker_id)  # whoever could have finished the step may be gone
 
     def introduce(self, session: Session, awaited: Sequence[int]) -> None:
-        self.ledger.returned(session.worker_id)
-        self.ledger.places.joined(session.worker_id, session.place)
+        self.phase.introduce(session)
         said = session.ready
         assert said is not None
         machine = Machine(said.device, said.device_name, said.threads, said.torch_version)
@@ -534,9 +462,5 @@ class SyncTraining:
         return len(grants)
 
     def departed(self, worker: str) -> None:
-        self.verdicts.left(worker)
-        self.lifecycle.wake.set()
-        if not self.lifecycle.ends and self.progress < self.total_steps:
-            if not self.roster.sessions:
-                self.context.bus.publish(Waiting(reason="no workers"))
+        if self.phase.departed(worker, over=self.progress >= self.total_steps):
             self.schedule()

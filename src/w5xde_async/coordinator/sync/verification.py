@@ -19,7 +19,7 @@ import torch
 
 from w5xde_async.coordinator.sync.context import SyncContext
 from w5xde_async.coordinator.sync.deviation import compare, with_words
-from w5xde_async.coordinator.sync.recomputation import Recomputation, ReferenceResult
+from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Supplier
 from w5xde_async.params.flat import ResultVector
@@ -110,15 +110,12 @@ class Ruling(NamedTuple):
 class Verification:
     """Of one run's blocks. ``active`` is False where every check is switched off."""
 
-    def __init__(
-        self, context: SyncContext, *, auditor: Auditor, numerics: Numerics, pacing: Pacing,
-        recomputation: Recomputation | None,
-    ) -> None:  # fmt: skip
-        """``recomputation``: without one, who is wrong cannot be told: the block is done again."""
+    def __init__(self, context: SyncContext, *, auditor: Auditor, numerics: Numerics, pacing: Pacing) -> None:
+        """Without a recomputation in ``context``, who is wrong cannot be told: the block is done again."""
         gate = context.run.checks.gate
         self.active = gate is not None or auditor.config.fraction > 0
         self._layout, self._ledger, self._store = context.run.layout, context.ledger, context.store
-        self._context, self._auditor, self._recomputation = context, auditor, recomputation
+        self._context, self._auditor, self._recomputation = context, auditor, context.recomputation
         self._precision, self._exact, self._pacing = numerics.precision, numerics.exact, pacing
         self._machines: dict[str, Machine] = {}  # of every member
         self._homes: dict[str, tuple[str, Hashable]] = {}  # worker -> the name that it proved, and where it runs
@@ -385,7 +382,7 @@ class Verification:
             return await self._recompute(block, between)
         if equal_cpus and not between.same_bits and not self._warned:
             self._warned = True
-            self._context.warn(f"equal machines computed a block with other last bits ({between})")
+            self._context.phase.warn(f"equal machines computed a block with other last bits ({between})")
         self._auditor.agreed(held.worker, held.second)
         return self._rule(block, decision)
 
@@ -401,7 +398,7 @@ class Verification:
             return None
         if reference is None:
             self._done_again.add((held.step, held.block.start))
-            self._context.warn(
+            self._context.phase.warn(
                 f"a block of step {held.step} is odd ({held.why.value}) and is done again" if between is None
                 else f"two computations of a block of step {held.step} differ ({between}); it is done again"
             )  # fmt: skip

@@ -21,7 +21,7 @@ def reason_to_wait(training: SyncTraining, session: Session, member: Member) -> 
     """What keeps a worker from computing at this moment, for a person; empty where nothing does."""
     if (reason := reason_of_standing(member)) is not None:
         return reason
-    if not training.begun:
+    if not training.phase.begun:
         return f"workers: the run begins with {training.context.config.min_workers}"
     steps = training.ledger.open_steps
     if not steps:

@@ -24,6 +24,7 @@ from w5xde_async.hub.members.session import Session, quarantined
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import Grant, LeaseTable
 from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.pacing import Pacing
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -70,6 +71,10 @@ class Scheduling(Protocol):
     """What the roster needs of whoever hands out work: a training, or a relay."""
 
     @property
+    def pacing(self) -> Pacing:
+        """How long leases may take: told of those that took longer."""
+
+    @property
     def accepts(self) -> bool:
         """Whether new workers may come: nothing was stopped and nothing has failed."""
 
@@ -81,9 +86,6 @@ class Scheduling(Protocol):
 
     def schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
-
-    def overran(self, worker: str) -> None:
-        """A lease is taken from a worker because its deadline has passed."""
 
     def revoke(self, grant: Grant, reason: str) -> None:
         """A lease was taken from its worker, which is to be told."""
@@ -123,7 +125,7 @@ class Roster:
         self.contributions = contributions
         #: Whether a worker that vanishes takes with it what its codec has left out.
         self.keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
-        self._scheduling, self._greeting, self._config = scheduling, greeting, config
+        self._scheduling, self._leases, self._greeting, self._config = scheduling, leases, greeting, config
         self._bus, self._clock, self._on_quarantine = bus, clock, on_quarantine
         self._welcome, self._layout_text = greeting.message, greeting.layout.describe()
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
@@ -138,7 +140,7 @@ class Roster:
         self._bytes_before = (0, 0)
         self._liveness = Liveness(
             config=config, sessions=self.sessions, joining=self._joining, membership=self.membership, ledger=leases,
-            revoke=scheduling.revoke, warn=self._warn, overran=scheduling.overran,
+            revoke=scheduling.revoke, warn=self._warn, overran=scheduling.pacing.overran,
         )  # fmt: skip
 
     @property
@@ -371,6 +373,10 @@ class Roster:
                 f"workers differ ({listed}): the run stays exact in what it counts, but its last bits may depend on "
                 "which of them computed what; --threads makes them alike"
             )
+
+    def authorizes(self, session: Session, lease: int) -> bool:
+        """Whether the worker holds that lease."""
+        return self._leases.held_by(session.worker_id, lease) is not None
 
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         """A session has ended, whoever ended it."""

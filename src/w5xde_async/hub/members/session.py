@@ -75,15 +75,15 @@ class Admission(Protocol):
     def joined(self, session: Session, ready: Ready) -> Refusal | None:
         """The worker has built its model; None makes it a member."""
 
+    def authorizes(self, session: Session, lease: int) -> bool:
+        """Whether the worker holds that lease."""
+
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         """The session has ended, whoever ended it; ``clean``: after a goodbye."""
 
 
 class WorkSource(Protocol):
     """What a session needs of whoever hands out work."""
-
-    def authorizes(self, session: Session, lease: int) -> bool:
-        """Whether the worker holds that lease."""
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> tuple[memoryview | None, bool]:
         """Memory for a result, None for what is dropped, and whether a lease authorizes it.
@@ -289,13 +289,13 @@ class Session:
                 continue
             self.state = advance(COORDINATOR, self.state, message)
             if type(message) is Done:
-                if not self._work.authorizes(self, message.lease):
+                if not self._admission.authorizes(self, message.lease):
                     self._talk()
                 self._aggregating = True
                 self._work.done(self, message)
                 self._aggregating = False
             elif type(message) is Failed:
-                if not self._work.authorizes(self, message.lease):
+                if not self._admission.authorizes(self, message.lease):
                     self._talk()
                 self._work.failed(self, message)
             elif type(message) is Heartbeat:

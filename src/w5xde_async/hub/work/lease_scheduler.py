@@ -55,7 +55,6 @@ class LeaseScheduler:
         self._timed: dict[str, None] = {}  # workers whose leases are late at another time than the heap says
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
         self._ahead = pacing.config.leases_ahead
-        self.num_backups = 0
         self._at_most_half = at_most_half
         self._gave_back = False
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
@@ -263,7 +262,6 @@ class LeaseScheduler:
             deadline_s = self._pacing.deadline_s(worker, late.block.num_leaves)
             self._fresh.append(ledger.back_up(lease, worker, now=now, deadline_s=deadline_s))
             self._queue(worker, self._current, 1)
-            self.num_backups += 1
 
     def _first_for(self, worker: str, step: int, now: float) -> int | None:
         """The lease that is late for longest of those that ``worker`` may back up."""
