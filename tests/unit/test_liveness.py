@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,17 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.hub.members.roster import Roster
+from w5xde_async.plan.leases import LeaseTable
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.stream import StreamLedger
 from w5xde_async.updates.config import UpdateConfig
+
+
+def scheduling(ledger: LeaseTable[Any], revoke: Callable[[Any, str], None]) -> Any:
+    """What liveness needs of a training."""
+    return SimpleNamespace(ledger=ledger, revoke=revoke, pacing=Pacing(PacingConfig()))
 
 
 @pytest.mark.parametrize(
@@ -48,10 +56,7 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     def revoke(grant: Any, reason: str) -> None:
         SyncTraining.revoke(training, grant, reason)
 
-    liveness = Liveness(
-        config=CoordinatorConfig(), sessions=sessions, joining={}, membership=membership, ledger=ledger, revoke=revoke,
-        warn=print,
-    )  # fmt: skip
+    liveness = Liveness(CoordinatorConfig(), sessions, {}, membership, scheduling(ledger, revoke), print)
     ledger.open(0, 4, 0.0)
     mine = ledger.grant("a", 0, 4, now=0.0, deadline_s=9.0)
     assert mine is not None
@@ -78,8 +83,8 @@ def test_who_is_overdue_with_steps_of_its_own_begins_anew(rule: str) -> None:
             )
         )  # fmt: skip
     liveness = Liveness(
-        config=CoordinatorConfig(update=UpdateConfig(rule=rule)), sessions=sessions, joining={}, membership=membership,
-        ledger=ledger, revoke=lambda grant, reason: revoked.append(grant.lease), warn=lambda text: None,
+        CoordinatorConfig(update=UpdateConfig(rule=rule)), sessions, {}, membership,
+        scheduling(ledger, lambda grant, reason: revoked.append(grant.lease)), lambda text: None,
     )  # fmt: skip
     late = ledger.grant("a", now=0.0, deadline_s=5.0)
     assert late is not None

@@ -22,7 +22,8 @@ from w5xde_async.data.loader import Loader
 from w5xde_async.errors import LeafFailed, W5xdeError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
-from w5xde_async.hub.members.roster import Greeting, Roster, Scheduling
+from w5xde_async.hub.members.liveness import Scheduling
+from w5xde_async.hub.members.roster import Greeting, Roster
 from w5xde_async.hub.members.session import Session, WorkSource
 from w5xde_async.hub.work.verdicts import Verdicts
 from w5xde_async.params.flat import FlatState
@@ -46,6 +47,8 @@ __all__ = [
     "RunContext",
     "Training",
     "lease_terms",
+    "reason_of_network",
+    "reason_of_standing",
 ]
 
 _T = TypeVar("_T")
@@ -183,15 +186,13 @@ class Lifecycle:
 class Phase:
     """What every training holds, whatever its rule: its members, what they are told, what their work has come to."""
 
-    def __init__(
-        self, context: RunContext, greeting: Greeting, scheduling: Scheduling, ledger: LeaseTable[Any], *, version: int
-    ) -> None:
+    def __init__(self, context: RunContext, greeting: Greeting, scheduling: Scheduling, *, version: int) -> None:
         """``version``: the one that was published last."""
         config, history = context.config, context.history
-        self._context, self._ledger = context, ledger
+        self._context, self._ledger = context, scheduling.ledger
         self.lifecycle = Lifecycle(context.clock, config.grace_s)
         self.roster = Roster(
-            scheduling, ledger, greeting, config, context.bus, context.clock,
+            scheduling, greeting, config, context.bus, context.clock,
             contributions=history.contributions, on_quarantine=context.hooks.on_quarantine,
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=version)
@@ -296,6 +297,22 @@ def lease_terms(context: RunContext, greeting: Greeting, present: Callable[[], I
         max_failures=context.checks.max_leaf_failures,
         present=present,
     )
+
+
+def reason_of_standing(member: Member) -> str | None:
+    """Why a worker waits, by what it is to the scheduler; None where that is no reason."""
+    if member.standing is Standing.DRAINING:
+        return "nothing: it is leaving"
+    if member.standing is Standing.LATE:
+        return "its own answer: a lease was taken from it and it has not said what became of it"
+    return None
+
+
+def reason_of_network(session: Session) -> str | None:
+    """Why a worker waits that holds a lease, by what is on its way."""
+    if session.receiving is not None:
+        return "the network: its result is on its way"
+    return "the network: a lease is on its way" if session.outbox.lease_bytes else None
 
 
 class Parameters(Protocol):

@@ -43,7 +43,7 @@ class StepScheduler:
         update = context.config.update
         self._context, self._phase, self._roster, self._lifecycle = context, phase, phase.roster, phase.lifecycle
         self._ledger, self._pacing, self._publisher = ledger, pacing, publisher
-        self._sampler, self._inner_schedule, self._version = context.sampler, inner_schedule, phase.verdicts.version
+        self._sampler, self._inner_schedule = context.sampler, inner_schedule
         self._prefetch = EpochPrefetch(context.sampler, self.schedule, phase.lifecycle.fail)
         self._local, self._streams = update.local, update.rule == "streaming"
         self._with_quorum = update.rule in ("local", "streaming")
@@ -83,10 +83,6 @@ class StepScheduler:
         self._plans.pop(step, None)
         self._context.loader.close_step(step)
 
-    def published(self, version: int) -> None:
-        """A version was made: it is the newest from now on."""
-        self._version = version
-
     def submitted(self, worker: str, lease: int, version: int) -> None:
         """A result of ``worker``, computed at ``version``, waits to be judged."""
         self.needs(lease, version)
@@ -106,7 +102,7 @@ class StepScheduler:
 
     def joined(self, worker: str) -> None:
         """A worker has come. It is blocked until it is being sent the parameters."""
-        self.local_steps.join(worker, self._version)
+        self.local_steps.join(worker, self._phase.verdicts.version)
         self.local_steps.of(worker).blocked = True
 
     def unblock(self, worker: str) -> None:
@@ -116,7 +112,7 @@ class StepScheduler:
             pace.blocked = False
             # Where rounds close, what it is leased after it was asked needs a later version anyway (``_ask``).
             if not self._with_quorum:
-                pace.min_version = self._version
+                pace.min_version = self._phase.verdicts.version
 
     def left(self, worker: str) -> None:
         """A worker has gone, and its leases were taken back."""
@@ -236,7 +232,7 @@ class StepScheduler:
         if not self._streams:  # it goes on from the version that its pseudo-gradient becomes part of
             pace.blocked = not self._with_quorum
             # What was leased since it was asked the last time begins at a version that may be still to come, too.
-            pace.min_version = max(pace.min_version, self._version) + 1
+            pace.min_version = max(pace.min_version, self._phase.verdicts.version) + 1
         self._waiting.setdefault(worker, deque()).append((grant, 0))
 
     def _ask_the_rest(self, only: Sequence[str] | None = None) -> None:

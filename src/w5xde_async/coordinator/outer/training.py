@@ -15,13 +15,20 @@ from collections.abc import Sequence
 from functools import partial
 
 from w5xde_async.compute.inner import Schedule
-from w5xde_async.coordinator.monitoring.waiting import reason_of_network, reason_of_standing
 from w5xde_async.coordinator.outer.step_scheduler import StepScheduler
 from w5xde_async.coordinator.parameters.delta_publisher import CatchUp, DeltaPublisher
 from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
 from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.parameters.step_reports import StepReports
-from w5xde_async.coordinator.training import Commit, NonFinite, Phase, RunContext, lease_terms
+from w5xde_async.coordinator.training import (
+    Commit,
+    NonFinite,
+    Phase,
+    RunContext,
+    lease_terms,
+    reason_of_network,
+    reason_of_standing,
+)
 from w5xde_async.errors import MalformedFrame, RemoteError, UpdateFailed
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
@@ -58,7 +65,7 @@ class OuterTraining:
             total_steps=self.total_steps, done=DoneSteps.of_state(rule.done.state_dict()),
             waits=lambda grant: self.scheduler.waits(grant), allowed_s=lambda grant: self.scheduler.allowed_s(grant),
         )  # fmt: skip
-        self.phase = Phase(context, greeting, self, self.ledger, version=rule.version)
+        self.phase = Phase(context, greeting, self, version=rule.version)
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
         self.intake = ReceiveBuffers(layout, update.uplink_codec)
         self.publisher = DeltaPublisher(
@@ -280,7 +287,6 @@ class OuterTraining:
         failpoint("publish.before")
         self.version += 1
         self.verdicts.published(self.version)
-        self.scheduler.published(self.version)
         now = self.context.clock()
         if self._with_quorum:
             at_work = [w for w in self.roster.sessions if self.ledger.num_held(w) or self.ledger.carried(w)]

@@ -83,7 +83,7 @@ class SyncTraining:
             allowed_s=self._allowed_s, has_come=self._has_come,
         )  # fmt: skip
         self.scheduler = LeaseScheduler(self.ledger, self.pacing, context.loader, at_most_half=growing is not None)
-        self.phase = Phase(context, greeting, self, self.ledger, version=first_step)
+        self.phase = Phase(context, greeting, self, version=first_step)
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
         self.growing, self.rule = growing, rule
         self.sampler: Steps = context.sampler if growing is None else growing.plan

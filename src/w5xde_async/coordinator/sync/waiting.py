@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from w5xde_async.coordinator.monitoring.waiting import reason_of_network, reason_of_standing
+from w5xde_async.coordinator.training import reason_of_network, reason_of_standing
 from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.membership import Member
 

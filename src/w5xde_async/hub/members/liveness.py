@@ -6,37 +6,66 @@ we are when nothing else is on its way to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.leases import Grant, LeaseTable
 from w5xde_async.plan.membership import Membership, Standing
+from w5xde_async.plan.pacing import Pacing
 from w5xde_async.wire.messages import Heartbeat
 
-__all__ = ["Liveness"]
+__all__ = ["Liveness", "Scheduling"]
+
+
+class Scheduling(Protocol):
+    """What the roster needs of whoever hands out work: a training, or a relay."""
+
+    @property
+    def ledger(self) -> LeaseTable[Any]:
+        """The open leases."""
+
+    @property
+    def pacing(self) -> Pacing:
+        """How long leases may take: told of those that took longer."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether new workers may come: nothing was stopped and nothing has failed."""
+
+    def takes_work(self, worker: str, does: bool) -> None:
+        """A member takes work from now on, or no more."""
+
+    def introduce(self, session: Session, awaited: Sequence[int]) -> None:
+        """A worker has become a member: it lacks the parameters, and the verdicts on the leases ``awaited``."""
+
+    def schedule(self, only: str | None = None) -> None:
+        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+
+    def revoke(self, grant: Grant, reason: str) -> None:
+        """A lease was taken from its worker, which is to be told."""
+
+    def release(self, session: Session) -> None:
+        """Nothing is received for this session any more, and nothing is sent to it."""
+
+    def take_back(self, session: Session) -> int:
+        """A member is gone: its leases are for others. Returns how many there were."""
+
+    def departed(self, worker: str) -> None:
+        """A member has left, and everybody was told."""
 
 
 class Liveness:
     """The checks of a tick. ``sessions`` are members by worker id, ``joining`` those that build their model."""
 
     def __init__(
-        self,
-        *,
-        config: NetworkConfig,
-        sessions: Mapping[str, Session],
-        joining: dict[Session, float],
-        membership: Membership,
-        ledger: LeaseTable[Any],
-        revoke: Callable[[Grant, str], None],
-        warn: Callable[[str], None],
-        overran: Callable[[str], None] = lambda worker: None,
-    ) -> None:
-        """``overran`` is told of workers from whom a lease is taken because its deadline has passed."""
+        self, config: NetworkConfig, sessions: Mapping[str, Session], joining: dict[Session, float],
+        membership: Membership, scheduling: Scheduling, warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._config, self._sessions, self._joining = config, sessions, joining
-        self._membership, self._ledger = membership, ledger
-        self._revoke, self._warn, self._overran = revoke, warn, overran
+        self._membership, self._ledger, self._warn = membership, scheduling.ledger, warn
+        self._revoke, self._overran = scheduling.revoke, scheduling.pacing.overran
 
     def tick(self, now: float, activity: str) -> None:
         """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""

@@ -13,18 +13,16 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Protocol
 
 from w5xde_async.errors import RefusalCode, RemoteError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
-from w5xde_async.hub.members.liveness import Liveness
+from w5xde_async.hub.members.liveness import Liveness, Scheduling
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.leases import Grant, LeaseTable
+from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Member, Membership, Standing
-from w5xde_async.plan.pacing import Pacing
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -40,7 +38,7 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Greeting", "Roster", "Scheduling"]
+__all__ = ["Greeting", "Roster"]
 
 #: A worker whose link has ended tries again every 2.5 s at most, once it has found that.
 _RETURN_S = 5.0
@@ -67,39 +65,6 @@ class Greeting:
     buffers: Sequence[tuple[BufferSpec, Buffer]] = ()
 
 
-class Scheduling(Protocol):
-    """What the roster needs of whoever hands out work: a training, or a relay."""
-
-    @property
-    def pacing(self) -> Pacing:
-        """How long leases may take: told of those that took longer."""
-
-    @property
-    def accepts(self) -> bool:
-        """Whether new workers may come: nothing was stopped and nothing has failed."""
-
-    def takes_work(self, worker: str, does: bool) -> None:
-        """A member takes work from now on, or no more."""
-
-    def introduce(self, session: Session, awaited: Sequence[int]) -> None:
-        """A worker has become a member: it lacks the parameters, and the verdicts on the leases ``awaited``."""
-
-    def schedule(self, only: str | None = None) -> None:
-        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
-
-    def revoke(self, grant: Grant, reason: str) -> None:
-        """A lease was taken from its worker, which is to be told."""
-
-    def release(self, session: Session) -> None:
-        """Nothing is received for this session any more, and nothing is sent to it."""
-
-    def take_back(self, session: Session) -> int:
-        """A member is gone: its leases are for others. Returns how many there were."""
-
-    def departed(self, worker: str) -> None:
-        """A member has left, and everybody was told."""
-
-
 class Roster:
     """The members of one run: an ``Admission`` for sessions, from ``admit`` to ``left``.
 
@@ -109,7 +74,6 @@ class Roster:
     def __init__(
         self,
         scheduling: Scheduling,
-        leases: LeaseTable[Any],
         greeting: Greeting,
         config: NetworkConfig,
         bus: Bus,
@@ -125,7 +89,7 @@ class Roster:
         self.contributions = contributions
         #: Whether a worker that vanishes takes with it what its codec has left out.
         self.keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
-        self._scheduling, self._leases, self._greeting, self._config = scheduling, leases, greeting, config
+        self._scheduling, self._greeting, self._config = scheduling, greeting, config
         self._bus, self._clock, self._on_quarantine = bus, clock, on_quarantine
         self._welcome, self._layout_text = greeting.message, greeting.layout.describe()
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
@@ -138,10 +102,7 @@ class Roster:
         self._returned = asyncio.Event()
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
-        self._liveness = Liveness(
-            config=config, sessions=self.sessions, joining=self._joining, membership=self.membership, ledger=leases,
-            revoke=scheduling.revoke, warn=self._warn, overran=scheduling.pacing.overran,
-        )  # fmt: skip
+        self._liveness = Liveness(config, self.sessions, self._joining, self.membership, scheduling, self._warn)
 
     @property
     def joining(self) -> Collection[Session]:
@@ -376,7 +337,7 @@ class Roster:
 
     def authorizes(self, session: Session, lease: int) -> bool:
         """Whether the worker holds that lease."""
-        return self._leases.held_by(session.worker_id, lease) is not None
+        return self._scheduling.ledger.held_by(session.worker_id, lease) is not None
 
     def left(self, session: Session, reason: str, *, clean: bool) -> None:
         """A session has ended, whoever ended it."""
