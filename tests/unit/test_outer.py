@@ -58,3 +58,9 @@ def test_an_average_that_keeps_its_results_closes_the_round_when_it_is_full() ->
             assert rule.pending(0) == 64
             rule.commit(0)
     assert rule.version == 3
+
+
+def test_a_state_of_another_rule_is_refused() -> None:
+    for mine, other in (("local", "streaming"), ("async", "local"), ("async-local", "async")):
+        with pytest.raises(ValueError, match=f"the checkpoint has the rule '{other}', not '{mine}'"):
+            rule_of(rule=mine).load_state_dict(rule_of(rule=other).state_dict())

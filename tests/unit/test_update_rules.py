@@ -421,10 +421,9 @@ def test_a_restored_rule_goes_on_with_the_same_bits(name: str, cut: int) -> None
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
 
 
-def test_a_state_of_another_rule_or_layout_is_refused() -> None:
+def test_a_state_of_another_average_or_layout_is_refused() -> None:
     made = {name: make() for name, make in rules().items()}
-    pairs = [("local", "delayed"), ("delayed", "local"), ("asynchronous", "local"), ("radial", "local"),
-             ("local", "radial"), ("median", "asynchronous"), ("asynchronous", "median")]  # fmt: skip
+    pairs = [("radial", "local"), ("local", "radial"), ("median", "asynchronous"), ("asynchronous", "median")]
     for mine, other in pairs:
         with pytest.raises(ValueError, match="the checkpoint"):
             made[mine].load_state_dict(stored(made[other].state_dict()))

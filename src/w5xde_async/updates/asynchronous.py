@@ -48,8 +48,6 @@ class AsynchronousRule:
     time. Memory for n parameters: 4 n bytes, or what another average states.
     """
 
-    name = "asynchronous"
-
     def __init__(
         self, numel: int, config: AsynchronousConfig, *, average: Average | None = None, gate: NormGate | None = None
     ) -> None:
@@ -102,15 +100,12 @@ class AsynchronousRule:
     def state_dict(self) -> dict[str, Any]:
         """The buffer and the options' states: plain containers, numbers and tensors, which share memory with this."""
         return {
-            "rule": self.name,
             "average": self.average.state_dict(),
             "admission": self.admission.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or other options."""
-        if state["rule"] != self.name:
-            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        """Continue from ``state_dict``. Raises ValueError where it belongs to other options."""
         self.average.load_state_dict(state["average"])
         self.admission.load_state_dict(state["admission"])
 

@@ -55,8 +55,6 @@ class DelayedNesterovRule:
     Memory for n parameters: 8 n bytes (momentum and B).
     """
 
-    name = "delayed"
-
     def __init__(self, parameters: Tensor, config: DelayedNesterovConfig, *, gate: NormGate | None = None) -> None:
         check_vector(parameters)
         self.parameters, self.config = parameters, config
@@ -94,7 +92,6 @@ class DelayedNesterovRule:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""
         return {
-            "rule": self.name,
             "momentum": self._momentum,
             "buffer": self._buffer,
             "arrivals": self._arrivals,
@@ -102,9 +99,7 @@ class DelayedNesterovRule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or layout."""
-        if state["rule"] != self.name:
-            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another layout."""
         restore_(self._momentum, state["momentum"], "the outer momentum")
         restore_(self._buffer, state["buffer"], "the buffer")
         self._arrivals = int(state["arrivals"])

@@ -54,8 +54,6 @@ class LocalStepsRule:
     Memory for n parameters: 8 n bytes (momentum and the round's sum), or 4 n and what another average states.
     """
 
-    name = "local"
-
     def __init__(
         self,
         parameters: Tensor,
@@ -107,16 +105,13 @@ class LocalStepsRule:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""
         return {
-            "rule": self.name,
             "momentum": self._momentum,
             "average": self.average.state_dict(),
             "admission": self.admission.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where it belongs to another rule or layout."""
-        if state["rule"] != self.name:
-            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
+        """Continue from ``state_dict``. Raises ValueError where it belongs to another layout."""
         restore_(self._momentum, state["momentum"], "the outer momentum")
         self.average.load_state_dict(state["average"])
         self.admission.load_state_dict(state["admission"])

@@ -42,8 +42,6 @@ class StreamingRule:
     fragments' own copy, since a fragment is not contiguous in ``parameters``.
     """
 
-    name = "streaming"
-
     def __init__(
         self,
         parameters: Tensor,
@@ -121,7 +119,6 @@ class StreamingRule:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the parameters: plain containers, numbers and tensors, which share memory with this."""
         return {
-            "rule": self.name,
             "versions": list(self.versions),
             "fragments": [rule.state_dict() for rule in self._rules],
         }
@@ -129,10 +126,8 @@ class StreamingRule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, with the parameters that ``parameters`` holds now (restore them first).
 
-        Raises ValueError where it belongs to another rule, layout or number of fragments.
+        Raises ValueError where it belongs to another layout or number of fragments.
         """
-        if state["rule"] != self.name:
-            raise ValueError(f"the checkpoint has the rule {state['rule']!r}, not {self.name!r}")
         if len(state["fragments"]) != len(self._rules):
             raise ValueError(f"the checkpoint has {len(state['fragments'])} fragments, not {len(self._rules)}")
         self.versions = [int(version) for version in state["versions"]]
