@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 DOCS := .venv/.docs
-PYTEST = $(BIN)/python -m pytest -q -n 3 --dist worksteal
+# Without what is compiled once, every process of the tests compiles everything that it imports.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal
 DEMO_FLAGS ?=
 CHAOS_FLAGS ?=
 NEWCOMER_FLAGS ?=

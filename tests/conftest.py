@@ -5,7 +5,7 @@
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
 - ``@pytest.mark.processes`` starts programs; they are forked from a server that has imported everything (forking.py),
-  and so is what starts them by ``sys.executable``.
+  one for all processes of ``pytest -n``, and so is what starts them by ``sys.executable``.
 - ``--rewrite-golden`` writes ``tests/golden`` anew instead of comparing with it.
 """
 
@@ -100,8 +100,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             # pytest puts its handlers on every logger that does not, six times a test; torch has forty.
             logger.propagate = True
+    shared = getattr(session.config, "workerinput", {}).get("fork_server")
     if sys.platform == "linux" and any(item.get_closest_marker("processes") for item in session.items):
-        forking.running = forking.ForkServer()  # now, so that it imports while other tests run
+        # Now, so that it imports while other tests run.
+        forking.running = forking.ForkServer(Path(shared) if shared else None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A process that runs tests for this one (pytest -n) is about to start: all of them share one server."""
+    if sys.platform == "linux" and node.config.option.markexpr != "not slow":  # as make test-fast says: none is needed
+        if forking.running is None:
+            forking.running = forking.ForkServer()
+        node.workerinput["fork_server"] = str(forking.running.folder)
 
 
 class _TooLong(KeyboardInterrupt):
@@ -154,6 +165,7 @@ def pytest_runtest_call() -> Generator[None, None, None]:
         return (yield)
 
 
+@pytest.hookimpl(trylast=True)  # after those that run tests for this process
 def pytest_sessionfinish() -> None:
     if forking.running is not None:
         forking.running.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
+from tests.support import jobs
 from tests.support.cluster import train
 from tests.support.turns import strided, taking_turns
 from torch import Tensor, nn
@@ -55,10 +55,9 @@ def _one_thread() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and labels, held-out images and labels."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(2024))
-    images = torch.tensor(data.data, dtype=torch.float32)[order] / 16
-    labels = torch.tensor(data.target, dtype=torch.int64)[order]
+    images, labels = jobs.digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(2024))
+    images, labels = images[order], labels[order]
     return images[HELD_OUT:], labels[HELD_OUT:], images[:HELD_OUT], labels[:HELD_OUT]
 
 

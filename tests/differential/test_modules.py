@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tests.support import reference
 from tests.support.cluster import train
 from torch import Tensor, nn
-from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.utils.data import TensorDataset
 
 from w5xde_async.job import Job
@@ -24,15 +24,25 @@ from w5xde_async.params.flat import digest, named_digest
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.telemetry.events import Event, StepCommitted
 
+if TYPE_CHECKING:
+    from torch.testing._internal.common_modules import ModuleInfo
+
 STEPS = 2
 MOST_INPUTS = 5  # of one module, spread over the database's; ``--all-differential`` takes them all
-DATABASE: dict[str, ModuleInfo] = {info.name: info for info in module_db}
+PARTS = 11  # of the database, a test each
 #: Functions of positive numbers: the database's inputs give them NaN for a gradient, in plain PyTorch too.
 POSITIVE = {"nn.LPPool1d", "nn.LPPool2d", "nn.LPPool3d", "nn.KLDivLoss", "nn.PoissonNLLLoss"}
 
 #: What does not apply, and why. ``test_what_is_excluded_does_not_pass`` fails for an entry that would pass.
 EXCLUDED: dict[str, str] = {}
-COVERED = [name for name in DATABASE if name not in EXCLUDED]
+
+
+@cache
+def database() -> dict[str, ModuleInfo]:
+    """Its import takes longer than most tests, in every process that collects them: only here."""
+    from torch.testing._internal.common_modules import module_db
+
+    return {info.name: info for info in module_db}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +51,7 @@ def one_thread() -> None:
 
 
 def inputs_of(name: str, dtype: torch.dtype, most: int) -> list[Any]:
-    info = DATABASE[name]
+    info = database()[name]
     seed_all(0)
     found = list(info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=True))
     return found[:: max(1, len(found) // most)][:most]
@@ -52,7 +62,7 @@ class Cases(nn.Module):
 
     def __init__(self, name: str, dtype: torch.dtype, most: int) -> None:
         super().__init__()
-        info, self.cases = DATABASE[name], nn.ModuleList()
+        info, self.cases = database()[name], nn.ModuleList()
         self.calls: list[tuple[Any, Any]] = []
         for case in inputs_of(name, dtype, most):
             given = case.constructor_input
@@ -170,10 +180,10 @@ async def differing(names: Sequence[str], **changes: Any) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's of itself
-@pytest.mark.parametrize("first", range(0, len(COVERED), 12))
-async def test_a_run_has_the_bits_of_the_plain_loop(first: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_a_run_has_the_bits_of_the_plain_loop(part: int, request: pytest.FixtureRequest) -> None:
     whole = request.config.getoption("--all-differential")
-    names = COVERED[first : first + 12]
+    names = [name for name in database() if name not in EXCLUDED][part::PARTS]
     assert await differing(names, most=1 << 20 if whole else MOST_INPUTS) == []
     if whole:
         for dtype in (torch.bfloat16, torch.float16):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tests.support import jobs
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -118,10 +119,7 @@ class FalseWorker(Worker):
 
 
 def _split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x, y = torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
+    x, y = jobs.digits()
     return x[:1437], y[:1437], x[1437:], y[1437:]
 
 

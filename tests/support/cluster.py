@@ -14,7 +14,7 @@ from w5xde_async.telemetry.events import Bus, Event, RunFinished, StepCommitted
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Departure, Worker
 
-QUICK_WORKER = WorkerConfig(device="cpu", connect_timeout_s=5.0)
+QUICK_WORKER = WorkerConfig(device="cpu", connect_timeout_s=60.0)
 
 
 class Commits:

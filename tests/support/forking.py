@@ -84,21 +84,57 @@ class Forked:
 
 
 class ForkServer:
-    """Starts programs."""
+    """Starts programs. All test processes of a run share one: the first starts it, the others know its folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """``folder``: of a server that another process has started and will close."""
+        self._started: _Started | None = None
+        if folder is None:
+            self._started = _Started()
+            folder = self._started.folder
+        self.folder = folder
+        self.commands = self.folder / "bin"
+
+    def start(self, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> Forked:
+        """``python -m`` with these arguments; text of both its outputs is in pipes, its input is empty."""
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        status, status_end = socket.socketpair()
+        told = {"arguments": ["-m", *arguments], "cwd": str(cwd), "env": dict(env), "ignored": []}
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+                asked.connect(str(self.folder / "door"))
+                files = [nothing, out_end, err_end, status_end.fileno()]
+                socket.send_fds(asked, [json.dumps(told).encode()], files)
+        finally:
+            os.close(nothing)
+            os.close(out_end)
+            os.close(err_end)
+            status_end.close()
+        return Forked(status, os.fdopen(out), os.fdopen(err))
+
+    def close(self) -> None:
+        """End it where this process started it, and with it all of its programs."""
+        if self._started is not None:
+            self._started.close()
+
+
+class _Started:
+    """The server's process and its folder."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="w5xde-tests-"))
-        self.commands = self._folder / "bin"
-        self.commands.mkdir()
+        self.folder = Path(tempfile.mkdtemp(prefix="w5xde-tests-"))
+        commands = self.folder / "bin"
+        commands.mkdir()
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        door.bind(str(self._folder / "door"))
+        door.bind(str(self.folder / "door"))
         door.listen(64)
         relay = ROOT / "tests" / "support" / "relay.py"
-        words = [PYTHON, "-IS", str(relay), str(self._folder / "door"), PYTHON, SEARCHED]
-        command = self.commands / "python"
+        words = [PYTHON, "-IS", str(relay), str(self.folder / "door"), PYTHON, SEARCHED]
+        command = commands / "python"
         command.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
         command.chmod(0o700)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._held, theirs = socket.socketpair()
         env = {key: value for key, value in os.environ.items() if not key.startswith("W5XDE_")}
         env.pop("OMP_NUM_THREADS", None)
         self._process = subprocess.Popen(
@@ -108,29 +144,11 @@ class ForkServer:
         )  # fmt: skip
         theirs.close()
         door.close()
-        self._socket = ours
-
-    def start(self, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> Forked:
-        """``python -m`` with these arguments; text of both its outputs is in pipes, its input is empty."""
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        status, status_end = socket.socketpair()
-        told = {"arguments": ["-m", *arguments], "cwd": str(cwd), "env": dict(env), "ignored": []}
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        try:
-            files = [nothing, out_end, err_end, status_end.fileno()]
-            socket.send_fds(self._socket, [json.dumps(told).encode()], files)
-        finally:
-            os.close(nothing)
-            os.close(out_end)
-            os.close(err_end)
-            status_end.close()
-        return Forked(status, os.fdopen(out), os.fdopen(err))
 
     def close(self) -> None:
-        """End it, and with it all of them."""
-        self._socket.close()
+        self._held.close()
         self._process.wait(30)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 #: The one that tests/conftest.py keeps for tests with processes; without it (in benches) programs are not forked.
@@ -140,24 +158,25 @@ running: ForkServer | None = None
 # -- the server
 
 
-def _serve(tests: socket.socket, door: socket.socket) -> None:
-    """Returns in a program that is to run, when it has its arguments, files and directory, and at the end."""
+def _serve(held: socket.socket, door: socket.socket) -> None:
+    """Returns in a program that is to run, when it has its arguments, files and directory.
+
+    The server ends where whoever started it no longer holds ``held``.
+    """
     _prepare()
     while True:
-        ready, _, _ = select.select([tests, door], [], [])
-        asked = tests if tests in ready else door.accept()[0]
-        data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 4)
-        if asked is not tests:
-            asked.close()
-        if not data and asked is tests:
+        ready, _, _ = select.select([held, door], [], [])
+        if held in ready:
             os._exit(0)
+        with door.accept()[0] as asked:
+            data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 4)
         if not data:
             continue
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # those whose programs have ended
                 pass
         if not os.fork():
-            tests.close()
+            held.close()
             door.close()
             _wait_for_it(json.loads(data), *files)
             return

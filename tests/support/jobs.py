@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import time
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +20,15 @@ from torch.utils.data import Dataset, TensorDataset
 from w5xde_async.job import Job
 
 
-def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    return torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """The pictures of sklearn.datasets.load_digits, each as 64 numbers from 0 to 1, and what they show."""
+    package = find_spec("sklearn")  # its file is read here: importing it takes seconds, in many processes
+    assert package is not None
+    assert package.origin is not None
+    with gzip.open(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
+        rows = torch.tensor([[float(number) for number in line.split(",")] for line in file])
+    return rows[:, :-1] / 16, rows[:, -1].long()
 
 
 class CNN(nn.Module):
@@ -119,7 +127,7 @@ def _mlp(**kwargs: Any) -> Job:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
 
-    x, y = _digits()
+    x, y = digits()
     return Job(
         model=model, dataset=TensorDataset(x, y), loss=delayed(nn.CrossEntropyLoss()), batch_size=200,
         microbatch_size=24, max_steps=32, seed=3, **kwargs,
@@ -127,7 +135,7 @@ def _mlp(**kwargs: Any) -> Job:
 
 
 def _cnn(**kwargs: Any) -> Job:
-    x, y = _digits()
+    x, y = digits()
     return Job(
         model=CNN, dataset=TensorDataset(x, y), loss=delayed(nn.CrossEntropyLoss()), batch_size=112, microbatch_size=16,
         max_steps=32, seed=5, **kwargs,
@@ -211,7 +219,7 @@ def odd() -> Job:
 def accumulated() -> Job:
     """Leaves of three microbatches, the last leaf and its last microbatch shorter; drops the rest of the epoch."""
     return Job(
-        model=CNN, dataset=TensorDataset(*_digits()), loss=nn.CrossEntropyLoss(), optimizer=_sgd, batch_size=130,
+        model=CNN, dataset=TensorDataset(*digits()), loss=nn.CrossEntropyLoss(), optimizer=_sgd, batch_size=130,
         microbatch_size=10, accumulate_grad_batches=3, max_steps=14, seed=2, drop_last=True,
     )  # fmt: skip
 

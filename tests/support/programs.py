@@ -81,7 +81,7 @@ def lstm() -> Job:
 
 
 def attention() -> Job:
-    x, y = jobs._digits()
+    x, y = jobs.digits()
 
     def step(model: nn.Module, batch: Any) -> Any:
         x, y = batch
