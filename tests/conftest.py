@@ -1,6 +1,7 @@
 """What every test gets: blocking calls and leaks fail it, and it may ask for both event loops.
 
-- A blocking call of this package inside a running event loop raises (blockbuster).
+- A blocking call of this package inside a running event loop raises (blockbuster), and so does a call of the loop from
+  another thread that is not made for it.
 - A test that takes too long fails, wherever its time ends: in a task, too, and again if that held on.
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
@@ -16,7 +17,6 @@ import asyncio
 import functools
 import gc
 import inspect
-import linecache
 import logging
 import os
 import signal
@@ -55,25 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes says what else runs here
     hypothesis.settings.load_profile("suite")
-    linecache.checkcache = _checked_once
     if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2):
         ast.parse = _parsed_alone
     if sys.platform != "win32":
         import uvloop
 
         uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
-
-
-_check_file = linecache.checkcache
-_checked: set[str] = set()
-
-
-def _checked_once(filename: str | None = None) -> None:
-    """asyncio's debug mode notes the stack of every future; it would ask the disk about each of its files each time."""
-    if filename is None or filename not in _checked:
-        _check_file(filename)
-        if filename is not None:
-            _checked.add(filename)
 
 
 _parse = ast.parse
@@ -172,10 +159,23 @@ def pytest_sessionfinish() -> None:
         forking.running = None
 
 
+class _OneThreadsLoop(asyncio.SelectorEventLoop):
+    """Refuses calls from other threads, as debug mode does; that mode also notes the stack of every future and task,
+    which takes half of the time of a test."""
+
+    def call_soon(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+        self._check_thread()  # type: ignore[attr-defined]
+        return super().call_soon(*args, **kwargs)
+
+    def call_at(self, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+        self._check_thread()  # type: ignore[attr-defined]
+        return super().call_at(*args, **kwargs)
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    stock = {"asyncio": asyncio.SelectorEventLoop}
+    stock: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": _OneThreadsLoop}
     if item.get_closest_marker("both_loops") is None or sys.platform == "win32":
         return stock
     import uvloop
@@ -245,7 +245,6 @@ def _watched(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    _checked.clear()
     item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
     with _in_time():
         return (yield)

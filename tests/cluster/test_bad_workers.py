@@ -22,7 +22,7 @@ from w5xde_async.telemetry.events import Event, WorkerQuarantined
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Worker
 
-STEPS = 60
+STEPS = 40
 OFF: dict[str, Any] = {"norm_gate": 0.0, "audit_fraction": 0.0}
 
 

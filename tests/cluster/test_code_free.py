@@ -17,6 +17,11 @@ from w5xde_async.params.flat import named_digest
 from w5xde_async.telemetry.events import Bus, Event, Warned
 from w5xde_async.worker.service import Departure, Worker
 
+#: Of the jobs that can be traced, those that differ in what travels or in how steps are put together. What a bigger
+#: model computes without its code is the engine's: tests/unit/test_program.py has all of them.
+SMALL = ("mlp", "words")
+OTHERS = ("cnn", "accumulated", "metrics", "bf16", "fp16")
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -44,7 +49,7 @@ async def test_digest_equals_the_plain_loop_without_any_code() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", programs.QUICK_AND_SLOW)
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 async def test_digest_equals_the_plain_loop(name: str) -> None:
     """One worker without code beside one with it: leaves of either are in every step."""
     result = await train(name, free=1, local=1)

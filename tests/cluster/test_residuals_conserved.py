@@ -183,8 +183,7 @@ async def run_to_the_end(run: Run, chance: random.Random, said: dict[str, int]) 
     return workers
 
 
-@pytest.mark.parametrize("judged", [False, True], ids=["as they come", "judged"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "judged"), [(0, False), (1, True)], ids=["as they come", "judged"])
 async def test_nothing_is_lost_and_nothing_counts_twice(seed: int, judged: bool) -> None:
     said: dict[str, int] = dict.fromkeys(["partly", "revoked", "cut", "failed", "drained", *VerdictCode.__members__], 0)
     gate = {"norm_gate": 6.0} if judged else {}

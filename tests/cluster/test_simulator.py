@@ -19,7 +19,7 @@ from w5xde_async.plan.ledger import Ledger
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
-CHUNKS, CHUNK_SEEDS = 10, 12
+CHUNKS, CHUNK_SEEDS = 4, 12
 #: Seeds that once found something.
 FOUND = {
     "a superseded coordinator rewrote its successor's journal": 37,

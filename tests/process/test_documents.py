@@ -9,6 +9,7 @@ everything has to end with 0.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import shutil
@@ -186,17 +187,18 @@ def test_fastapi(stage: Stage) -> None:
     (line,) = "".join(_BLOCK.findall((ROOT / "docs" / "fastapi.md").read_text(encoding="utf-8"))).strip().splitlines()
     assert "--port 8000" in line
     process = stage.start(line.replace("--port 8000", f"--port {stage.page_port}"))
-    answers: list[bytes] = []
+    link = f"http://127.0.0.1:{stage.page_port}/training"
+    answers: list[dict[str, int]] = []
 
-    def answered() -> bool:
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{stage.page_port}/training") as page,
-        ):
-            answers.append(page.read())
-        return bool(answers)
+    def stepped() -> bool:  # before the first step there is nothing to save
+        with contextlib.suppress(OSError), urllib.request.urlopen(link) as page:
+            answers.append(json.load(page))
+        return bool(answers) and answers[-1]["step"] > 0
 
-    stage.until(answered, "the service does not answer")
-    assert b"step" in answers[0]
+    stage.until(stepped, "the service does not answer")
+    assert set(answers[-1]) == {"step", "workers"}
+    with urllib.request.urlopen(f"{link}/stop", data=b"") as page:
+        assert json.load(page)["step"] >= answers[-1]["step"]
+    assert (stage.folder / "runs" / "served" / "checkpoints").is_dir()
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)

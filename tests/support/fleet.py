@@ -187,9 +187,6 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:  # fmt: skip
     """``num`` members and steps of ``leaves`` leaves of one sample. ``config``: of the coordinator."""
     chosen = {"max_workers": num, "norm_gate": 0.0, "audit_fraction": 0.0, "update": UpdateConfig(rule=rule), **config}
-    loop = asyncio.get_running_loop()
-    debug = loop.get_debug()
-    loop.set_debug(False)  # it takes a traceback for every callback: most of the time of what is counted elsewhere
     made = Fleet(leaves, CoordinatorConfig(**chosen), samples or 4 * leaves, steps)
     made.running = running = asyncio.create_task(made.training.run())
     await made.settle()
@@ -202,4 +199,3 @@ async def fleet(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await made.training.aclose()
-        loop.set_debug(debug)

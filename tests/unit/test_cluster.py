@@ -125,6 +125,7 @@ async def test_a_config_of_ones_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(90)
 async def test_a_reference_is_trained_by_processes(tmp_path: Path) -> None:
     (tmp_path / "small_job.py").write_text(
