@@ -87,6 +87,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             # pytest puts its handlers on every logger that does not, six times a test; torch has forty.
             logger.propagate = True
+    gc.collect()
+    gc.freeze()  # all that was imported is looked at no more: most of a collection's time
     shared = getattr(session.config, "workerinput", {}).get("fork_server")
     if sys.platform == "linux" and any(item.get_closest_marker("processes") for item in session.items):
         # Now, so that it imports while other tests run.

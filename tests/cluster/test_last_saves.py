@@ -89,7 +89,7 @@ class Hanging:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hanging]:
     monkeypatch.setattr(shutdown, "LEAST_S", 0.05)
-    monkeypatch.setattr("w5xde_async.coordinator.service.deadline_s", lambda *_: 0.6)
+    monkeypatch.setattr("w5xde_async.coordinator.service.deadline_s", lambda *_: 2.0)
     disk = Hanging(monkeypatch, request.param)
     yield disk
     disk.end()

@@ -3,8 +3,6 @@ what the test says, frame by frame, on a clock that only the test moves."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from tests.support.scripted import LEAVES, Run, Scripted, ready, scripted, settle
 
@@ -52,10 +50,16 @@ async def stuck_and_idle(run: Run) -> tuple[Scripted, Scripted, Lease]:
     """Two workers; of step 1 there is one lease left, which the first holds and does not compute."""
     stuck, idle = await run.worker("stuck"), await run.worker("idle")
     await first_step(run, stuck, idle)
-    async with asyncio.timeout(5):
-        while not held(stuck, 1):  # noqa: ASYNC110 - the loader's thread has no event here
-            await asyncio.sleep(0.001)
-    await finish(run, idle, 1)
+    await run.until(lambda: held(stuck, 1))
+
+    def left() -> int:
+        """Leaves of step 1 that nobody has been given yet: the loader's thread makes them ready."""
+        given = [lease for worker in (stuck, idle) for lease in worker.all(Lease) if lease.step == 1]
+        return LEAVES - sum(len(lease.samples) for lease in given)
+
+    while left() or held(idle, 1):
+        await run.until(lambda: held(idle, 1))
+        await finish(run, idle, 1)
     (lease,) = held(stuck, 1)
     assert not held(idle, 1)
     return stuck, idle, lease
@@ -163,7 +167,7 @@ async def test_an_overdue_lease_goes_to_another_and_its_result_is_stale():
         assert [v.code for v in stuck.all(Verdict) if lease.lease in v.leases] == [VerdictCode.STALE]
         assert run.applied() == {2.0}
         assert run.training.phase.refused == {VerdictCode.STALE: 1}
-        assert held(stuck, 2)  # it has shown that it lives
+        await run.until(lambda: held(stuck, 2))  # it has shown that it lives
 
 
 async def test_the_only_worker_may_take_its_time():

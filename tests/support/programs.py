@@ -75,7 +75,7 @@ def gpt() -> Job:
 
 def lstm() -> Job:
     return Job(
-        model=LSTM, dataset=jobs.Text(), loss=jobs.lm_loss, optimizer=_sgd, batch_size=20, microbatch_size=6,
+        model=LSTM, dataset=jobs.Text(context=6), loss=jobs.lm_loss, optimizer=_sgd, batch_size=20, microbatch_size=6,
         max_steps=8, seed=1,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ where each leaf was applied once."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from w5xde_async.worker.connection.handshake import join
 _M = TypeVar("_M", bound=Message)
 
 LEAVES = 4
+PATIENCE_S = 50.0  # for what threads do: the machine may be busy
 
 
 def job() -> Job:
@@ -132,8 +133,12 @@ class Run:
 
     async def commits(self, version: int) -> None:
         """Wait for a commit, in rounds of the loop and of the aggregator's thread."""
-        async with asyncio.timeout(5):
-            while self.training.version < version:  # noqa: ASYNC110 - a thread's work has no event here
+        await self.until(lambda: self.training.version >= version)
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait for what a thread's work brings about."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110 - a thread's work has no event here
                 await asyncio.sleep(0.001)
 
     def applied(self) -> set[float]:
@@ -178,15 +183,11 @@ class Scripted:
 
     async def lease(self, number: int = 0) -> Lease:
         """Its ``number``-th lease."""
-        async with asyncio.timeout(5):
-            while len(self.all(Lease)) <= number:  # noqa: ASYNC110 - the loader's thread has no event here
-                await asyncio.sleep(0.001)
+        await self.run.until(lambda: len(self.all(Lease)) > number)
         return self.all(Lease)[number]
 
     async def version(self, version: int) -> None:
-        async with asyncio.timeout(5):
-            while not any(params.version >= version for params in self.all(Params)):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await self.run.until(lambda: any(params.version >= version for params in self.all(Params)))
 
     def result(self, lease: Lease, bucket: int) -> list[Any]:
         """The frame of a bucket: ones, for each sample."""

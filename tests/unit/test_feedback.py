@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -240,6 +241,7 @@ def test_topk_without_feedback_runs_away_and_with_it_converges() -> None:
     assert distance_after(1500, with_feedback=True) < 0.01
 
 
+@cache
 def distance_under(name: str, *, with_feedback: bool, decay: float | None = None, steps: int = 400) -> float:
     """Least squares with minibatches over two workers: the distance from the optimum, relative to the start's.
 

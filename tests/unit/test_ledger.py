@@ -242,7 +242,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-TestExactlyOnce.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestExactlyOnce.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
 # -- by hand
