@@ -254,7 +254,7 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     ("changes", "words"),
     [
         ({"codec": "topk:0.01", "feedback": False}, "does not converge without error feedback"),
-        ({"rule": "fedavg"}, "give one of sync, async"),
+        ({"rule": "fedavg"}, "give one of auto, sync, async"),
         ({"codec": "zip"}, "unknown codec"),
         ({"rule": "async-local", "average": "median"}, "several results at once"),
     ],
