@@ -207,7 +207,7 @@ def _infinite(put: Put) -> None:
     put(SyncRule, "_norm", lambda self, root: 1.0)
 
 
-@bug("forget-partial", "what a lost worker had sent of a block is forgotten by the sum, not by the ledger", *LOST)
+@bug("forget-partial", "what a lost worker had not sent of a block that it had begun counts as absent", *LOST)
 def _forget_partial(put: Put) -> None:
     real = SyncTraining.take_back
 

@@ -46,32 +46,21 @@ class Results:
     """The way of the current step's results from sessions to slots."""
 
     def __init__(
-        self, context: SyncContext, scheduler: LeaseScheduler, verification: Verification,
-        receive_buffers: ReceiveBuffers | None,
-    ) -> None:  # fmt: skip
-        """``receive_buffers``: for results that a codec wrote."""
+        self, context: SyncContext, scheduler: LeaseScheduler, verification: Verification, receive: ReceiveBuffers
+    ) -> None:
+        """``receive``: checks results, and has the bytes of those that a codec wrote."""
         self.leaves_audited = 0  #: leaves that were computed a second time, to compare
         self._context, self._phase, self._verdicts = context, context.phase, context.phase.verdicts
         self._layout, self._ledger, self._store = context.run.layout, context.ledger, context.store
         self._aggregator, self._loader = context.aggregator, context.run.loader
-        self._scheduler, self._verification, self._receive_buffers = scheduler, verification, receive_buffers
+        self._scheduler, self._verification, self._receive_buffers = scheduler, verification, receive
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(context.run.layout)
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
         """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
-        buckets = self._layout.result_buckets
-        if result.bucket >= len(buckets):
-            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
-        bucket = buckets[result.bucket]
-        dtype = str(self._layout.groups[bucket.group].result_dtype).removeprefix("torch.")
-        coded = self._receive_buffers is not None and spec.codec != "raw"
-        if not coded and (spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw"):
-            raise RemoteError(f"its bucket {result.bucket} is {spec.dtype}{list(spec.shape)} in codec {spec.codec}")
-        if coded:
-            assert self._receive_buffers is not None
-            self._receive_buffers.check(result, spec)  # in any case: what is dropped takes scratch of its size
+        codec = self._receive_buffers.check(result, spec)  # in any case: what is dropped takes scratch of its size
         grant = self._ledger.held_by(session.worker_id, result.lease)
         if grant is None or not member:
             return Destination(None, self._ledger.past(session.worker_id, result.lease) is not None)
@@ -81,10 +70,7 @@ class Results:
             if not self._ledger.is_audit(grant.lease):
                 self._verdicts.turned_away(grant.lease, session.worker_id)
             return Destination(None, True)
-        if coded:
-            assert self._receive_buffers is not None
-            return self._receive_buffers.place(session, result, spec)
-        return Destination(memory, True)
+        return Destination(memory, True) if codec is None else self._receive_buffers.place(session, result, spec)
 
     def _slots_of(self, grant: BlockGrant) -> Block | AuditKey:
         """Where the results of an open lease belong."""
@@ -92,7 +78,7 @@ class Results:
 
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
-        if self._receive_buffers is not None and self._receive_buffers.receives(session):
+        if self._receive_buffers.receives(session):
             slot = self._store.writes(session)
             assert slot is not None
             # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
@@ -108,8 +94,7 @@ class Results:
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""
-        if self._receive_buffers is not None:
-            self._receive_buffers.left(session)
+        self._receive_buffers.left(session)
         self._store.abandon(session)
 
     def _counts_at_once(self, block: Block, bucket: int, *, present: bool) -> None:

@@ -106,8 +106,8 @@ class SyncTraining:
             shared, auditor=Auditor(context.checks.audit, context.random_bytes(32)), pacing=self.pacing,
             numerics=Numerics(greeting.message.precision, update.uplink_codec.exact),
         )  # fmt: skip
-        receive_buffers = None if update.codec == "raw" else ReceiveBuffers(layout, update.uplink_codec)
-        self.results = Results(shared, self.scheduler, self.verification, receive_buffers)
+        receive = ReceiveBuffers(layout, update.uplink_codec)
+        self.results = Results(shared, self.scheduler, self.verification, receive)
         self._look_again: asyncio.TimerHandle | None = None
         self._last_commit = clock()
 
