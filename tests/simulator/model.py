@@ -22,7 +22,7 @@ from tests.support.reference import tree_sum
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from w5xde_async.compute.engine import Emit, LeafError, Outcome, Task
+from w5xde_async.compute.engine import ComputedBlock, Emit, LeafError, Task
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState, digest
 from w5xde_async.params.layout import Layout
@@ -169,7 +169,7 @@ class IntegerEngine:
             bucket = self.layout.buckets[number]
             self._live.bucket(bucket).copy_(self.incoming.bucket(bucket))
 
-    def compute(self, task: Task, emit: Emit) -> Outcome:
+    def compute(self, task: Task, emit: Emit) -> ComputedBlock:
         began, epoch = self._loop.now, task.step // self._steps_per_epoch
         ids = [int(i) for tensor in task.tensors for i in tensor.tolist()]
         leaves, at = [], 0
@@ -202,7 +202,7 @@ class IntegerEngine:
                 emit(bucket.index, vector)
                 emitted.append(bucket.index)
                 ComputeExecutor.sleep(self._host.leaf_s * 0.05)
-        return Outcome(
+        return ComputedBlock(
             losses=tuple(_leaf_loss(leaf) for leaf in leaves), metric_names=("rows",),
             metrics=tuple(float(len(leaf)) for leaf in leaves),
             untouched=tuple(index for index in self.layout.trainable if index not in present),
@@ -210,7 +210,7 @@ class IntegerEngine:
             splits=0, compute_s=self._loop.now - began, vectors=(vector,),
         )  # fmt: skip
 
-    def counted(self, task: Task, emit: Emit) -> tuple[Outcome, int]:
+    def counted(self, task: Task, emit: Emit) -> tuple[ComputedBlock, int]:
         """Its floating point operations are nobody's business."""
         return self.compute(task, emit), 0
 

@@ -32,7 +32,7 @@ from tests.support.programs import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from w5xde_async.compute.program import replica
+from w5xde_async.compute.program import program_job
 from w5xde_async.compute.program.form import LIMITS, Document, Node, Ref, parse
 from w5xde_async.compute.program.interpreter import measure
 from w5xde_async.compute.program.operators import NAMES, SCALARS, find
@@ -412,14 +412,14 @@ def test_nothing_is_measured_with_memory_even_if_the_form_let_it_through() -> No
 
 
 def test_a_model_of_very_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "_MAX_MODULES", 3)
+    monkeypatch.setattr(program_job, "_MAX_MODULES", 3)
     names = [[f"{'a.' * depth}w" for depth in range(count)] for count in (4, 5)]
     layouts = [
         Layout.parse(json.dumps({"bucket_bytes": 64, "entries": [[n, "grad", "float32", [1]]]}).encode()) for n in names
     ]
-    assert replica.skeleton(layouts[0])
+    assert program_job.skeleton(layouts[0])
     with pytest.raises(ProgramRefused, match="3 modules"):
-        replica.skeleton(layouts[1])
+        program_job.skeleton(layouts[1])
 
 
 def test_a_refusal_names_the_node_and_the_operator() -> None:
