@@ -186,7 +186,8 @@ def _serve(held: socket.socket, door: socket.socket) -> None:
 
 #: What programs import, early or late.
 _IMPORTED = (
-    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "uvloop",
+    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "torch._dynamo",
+    "torch._functorch.aot_autograd", "torch.export._trace", "uvloop",
     "w5xde_async.cluster.worker_processes",
     "w5xde_async.coordinator.service", "w5xde_async.job", "w5xde_async.settings", "w5xde_async.telemetry.progress",
     "w5xde_async.worker.service",
