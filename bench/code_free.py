@@ -30,7 +30,8 @@ import models
 from models import Reply, Rig, coordinate, make_job, serve
 from report import Report, median, parser
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import Engine, Task
+from w5xde_async.compute.block import LeafSpec, Task
+from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.carriage import buffers_of
 from w5xde_async.compute.program.form import parse
 from w5xde_async.compute.program.program_job import ProgramJob
@@ -168,7 +169,7 @@ def trace(reply: Reply, *, job: str) -> None:
         parse(document, layout), layout, torch.device("cpu"), precision="fp32", memory_bytes=1 << 40
     )
     local = Engine(made)
-    free = Engine(replica, seed=made.seed, precision="fp32", microbatch_samples=made.microbatch_samples)
+    free = Engine(replica, LeafSpec(made.seed, "fp32", made.microbatch_samples, 1))
     for mine, theirs in zip(free.incoming.groups, local.incoming.groups, strict=True):
         mine.copy_(theirs)
     for engine in (local, free):

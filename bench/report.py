@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Report", "commit", "median", "parser"]
 
-_PACKAGES = ("w5xde-async", "torch", "numpy", "uvloop", "msgpack")
+_PACKAGES = ("w5xde-async", "torch", "numpy", "uvloop", "msgspec")
 
 median = statistics.median
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgpack
 import pytest
 import torch
+from msgspec import structs
 from tests.support import reference
 from tests.support.cluster import QUICK_WORKER, settings
 from torch import Tensor, nn
@@ -201,7 +202,7 @@ def result_spec(coordinator: Coordinator, bucket: int) -> BufferSpec:
 
 def done(lease: Lease, **changes: Any) -> Done:
     losses = (0.0,) * len(lease.samples)
-    return replace(Done(lease.lease, losses, (), (), (), (), 0, 0.001, 0.0), **changes)
+    return structs.replace(Done(lease.lease, losses, (), (), (), (), 0, 0.001, 0.0), **changes)
 
 
 async def finish(coordinator: Coordinator, job: Callable[[], Job] = tiny, workers: int = 1) -> RunResult:
@@ -515,7 +516,7 @@ async def test_results_that_no_lease_explains_are_dropped_and_answered() -> None
         spec = result_spec(coordinator, 0)
         poison = torch.full((spec.nbytes // 4,), math.nan).numpy().tobytes()
         await peer.send(Result(lease.lease + 1000, 0), (spec, poison))
-        await peer.send(replace(done(lease), lease=lease.lease + 1000))
+        await peer.send(structs.replace(done(lease), lease=lease.lease + 1000))
         verdict = await peer.expect(Verdict)
         assert (verdict.leases, verdict.code) == ((lease.lease + 1000,), VerdictCode.STALE)
         await peer.send(Bye(ByeCode.LEAVING, "enough"))
@@ -538,7 +539,7 @@ async def test_no_memory_is_taken_for_a_result_too_large(update: dict[str, str],
         peer = await peer_of(coordinator)
         await peer.join()
         spec = BufferSpec("", "uint8", (1 << 45,), written, 1 << 45)
-        header = msgpack.packb((Result.TYPE, Result(10**6, 0).fields(), [spec]))
+        header = msgpack.packb((Result.TYPE, structs.astuple(Result(10**6, 0)), [spec]))
         await peer.link.send([len(header).to_bytes(4, "big"), header])
         assert (await peer.expect(Refusal)).code == RefusalCode.PROTOCOL_ERROR
         await peer.link.aclose()

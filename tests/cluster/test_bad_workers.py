@@ -143,7 +143,7 @@ async def test_without_quarantine_it_is_only_said_and_its_results_still_do_not_c
 
 def test_the_attacks_change_what_they_say() -> None:
     """An attack that does nothing would make every test here pass."""
-    from w5xde_async.compute.engine import Task
+    from w5xde_async.compute.block import Task
 
     memory: dict[str, Any] = {}
     for name, attack in ATTACKS.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.support import lying, reference
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.scripted import scripted, settle
@@ -198,7 +199,7 @@ async def test_who_lies_about_time_drives_no_deadline(field: str, value: float) 
                 await one.version(lease.version)
                 await one.send(lease, *range(len(run.prepared.spec.layout.result_buckets)))
                 done = Done(lease.lease, tuple(1.0 for _ in lease.samples), (), (), (), (), 0, 0.01, 0.0)
-                await one.link.send(encode(replace(done, **{field: value}) if one is liar else done))
+                await one.link.send(encode(structs.replace(done, **{field: value}) if one is liar else done))
                 await settle()
             run.now += 0.01
         deadlines = [run.training.pacing.deadline_s(one.worker_id, 1) for one in (liar, honest)]

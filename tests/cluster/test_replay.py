@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.jobs import mlp_sgd
+from tests.support.memory_links import memory_pair
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LinkLost, Refused, RemoteError
 from w5xde_async.net.endpoint import connect
-from w5xde_async.net.memory import memory_pair
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header, encode
 from w5xde_async.wire.messages import Bye, Done, Drain, Heartbeat, Hello, Lease, Params, Proof, Ready, Result
 from w5xde_async.worker.connection.handshake import join

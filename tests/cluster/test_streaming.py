@@ -14,7 +14,7 @@ from tests.support.cluster import QUICK_WORKER, settings
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.engine import ComputedBlock
+from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import NonFinite

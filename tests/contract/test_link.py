@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import pytest
 import trustme
+from tests.support.memory_links import MemoryLink, memory_pair
 
 from w5xde_async.errors import FrameTooLarge, LinkLost, LocalError, MalformedFrame, RemoteError
 from w5xde_async.net import endpoint, sockets
-from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, FramedLink, Link
-from w5xde_async.net.memory import MemoryLink, memory_pair
+from w5xde_async.net.link import CLOSED_BY_PEER, CLOSED_HERE, CLOSED_MID_FRAME, Link
 from w5xde_async.net.sockets import BULK_BYTES
 from w5xde_async.net.stream import READ_AHEAD_BYTES
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
@@ -90,7 +90,7 @@ async def stock_pair(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext]
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.set_result(FramedLink(reader, writer))
+        accepted.set_result(Link(reader, writer))
 
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/socket"
@@ -102,7 +102,7 @@ async def stock_pair(kind: str, authority: tuple[ssl.SSLContext, ssl.SSLContext]
             server = await asyncio.start_server(on_connection, "127.0.0.1", 0, ssl=theirs)
             port = server.sockets[0].getsockname()[1]
             streams = await asyncio.open_connection("localhost" if ours else "127.0.0.1", port, ssl=ours)
-        near, far = FramedLink(*streams), await accepted
+        near, far = Link(*streams), await accepted
         near.caps = far.caps = SESSION_CAPS
         try:
             yield Pair(near, far)

@@ -13,7 +13,8 @@ from tests.support.cluster import settings
 from torch import Tensor
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import Engine, Task, choose_device
+from w5xde_async.compute.block import Task
+from w5xde_async.compute.engine import Engine, choose_device
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector

@@ -21,6 +21,7 @@ from tests.support.programs import tiny_layout
 from tests.support.sealed import ATTEMPTS, HARMLESS
 from tests.unit.test_program_hostile import BIG, HOSTILE
 
+from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.program import sandbox as sandboxes
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.coordinator.service import Coordinator, RunResult
@@ -184,9 +185,8 @@ def refuses_every_hostile_program(kept: Kept) -> None:
             continue
         try:
             Sandboxed(
-                kept, make(), layout, seed=1, precision="fp32", microbatch_samples=8, accumulate=1,
-                bucket_bytes=layout.bucket_bytes, batch_bytes=1 << 20, memory_bytes=1 << 30, copies=False,
-            )  # fmt: skip
+                kept, make(), layout, LeafSpec(1, "fp32", 8, 1), batch_bytes=1 << 20, memory_bytes=1 << 30, copies=False
+            )
         except ProgramKilled as error:
             raise AssertionError(f"{name}: {error}") from error
         except ProgramRefused:

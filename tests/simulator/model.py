@@ -22,7 +22,8 @@ from tests.support.reference import tree_sum
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from w5xde_async.compute.engine import ComputedBlock, Emit, LeafError, Task
+from w5xde_async.compute.block import ComputedBlock, Emit, Task
+from w5xde_async.compute.engine import LeafError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState, digest
 from w5xde_async.params.layout import Layout

@@ -17,7 +17,7 @@ from typing import Any
 from tests.simulator.loop import HOST, Host, VirtualLoop
 
 from w5xde_async.errors import Unreachable, W5xdeError
-from w5xde_async.net.link import FramedLink, Link
+from w5xde_async.net.link import Link
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, Channel, StreamLost
 from w5xde_async.wire.frame import Buffer
 
@@ -289,7 +289,7 @@ class SimListener:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, channel: SimChannel) -> None:
-        link = FramedLink(*channel.pair())
+        link = Link(*channel.pair())
         try:
             await self._on_link(link)
         except W5xdeError:
@@ -403,4 +403,4 @@ class Network:
         self.connections.append(connection)
         self.note("connect", f"{self._number} {caller.name} {listener.owner.name}")
         listener.accept(connection.far)
-        return FramedLink(*connection.near.pair())
+        return Link(*connection.near.pair())

@@ -16,8 +16,8 @@ from tests.support import jobs
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from w5xde_async.compute.block import Computing
-from w5xde_async.compute.engine import ComputedBlock, Emit, Task
+from w5xde_async.compute.block import ComputedBlock, Emit, Task
+from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.training import NonFinite

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from w5xde_async.compute.engine import Engine
-from w5xde_async.compute.program import child
+from w5xde_async.compute.program import child, runner
 
 _compute = Engine.compute
 _blocks = 0
@@ -33,13 +33,13 @@ def compute(self: Engine, *arguments: Any) -> Any:
 
 if __name__ == "__main__":
     count = Engine.compute
-    child_warm = child._warm_up
+    child_warm = runner.warm_up
 
     def warm(*arguments: Any) -> None:
         global _blocks
         child_warm(*arguments)
         _blocks = 0
 
-    child._warm_up = warm
+    runner.warm_up = warm
     Engine.compute = compute  # type: ignore[method-assign]
     sys.exit(child.main())

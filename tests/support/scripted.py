@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import torch
+from tests.support.memory_links import memory_pair
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -23,7 +24,6 @@ from w5xde_async.errors import LinkLost
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
-from w5xde_async.net.memory import memory_pair
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus, Event
 from w5xde_async.wire.frame import BufferSpec, encode

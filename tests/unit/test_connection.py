@@ -7,18 +7,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.support.jobs import mlp_sgd
+from tests.support.memory_links import MemoryLink, memory_pair
 
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.engine import Engine
 from w5xde_async.errors import LinkLost, RemoteError, UsageError
-from w5xde_async.net.memory import MemoryLink, memory_pair
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.messages import (
@@ -131,7 +131,7 @@ async def served(
     engine = Engine(mlp_sgd(), bucket_bytes=64 << 10)
     layout, compute = engine.layout, Held()
     welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, layout.fingerprint, 1e6, 2e6)
-    welcome = replace(welcome, update=update)
+    welcome = structs.replace(welcome, update=update)
     connection = Connection(near, welcome, ComputeThread(pool=compute, clock=clock))
 
     async def prepare(*_: Any) -> tuple[LeaseExecutor, Ready]:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from w5xde_async.errors import LinkLost, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.net import endpoint
 from w5xde_async.net.endpoint import DEFAULT_PORT, connect, format_address, listen, parse_address
-from w5xde_async.net.link import FramedLink, Link
+from w5xde_async.net.link import Link
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat
 
@@ -392,12 +392,12 @@ async def test_a_connection_that_was_accepted_elsewhere_has_the_limits_and_the_e
 
     with tempfile.TemporaryDirectory() as folder:  # a Unix socket's path is short
         async with await asyncio.start_unix_server(handle, f"{folder}/socket"):
-            first = FramedLink(*await asyncio.open_unix_connection(f"{folder}/socket"))
+            first = Link(*await asyncio.open_unix_connection(f"{folder}/socket"))
             await beat(first)
             assert begun.is_set()
             assert listener.num_links == 1
             for _ in range(2):  # one too many, whichever door it came by
-                second = FramedLink(*await asyncio.open_unix_connection(f"{folder}/socket"))
+                second = Link(*await asyncio.open_unix_connection(f"{folder}/socket"))
                 with pytest.raises(LinkLost):
                     await second.recv()
                 await second.aclose()
@@ -409,7 +409,7 @@ async def test_a_connection_that_was_accepted_elsewhere_has_the_limits_and_the_e
             await listener.aclose()
             with pytest.raises(LinkLost):
                 await first.recv()
-            late = FramedLink(*await asyncio.open_unix_connection(f"{folder}/socket"))
+            late = Link(*await asyncio.open_unix_connection(f"{folder}/socket"))
             with pytest.raises(LinkLost):
                 await late.recv()
             await asyncio.gather(first.aclose(), late.aclose())

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import ComputedBlock, Engine, LeafError, Task, choose_device
+from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import Engine, LeafError, choose_device
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.sampler import seed_for

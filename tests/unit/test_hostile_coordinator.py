@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
+from tests.support.memory_links import memory_pair
 from torch import nn
 
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.program.carriage import Unloading
 from w5xde_async.errors import LinkLost, MalformedFrame, Refused, RemoteError
-from w5xde_async.net.memory import memory_pair
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import DTYPE_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode
@@ -51,7 +52,7 @@ def parsed(message: Any, raws: list[Any]) -> tuple[BufferSpec, ...]:
             size *= extent
         rows.append([name, dtype, shape, written, size if nbytes is None else nbytes])
     with suppress(OverflowError):  # msgpack has no such number
-        return decode_header(msgpack.packb([message.TYPE, message.fields(), rows]), SESSION_CAPS)[1]
+        return decode_header(msgpack.packb([message.TYPE, structs.astuple(message), rows]), SESSION_CAPS)[1]
     raise MalformedFrame("no number")
 
 
@@ -81,7 +82,7 @@ def test_any_leases_and_parameters_are_held_or_refused(deltas: bool, frames: lis
                 views = inbox.place_lease(message, specs) if specs else []
                 inbox.lease(message)
             else:
-                views = inbox.place_params(message, specs) if specs else []
+                views = receiver.place(message, specs) if specs else []
                 if specs:  # one without its buffer is refused before
                     inbox.params(message)
             assert [len(view) for view in views] == [spec.nbytes for spec in specs]
@@ -132,7 +133,7 @@ async def test_any_welcome_is_taken_or_refused(update: str, names: tuple[str, ..
         assert type((await far.recv()).message) is Proof
         await far.send(encode(Accepted(b"")))
         assert type((await far.recv()).message) is Introduction
-        welcome = Welcome(*(update if field == "sync" else field for field in WELCOME.fields()))
+        welcome = Welcome(*(update if field == "sync" else field for field in structs.astuple(WELCOME)))
         await far.send(
             encode(welcome, [(BufferSpec(name, "uint8", (len(text),), "raw", len(text)), text) for name in names])
         )
@@ -153,7 +154,7 @@ async def test_a_worker_says_nothing_of_itself_before_the_coordinator_has_proved
     near, far = memory_pair()
     joining = asyncio.create_task(join(near, key="my key", name="my name", token="secret", terms={}))
     hello = (await far.recv()).message
-    assert hello.fields()[2:] == ("", "", "", "")
+    assert structs.astuple(hello)[2:] == ("", "", "", "")
     await far.send(encode(Challenge(PROTOCOL_VERSION, bytes(32), True, b"")))
     assert type((await far.recv()).message) is Proof
     await far.send(encode(Accepted(bytes(32))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
@@ -10,11 +9,12 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.wire import messages
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, decode_header, encode
-from w5xde_async.wire.messages import MESSAGES, Heartbeat, Message, Result
+from w5xde_async.wire.messages import MESSAGES, Message, Result
 
 ALL = sorted(MESSAGES.values(), key=lambda cls: cls.TYPE)
 by_name = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
@@ -95,7 +95,7 @@ SAMPLES: dict[Any, Callable[[str, int], Any]] = {
 
 def hints(cls: type[Message]) -> dict[str, Any]:
     found = get_type_hints(cls)
-    return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: found[field.name] for field in structs.fields(cls)}
 
 
 def sample(cls: type[Message]) -> Message:
@@ -120,7 +120,7 @@ def test_round_trip(cls: type[Message], data: st.DataObject):
 
 @by_name
 def test_a_field_of_the_wrong_type_never_becomes_a_message(cls: type[Message]):
-    right = sample(cls).fields()
+    right = structs.astuple(sample(cls))
     for place, (name, kind) in enumerate(hints(cls).items()):
         for value in WRONG[kind]:
             with pytest.raises(MalformedFrame, match=rf"{cls.__name__}\.{name} "):
@@ -130,7 +130,7 @@ def test_a_field_of_the_wrong_type_never_becomes_a_message(cls: type[Message]):
 @by_name
 def test_a_value_out_of_bounds_never_becomes_a_message(cls: type[Message]):
     """Every field has bounds, or a reason to have none."""
-    right = sample(cls).fields()
+    right = structs.astuple(sample(cls))
     for place, (name, kind) in enumerate(hints(cls).items()):
         if (cls.__name__, name) in FREE:
             continue
@@ -141,20 +141,14 @@ def test_a_value_out_of_bounds_never_becomes_a_message(cls: type[Message]):
 
 @pytest.mark.parametrize("name", ["heartbeat_s", "silence_s"])
 def test_no_time_of_nothing_keeps_a_worker_busy(name: str):
-    welcome = dataclasses.replace(sample(messages.Welcome), **{name: 0.0})
+    welcome = structs.replace(sample(messages.Welcome), **{name: 0.0})
     with pytest.raises(MalformedFrame, match=name):
         over_the_wire(welcome)
 
 
-def test_bounds_are_of_fields_that_there_are():
-    with pytest.raises(ValueError, match="no field nonce"):
-        messages._message(99, nonce=bytes)(type("Other", (Message,), {"__annotations__": {"x": int}}))
-    assert 99 not in MESSAGES
-
-
 @by_name
 def test_too_few_or_too_many_fields_never_become_a_message(cls: type[Message]):
-    right = sample(cls).fields()
+    right = structs.astuple(sample(cls))
     for values in (right[:-1], (*right, 1)):
         with pytest.raises(MalformedFrame, match="fields"):
             cls.parse(msgpack.packb(values))
@@ -164,7 +158,7 @@ def test_too_few_or_too_many_fields_never_become_a_message(cls: type[Message]):
 def test_messages_are_frozen_and_have_no_dict(cls: type[Message]):
     message = sample(cls)
     name = next(iter(hints(cls)))
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         setattr(message, name, None)
     assert not hasattr(message, "__dict__")
     assert message == sample(cls)
@@ -193,6 +187,6 @@ def test_numbers_are_one_to_n_without_a_gap():
 
 
 def test_a_number_is_given_once():
-    with pytest.raises(ValueError, match="taken"):
-        messages._message(Heartbeat.TYPE)(type("Other", (Message,), {"__annotations__": {"x": int}}))
-    assert MESSAGES[Heartbeat.TYPE] is Heartbeat
+    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
+    assert {kind.TYPE: kind for kind in kinds if kind is not Message} == MESSAGES
+    assert len(kinds) == len(MESSAGES) + 1

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.memory_links import memory_pair
 
-from w5xde_async.net.memory import memory_pair
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.messages import Heartbeat, Result

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import ComputedBlock, Engine, Task
+from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
+from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.form import Document, Program, encode, parse
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.program.tracing import NotTraceable, probe_batches, trace
@@ -46,10 +47,7 @@ def engines(name: str) -> tuple[Engine, Engine]:
     job, layout, document = traced(name)
     local = Engine(job)
     replica = ProgramJob.of(parse(document, layout), layout, CPU, precision=job.precision, memory_bytes=1 << 30)
-    free = Engine(
-        replica, seed=job.seed, precision=job.precision, microbatch_samples=job.microbatch_samples,
-        accumulate=job.accumulate_grad_batches,
-    )  # fmt: skip
+    free = Engine(replica, LeafSpec.of(job))
     for mine, theirs in zip(free.incoming.groups, local.incoming.groups, strict=True):
         mine.copy_(theirs)
     for engine in (local, free):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.engine import ComputedBlock, Engine, Task
+from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.inner import describe_inner
 from w5xde_async.job import Job
 from w5xde_async.updates.outer import bucket_fragments

@@ -16,16 +16,20 @@ from tests.support import programs
 
 from w5xde_async.compute import engine
 from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.block import Task
+from w5xde_async.compute.block import LeafSpec, Task
 from w5xde_async.compute.engine import Engine, LeafError
-from w5xde_async.compute.program import child
+from w5xde_async.compute.program import runner
 from w5xde_async.compute.program.channel import NUM_SLOTS
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.compute.program.tracing import probe_batches, trace
+from w5xde_async.errors import Unreachable
 from w5xde_async.job import build_model
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.telemetry.memory import usage_of
+from w5xde_async.worker import engine_source
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.service import Worker
 
 
 class Here(Sandbox):
@@ -40,7 +44,7 @@ class Here(Sandbox):
 
     def _serve(self) -> None:
         try:
-            child.serve(self.theirs)
+            runner.serve(self.theirs)
         finally:
             self.theirs.shutdown(socket.SHUT_RDWR)
 
@@ -63,8 +67,8 @@ def sandboxed(*, copies: bool) -> Iterator[tuple[Sandboxed, Task]]:
     (batch,) = probe_batches(job, [job.microbatch_samples])
     document = trace(job, model, layout, [batch])
     made = Sandboxed(
-        Here(), document, layout, seed=1, precision="fp32", microbatch_samples=job.microbatch_samples, accumulate=1,
-        bucket_bytes=1 << 12, batch_bytes=1 << 20, memory_bytes=1 << 30, copies=copies,
+        Here(), document, layout, LeafSpec(1, "fp32", job.microbatch_samples, 1), batch_bytes=1 << 20,
+        memory_bytes=1 << 30, copies=copies,
     )  # fmt: skip
     structure, tensors = flatten(batch)
     task = Task(
@@ -116,3 +120,18 @@ def test_what_another_process_uses_is_known() -> None:
     assert own.host_bytes > 1 << 20
     assert own.cpu_s > 0
     assert usage_of(0) == usage_of(1 << 30) == type(own)()
+
+
+async def test_a_child_has_as_many_threads_as_its_worker_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    class Noted(Sandbox):
+        def start(self) -> None:
+            begun.append(self._threads)
+
+    monkeypatch.setattr(engine_source, "Sandbox", Noted)
+    told = torch.get_num_threads() + 2
+    config = WorkerConfig(device="cpu", sandbox="on", threads=told, connect_timeout_s=0.1)
+    with pytest.raises(Unreachable):
+        await Worker("127.0.0.1:1", config=config).run()
+    assert begun == [told]

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgpack
 import torch
+from msgspec import DecodeError, Raw, msgpack
 from torch import Tensor
 
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES
-from w5xde_async.wire.packed import unpack
 
 __all__ = ["flatten", "joined", "leaves_of", "map_tensors", "rows", "unflatten"]
 
@@ -65,7 +64,7 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
         )
 
     try:
-        structure: bytes = msgpack.packb(walk(batch, "", 0))
+        structure = msgpack.encode(walk(batch, "", 0))
     except UnicodeEncodeError as error:
         raise TypeError(f"the batch holds a string that is not Unicode text: {error.object!r:.60}") from None
     if len(structure) > _MAX_STRUCTURE_BYTES:
@@ -83,9 +82,7 @@ def joined(structures: Sequence[bytes]) -> bytes:
     """
     if all(structure == structures[0] for structure in structures):
         return structures[0]
-    packer = msgpack.Packer()
-    head = [packer.pack_array_header(2), packer.pack(_EACH), packer.pack_array_header(len(structures))]
-    return b"".join([*head, *structures])
+    return msgpack.encode((_EACH, [Raw(structure) for structure in structures]))
 
 
 def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -95,8 +92,8 @@ def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
 
 def _parse(structure: bytes) -> Any:
     try:
-        return unpack(structure, use_list=True)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        return msgpack.decode(structure)
+    except (DecodeError, ValueError, RecursionError) as error:
         raise MalformedFrame(f"batch structure: {type(error).__name__}") from None
 
 
@@ -115,7 +112,7 @@ def _fill(tree: Any, tensors: Sequence[Tensor]) -> Any:
                 return [build(item, depth + 1) for item in items]
             case ["d", list(items)]:
                 return {str(key): build(item, depth + 1) for key, item in items}
-            case ["v", value]:
+            case ["v", None | bool() | int() | float() | str() as value]:
                 return value
         raise ValueError("a node")
 

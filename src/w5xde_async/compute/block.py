@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from w5xde_async.params.flat import FlatState, ResultVector
-from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.job import Job
+from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.layout import Bucket
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Block", "ComputedBlock", "Computing", "Emit", "MetricNames", "Task", "described"]
+__all__ = ["Block", "ComputedBlock", "Emit", "LeafSpec", "MetricNames", "Task", "autocast", "described"]
 
 logger = logging.getLogger(__name__)
 
 Emit = Callable[[int, ResultVector], None]
 """Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
+
+
+class LeafSpec(NamedTuple):
+    """What a leaf's result depends on beside model, step and data. ``accumulate`` microbatches are one leaf."""
+
+    seed: int
+    precision: str
+    microbatch_samples: int
+    accumulate: int
+
+    @classmethod
+    def of(cls, job: Job) -> LeafSpec:
+        """The job's own."""
+        return cls(job.seed, job.precision, job.microbatch_samples, job.accumulate_grad_batches)
+
+
+def autocast(precision: str, device_type: str = "cpu") -> Callable[[], Any] | None:
+    """What a step is run under: makes a context of half precision; None for full precision."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return None if dtype is None else partial(torch.autocast, device_type, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,52 +70,6 @@ class ComputedBlock:
     splits: int
     compute_s: float
     vectors: tuple[ResultVector, ...]
-
-
-class Computing(Protocol):
-    """What computes blocks: an engine in this process, or one in a process of its own. One thread."""
-
-    layout: Layout
-    device: torch.device
-    model: nn.Module
-    incoming: FlatState
-    clock: Callable[[], float]
-
-    @property
-    def live(self) -> FlatState:
-        """What the model computes with."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The model's own tensors, in layout order."""
-
-    def load(self, buckets: Iterable[int]) -> None:
-        """``incoming`` holds a new version, of which ``buckets`` came."""
-
-    def refresh(self, buckets: Iterable[int]) -> None:
-        """``live`` has new values in these buckets."""
-
-    def compute(self, task: Task, emit: Emit) -> ComputedBlock:
-        """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
-
-    def counted(self, task: Task, emit: Emit) -> tuple[ComputedBlock, int]:
-        """``compute``, and the floating-point operations that it took."""
-
-    def keep_results(self) -> None:
-        """From now on blocks' results stay where ``live`` is."""
-
-    def unbind(self) -> None:
-        """Somebody else has set the parameters' gradients."""
-
-    def release(self, vector: ResultVector) -> None:
-        """A block's vector has been sent; it may be written again. Any thread."""
-
-    @property
-    def child(self) -> int:
-        """The process that it computes in, where that is one of its own, else 0."""
-
-    def close(self) -> None:
-        """Free threads, hooks and processes."""
 
 
 class MetricNames:

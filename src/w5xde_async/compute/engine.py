@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
-from w5xde_async.compute.block import Block, ComputedBlock, Emit, MetricNames, Task, described
+from w5xde_async.compute.block import Block, ComputedBlock, Emit, LeafSpec, MetricNames, Task, autocast, described
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
@@ -37,7 +37,7 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
-__all__ = ["ComputedBlock", "Emit", "Engine", "LeafError", "Task", "choose_device"]
+__all__ = ["Engine", "LeafError", "choose_device"]
 
 _MAX_TRACEBACK = 8000
 _TOO_FEW = "Expected more than 1 value per channel"
@@ -82,20 +82,17 @@ def choose_device(name: str) -> torch.device:
 class Engine:
     """Forward and backward of one job on one device. All methods but ``release`` run on one compute thread.
 
-    ``source`` is a job, or a program's replica. ``seed``, ``precision``, ``microbatch_samples`` and ``accumulate`` are
-    the job's own unless given: a worker takes the coordinator's, so that a job file edited on one machine does not
-    change what is computed. A replica has none of its own. ``lent``: host memory to compute with.
+    ``source`` is a job, or a program's replica. ``spec`` is the job's own unless given: a worker takes the
+    coordinator's, so that a job file edited on one machine does not change what is computed. A replica has none of its
+    own. ``lent``: host memory to compute with.
     """
 
     def __init__(
         self,
         source: Job | ProgramJob,
+        spec: LeafSpec | None = None,
         *,
         device: torch.device | str = "cpu",
-        seed: int | None = None,
-        precision: str | None = None,
-        microbatch_samples: int | None = None,
-        accumulate: int | None = None,
         bucket_bytes: int = 4 << 20,
         clock: Callable[[], float] = time.perf_counter,
         lent: Lent | None = None,
@@ -106,20 +103,15 @@ class Engine:
         # then mapped and zeroed anew. A job's dataset does that by the way; nothing else of a program would.
         torch.empty(31 << 20, dtype=torch.uint8)
         if isinstance(source, Job):
-            seed = source.seed if seed is None else seed
-            precision = precision or source.precision
-            microbatch_samples = microbatch_samples or source.microbatch_samples
-            accumulate = accumulate or source.accumulate_grad_batches
+            spec = spec or LeafSpec.of(source)
             model, layout, silent = build_model(source, replica=True).to(self.device), None, None
             self._step: StepFunction = step_function(source)
         else:
             model, layout, silent = source.model.to(self.device), source.layout, source.statistics
             self._step = source.step
-        assert seed is not None
-        assert precision
-        assert microbatch_samples
-        self.model, self.seed, self.precision = model, seed, precision
-        self._microbatch, self._accumulate = microbatch_samples, accumulate or 1
+        assert spec is not None
+        self.model, self.seed, self.precision = model, spec.seed, spec.precision
+        self._microbatch, self._accumulate = spec.microbatch_samples, spec.accumulate
         self.layout = layout = layout or Layout.of(self.model, bucket_bytes=bucket_bytes)
         self._transfer = Transfer(layout, self.device, lent)
         self.incoming: FlatState = self._transfer.incoming
@@ -138,8 +130,7 @@ class Engine:
             for index in bucket.entries:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
         self._weights: dict[float, Tensor] = {}
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        self._autocast = None if dtype is None else partial(torch.autocast, self.device.type, dtype=dtype)
+        self._autocast = autocast(self.precision, self.device.type)
         self._keeps = False
         self._bound: ResultVector | None = None
         self._pieces = 1  # halvings of a microbatch that lack of memory has forced so far, as a factor

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from w5xde_async.compute.engine import choose_device
@@ -339,7 +340,7 @@ class TrainingNode:
             if found and needs_program:
                 raise _NeedsProgram(f"the server trains with its own criterion ({criterion})")
             plain = welcome.codec == _LOSSLESS and not self.compress_gradients
-            return replace(welcome, codec="raw") if plain else welcome
+            return structs.replace(welcome, codec="raw") if plain else welcome
 
         hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered)
         config = replace(self._config, gather_frames=self.batch_gradients)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from w5xde_async.errors import LinkLost, PortInUse, RefusalCode, Refused, Unreachable, UsageError, W5xdeError
-from w5xde_async.net.link import FramedLink, Link
+from w5xde_async.net.link import Link
 from w5xde_async.net.sockets import SocketChannel
 from w5xde_async.net.stream import Channel, ended_by
 from w5xde_async.net.transport import TransportChannel
@@ -100,7 +100,7 @@ async def connect(
         try:
             async with asyncio.timeout(share_s):
                 channel = await _connect_one(address, peer, host, tls=ssl, bulk=bulk)
-                return FramedLink(*channel.pair())
+                return Link(*channel.pair())
         except TimeoutError:
             reasons["no answer"] = None
         except (OSError, LinkLost) as error:
@@ -152,7 +152,7 @@ async def listen(
 class _Accepted:
     host: str
     sock: socket.socket | None = None
-    link: FramedLink | None = None  # None during the TLS handshake
+    link: Link | None = None  # None during the TLS handshake
 
     def is_stranger(self) -> bool:
         """Nobody has let it in: it may still send no more than a handshake."""
@@ -196,7 +196,7 @@ class Listener:
         The limits are those of the port, and so is the end: once the port is closed, the connection is closed at once.
         An address without a host, as a Unix socket has, counts as one host. Cancelled, it ends the connection first.
         """
-        link = FramedLink(reader, writer)
+        link = Link(reader, writer)
         address = writer.get_extra_info("peername")
         host = address[0] if isinstance(address, tuple) else ""
         if self._stopped or not self._has_room(host, link.peer):
@@ -294,10 +294,10 @@ class Listener:
         except (OSError, LinkLost) as error:
             _log.info("accept failed peer=%s reason=%s", peer, _why(error))
             return
-        accepted.link = FramedLink(*channel.pair())
+        accepted.link = Link(*channel.pair())
         await self._serve_link(accepted.link)
 
-    async def _serve_link(self, link: FramedLink) -> None:
+    async def _serve_link(self, link: Link) -> None:
         try:
             await self._on_link(link)
         except W5xdeError as error:

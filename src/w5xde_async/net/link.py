@@ -1,7 +1,7 @@
 """Links: whole frames over a pair of a reader and a writer.
 
 A link is what the sessions see of the network: send these chunks, receive the next message with its buffers.
-Every kind of link (TCP, TLS, memory) is a :class:`FramedLink` over such a pair, so all of them read the same bytes with
+Every kind of connection (TCP, TLS, a tunnel) is such a pair, so all of them read the same bytes with
 the same checks. A pair of asyncio's own will do as well, with a copy more (``net.stock``).
 
 Invariants: sizes are checked, and the caller has agreed to them (``accept``), before a payload byte is stored; one
@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from w5xde_async.errors import LinkLost, LocalError, RemoteError
 from w5xde_async.net.stock import our_pair
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES
 from w5xde_async.net.tuning import Figures, figures
-from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, Caps, decode_header, header_length
+from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message
 
-__all__ = ["CLOSED_BY_PEER", "CLOSED_HERE", "CLOSED_MID_FRAME", "Accept", "FramedLink", "Link", "Received"]
+__all__ = ["CLOSED_BY_PEER", "CLOSED_HERE", "CLOSED_MID_FRAME", "Accept", "Link", "Received"]
 
 Accept = Callable[[Message, tuple[BufferSpec, ...]], Sequence[memoryview]]
 """Called once a header with buffers is parsed, before any payload byte is stored. Returns one writable flat ``B``
@@ -43,58 +43,13 @@ class Received(NamedTuple):
     buffers: Sequence[memoryview]
 
 
-class Link(Protocol):
-    """One peer, whole frames, in order."""
+class Link:
+    """One peer, whole frames, in order: over any pair of a reader and a writer, which it owns from now on.
 
-    caps: Caps  #: what the next header may hold; starts at HANDSHAKE_CAPS
-
-    @property
-    def peer(self) -> str:
-        """The other end, for people."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes handed over so far."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes taken in so far, read-ahead included."""
-
-    @property
-    def certificate(self) -> bytes:
-        """The peer's certificate (DER) under TLS, else empty: what the proof of the handshake is bound to."""
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether TLS protects the connection, whosever certificate it is."""
-
-    @property
-    def figures(self) -> Figures | None:
-        """Round trip and retransmissions by the kernel; None where it does not say."""
-
-    async def send(self, chunks: Sequence[Buffer]) -> None:
-        """Send one or more encoded frames. The buffers may be overwritten once this returns.
-
-        Raises LinkLost; LocalError for a second send at once. Cancelled, it aborts the link.
-        """
-
-    async def recv(self, accept: Accept | None = None) -> Received:
-        """The next frame; without suspending where it is read ahead already.
-
-        Raises LinkLost at the end, FrameTooLarge or MalformedFrame for bad bytes, RemoteError for a refusal by
-        ``accept`` or for buffers where it is None, LocalError for a second recv at once. After a RemoteError
-        nothing more can be received, but a last message may still be sent to say why. Cancelled, it aborts.
-        """
-
-    async def aclose(self) -> None:
-        """End in good order: what was sent arrives, pending calls raise LinkLost. May be called twice."""
-
-    def abort(self) -> None:
-        """End now; pending calls raise LinkLost. May be called twice."""
-
-
-class FramedLink:
-    """The link over any pair of a reader and a writer, which it owns from now on."""
+    caps         what the next header may hold; starts at HANDSHAKE_CAPS
+    certificate  the peer's (DER) under TLS, else empty: what the proof of the handshake is bound to
+    encrypted    whether TLS protects the connection, whosever certificate it is
+    """
 
     __slots__ = ("_reader", "_receiving", "_refused", "_sending", "_writer", "caps", "certificate", "encrypted")
 
@@ -112,22 +67,30 @@ class FramedLink:
 
     @property
     def peer(self) -> str:
+        """The other end, for people."""
         return self._writer.peer
 
     @property
     def bytes_sent(self) -> int:
+        """Bytes handed over so far."""
         return self._writer.bytes_sent
 
     @property
     def bytes_received(self) -> int:
+        """Bytes taken in so far, read-ahead included."""
         return self._reader.bytes_received
 
     @property
     def figures(self) -> Figures | None:
+        """Round trip and retransmissions by the kernel; None where it does not say."""
         sock = None if self._writer.is_closing() else self._writer.get_extra_info("socket")
         return None if sock is None else figures(sock)
 
     async def send(self, chunks: Sequence[Buffer]) -> None:
+        """Send one or more encoded frames. The buffers may be overwritten once this returns.
+
+        Raises LinkLost; LocalError for a second send at once. Cancelled, it aborts the link.
+        """
         if self._sending:
             raise LocalError(f"two sends at once on the link to {self.peer}")
         self._sending = True
@@ -144,6 +107,12 @@ class FramedLink:
             self._sending = False
 
     async def recv(self, accept: Accept | None = None) -> Received:
+        """The next frame; without suspending where it is read ahead already.
+
+        Raises LinkLost at the end, FrameTooLarge or MalformedFrame for bad bytes, RemoteError for a refusal by
+        ``accept`` or for buffers where it is None, LocalError for a second recv at once. After a RemoteError
+        nothing more can be received, but a last message may still be sent to say why. Cancelled, it aborts.
+        """
         if self._receiving:
             raise LocalError(f"two receives at once on the link to {self.peer}")
         if self._refused:
@@ -202,10 +171,12 @@ class FramedLink:
             self._receiving = False
 
     async def aclose(self) -> None:
+        """End in good order: what was sent arrives, pending calls raise LinkLost. May be called twice."""
         self._refused = self._refused or CLOSED_HERE
         if self._sending:
             self._writer.abort()  # a frame cut in half cannot end in good order
         await self._writer.aclose()
 
     def abort(self) -> None:
+        """End now; pending calls raise LinkLost. May be called twice."""
         self._writer.abort()

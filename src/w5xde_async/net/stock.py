@@ -23,6 +23,7 @@ from w5xde_async.net.stream import (
     StreamLost,
     Writer,
     ended_by,
+    in_pieces,
 )
 from w5xde_async.wire.frame import Buffer
 
@@ -84,8 +85,8 @@ class StockChannel(Channel):
     async def drain(self) -> None:
         chunks, self._chunks = self._chunks, []
         with self._moving():
-            for piece in _copied(chunks):
-                self._writer.write(piece)
+            for piece in in_pieces(chunks, PIECE_BYTES):
+                self._writer.write(bytes(piece))  # memory of its own
                 await self._writer.drain()
                 self._check()
                 self.bytes_sent += len(piece)
@@ -140,22 +141,3 @@ class StockChannel(Channel):
         self.lost = self.lost or reason
         self._chunks.clear()
         self._writer.transport.abort()
-
-
-def _copied(chunks: Iterable[Buffer]) -> Iterable[bytes]:
-    """The same bytes in pieces of PIECE_BYTES at most, in memory of their own; neighbours that are small become one."""
-    small: list[Buffer] = []
-    held = 0
-    for chunk in chunks:
-        if small and held + len(chunk) > PIECE_BYTES:
-            yield b"".join(small)
-            small, held = [], 0
-        if len(chunk) <= PIECE_BYTES:
-            small.append(chunk)
-            held += len(chunk)
-            continue
-        with memoryview(chunk) as view:
-            for start in range(0, len(view), PIECE_BYTES):
-                yield bytes(view[start : start + PIECE_BYTES])
-    if held:
-        yield b"".join(small)

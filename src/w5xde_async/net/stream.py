@@ -3,8 +3,8 @@
 :class:`Reader` also reads into the caller's own memory (``readinto``); a fixed read-ahead serves headers and small
 frames. :class:`Writer` keeps no copy: ``drain`` returns when the bytes may be overwritten. Both stand on a
 :class:`Channel`, a transport that receives where it is told to. There is one channel for each way of moving bytes:
-``net.sockets`` (plain TCP), ``net.transport`` (TLS, and loops that watch no descriptors), ``net.memory``, and
-``net.stock`` over a pair of asyncio's own.
+``net.sockets`` (plain TCP), ``net.transport`` (TLS, and loops that watch no descriptors), and ``net.stock`` over a
+pair of asyncio's own.
 
 Invariants: a channel that ended raises StreamLost with the first reason, for ever; nothing is read and dropped before
 the end; memory beyond the caller's own is ``READ_AHEAD_BYTES`` a reader, and as much again in ``net.transport``.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, SupportsIndex
 
 from w5xde_async.errors import LinkLost
@@ -32,6 +32,7 @@ __all__ = [
     "StreamLost",
     "Writer",
     "ended_by",
+    "in_pieces",
 ]
 
 #: ``LinkLost.reason`` where this side ended the link, and where the peer did.
@@ -68,6 +69,28 @@ def ended_by(error: OSError) -> str:
     if error.errno and error.strerror and error.strerror.startswith("Connect call failed"):
         return os.strerror(error.errno)  # asyncio writes the address where the reason should be
     return error.strerror or str(error) or type(error).__name__
+
+
+def in_pieces(chunks: Iterable[Buffer], most: int) -> Iterator[Buffer]:
+    """The same bytes in pieces of ``most`` at most; neighbours that are small become one."""
+    small: list[Buffer] = []
+    held = 0
+    for chunk in chunks:
+        if held + len(chunk) <= most:
+            small.append(chunk)
+            held += len(chunk)
+            continue
+        if small:
+            yield small[0] if len(small) == 1 else b"".join(small)
+            small, held = [], 0
+        if len(chunk) <= most:
+            small, held = [chunk], len(chunk)
+            continue
+        view = memoryview(chunk)
+        for start in range(0, len(view), most):
+            yield view[start : start + most]
+    if held:
+        yield small[0] if len(small) == 1 else b"".join(small)
 
 
 class Channel(asyncio.WriteTransport, ABC):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 from w5xde_async.net.stream import (
@@ -25,6 +25,7 @@ from w5xde_async.net.stream import (
     Channel,
     StreamLost,
     ended_by,
+    in_pieces,
 )
 from w5xde_async.wire.frame import Buffer
 
@@ -133,7 +134,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
     def writelines(self, chunks: Iterable[Buffer]) -> None:
         if self.lost is not None:
             return  # ``drain`` says so
-        self._pieces.extend(_in_pieces(chunks))
+        self._pieces.extend(in_pieces(chunks, PIECE_BYTES))
         self._push()
 
     async def drain(self) -> None:
@@ -209,25 +210,3 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         for waiting in (self._reading, self._writing):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(StreamLost(self.peer, reason))
-
-
-def _in_pieces(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
-    """The same bytes in pieces of PIECE_BYTES at most; neighbours that are small become one."""
-    small: list[Buffer] = []
-    held = 0
-    for chunk in chunks:
-        if held + len(chunk) <= PIECE_BYTES:
-            small.append(chunk)
-            held += len(chunk)
-            continue
-        if small:
-            yield small[0] if len(small) == 1 else b"".join(small)
-            small, held = [], 0
-        if len(chunk) <= PIECE_BYTES:
-            small, held = [chunk], len(chunk)
-            continue
-        view = memoryview(chunk)
-        for start in range(0, len(view), PIECE_BYTES):
-            yield view[start : start + PIECE_BYTES]
-    if held:
-        yield small[0] if len(small) == 1 else b"".join(small)

@@ -48,12 +48,8 @@ def tune(sock: socket.socket, *, platform: str = sys.platform) -> dict[str, int]
         _keepalive_windows(sock, done)
         return done
     if platform == "darwin":
-        put(
-            socket.IPPROTO_TCP,
-            "TCP_KEEPALIVE",
-            KEEPALIVE_IDLE_S,
-            getattr(socket, "TCP_KEEPALIVE", _TCP_KEEPALIVE_MACOS),
-        )
+        option = getattr(socket, "TCP_KEEPALIVE", _TCP_KEEPALIVE_MACOS)
+        put(socket.IPPROTO_TCP, "TCP_KEEPALIVE", KEEPALIVE_IDLE_S, option)
     else:
         put(socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_IDLE_S)
     put(socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S)

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import msgpack
 import msgspec
 from msgspec import DecodeError, Meta, Raw
 
@@ -41,8 +40,6 @@ Buffer = bytes | bytearray | memoryview
 
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct(">I")
-#: One for all headers: a new one costs as much as the packing. It runs no Python code: no thread comes between.
-_PACKER = msgpack.Packer(use_bin_type=True)
 
 #: Bytes of one element; also the list of dtypes that the wire knows (names as torch prints them).
 DTYPE_BYTES = {
@@ -54,6 +51,17 @@ DTYPE_BYTES = {
 MAX_AXES = 16
 _Count = Annotated[int, Meta(ge=0)]
 _RawSpec = tuple[str, str, Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)], str, _Count]
+
+
+def _plain(value: Any) -> Any:
+    """A text or number of a type of its own (torch's version, numpy's floats) as what it is."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a {type(value).__name__} has no place in a header")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 #: The fields stay as they are until the message is known whose they are.
 _HEADER = msgspec.msgpack.Decoder(tuple[int, Raw, tuple[_RawSpec, ...]])
 _MAX_SPAN = 1 << 46  # product of the extents but for zeros, beside which the byte count says nothing of them
@@ -97,7 +105,7 @@ def encode(message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) 
         specs.append(spec)
         if nbytes:
             chunks.append(data)
-    header: bytes = _PACKER.pack((message.TYPE, message.fields(), specs))
+    header = _ENCODER.encode((message.TYPE, message, specs))
     chunks[0] = _LENGTH.pack(len(header)) + header
     return chunks
 

@@ -16,31 +16,8 @@ import hmac
 from enum import Enum
 
 from w5xde_async.errors import UnexpectedMessage
-from w5xde_async.wire.messages import (
-    Accepted,
-    Bye,
-    Challenge,
-    Done,
-    Drain,
-    Failed,
-    Heartbeat,
-    Hello,
-    Introduction,
-    Lease,
-    Message,
-    Params,
-    Program,
-    ProgramRequest,
-    Proof,
-    Ready,
-    Refusal,
-    Report,
-    Result,
-    Revoke,
-    Submit,
-    Verdict,
-    Welcome,
-)
+from w5xde_async.wire import messages
+from w5xde_async.wire.messages import Bye, Heartbeat, Message, Refusal
 
 __all__ = ["COORDINATOR", "NONCE_BYTES", "WORKER", "State", "Table", "advance", "member_id", "prove", "verify"]
 
@@ -61,62 +38,43 @@ class State(Enum):
 
 Table = dict[tuple[State, type[Message]], State]
 
+_AT_WORK = (State.READY, State.DRAINING)
+
 #: What a coordinator may receive.
 COORDINATOR: Table = {
-    (State.GREETING, Hello): State.PROVING,
-    (State.PROVING, Proof): State.NAMING,
-    (State.NAMING, Introduction): State.JOINING,
-    (State.JOINING, Ready): State.READY,
-    (State.JOINING, ProgramRequest): State.JOINING,
+    (State.GREETING, messages.Hello): State.PROVING,
+    (State.PROVING, messages.Proof): State.NAMING,
+    (State.NAMING, messages.Introduction): State.JOINING,
+    (State.JOINING, messages.ProgramRequest): State.JOINING,
     (State.JOINING, Heartbeat): State.JOINING,
-    (State.JOINING, Bye): State.CLOSED,
-    (State.READY, Result): State.READY,
-    (State.READY, Done): State.READY,
-    (State.READY, Failed): State.READY,
-    (State.READY, Heartbeat): State.READY,
-    (State.READY, Report): State.READY,
-    (State.READY, Drain): State.DRAINING,
-    (State.READY, Bye): State.CLOSED,
-    (State.DRAINING, Result): State.DRAINING,
-    (State.DRAINING, Done): State.DRAINING,
-    (State.DRAINING, Failed): State.DRAINING,
-    (State.DRAINING, Heartbeat): State.DRAINING,
-    (State.DRAINING, Report): State.DRAINING,
-    (State.DRAINING, Bye): State.CLOSED,
+    (State.JOINING, messages.Ready): State.READY,
+    **{
+        (state, kind): state
+        for state in _AT_WORK
+        for kind in (messages.Result, messages.Done, messages.Failed, Heartbeat, messages.Report)
+    },
+    (State.READY, messages.Drain): State.DRAINING,
+    **{(state, Bye): State.CLOSED for state in (State.JOINING, *_AT_WORK)},
 }
 
 #: What a worker may receive.
 WORKER: Table = {
-    (State.GREETING, Challenge): State.PROVING,
-    (State.GREETING, Refusal): State.CLOSED,
-    (State.PROVING, Accepted): State.NAMING,
-    (State.PROVING, Refusal): State.CLOSED,
-    (State.NAMING, Welcome): State.JOINING,
-    (State.NAMING, Refusal): State.CLOSED,
-    (State.JOINING, Refusal): State.CLOSED,
+    (State.GREETING, messages.Challenge): State.PROVING,
+    (State.PROVING, messages.Accepted): State.NAMING,
+    (State.NAMING, messages.Welcome): State.JOINING,
+    (State.JOINING, messages.Program): State.JOINING,
     (State.JOINING, Heartbeat): State.JOINING,
-    (State.JOINING, Bye): State.CLOSED,
-    (State.JOINING, Program): State.JOINING,
-    (State.JOINING, Params): State.READY,
-    (State.JOINING, Lease): State.READY,
-    (State.JOINING, Drain): State.DRAINING,
-    (State.READY, Params): State.READY,
-    (State.READY, Lease): State.READY,
-    (State.READY, Verdict): State.READY,
-    (State.READY, Revoke): State.READY,
-    (State.READY, Submit): State.READY,
-    (State.READY, Heartbeat): State.READY,
-    (State.READY, Refusal): State.CLOSED,
-    (State.READY, Drain): State.DRAINING,
-    (State.READY, Bye): State.CLOSED,
-    (State.DRAINING, Params): State.DRAINING,
-    (State.DRAINING, Lease): State.DRAINING,
-    (State.DRAINING, Verdict): State.DRAINING,
-    (State.DRAINING, Revoke): State.DRAINING,
-    (State.DRAINING, Submit): State.DRAINING,
-    (State.DRAINING, Heartbeat): State.DRAINING,
-    (State.DRAINING, Refusal): State.CLOSED,
-    (State.DRAINING, Bye): State.CLOSED,
+    (State.JOINING, messages.Params): State.READY,
+    (State.JOINING, messages.Lease): State.READY,
+    **{
+        (state, kind): state
+        for state in _AT_WORK
+        for kind in (messages.Params, messages.Lease, messages.Verdict, messages.Revoke, messages.Submit, Heartbeat)
+    },
+    (State.JOINING, messages.Drain): State.DRAINING,
+    (State.READY, messages.Drain): State.DRAINING,
+    **{(state, Refusal): State.CLOSED for state in State if state is not State.CLOSED},
+    **{(state, Bye): State.CLOSED for state in (State.JOINING, *_AT_WORK)},
 }
 
 

@@ -9,12 +9,12 @@ from concurrent.futures import Executor
 
 import torch
 
-from w5xde_async.compute.block import Computing
+from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.compute.program.form import Document, Program, parse
 from w5xde_async.compute.program.program_job import ProgramJob, device_memory_bytes
-from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
+from w5xde_async.compute.program.sandbox import Computing, Sandbox, Sandboxed
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.outbox import Outbox
@@ -74,21 +74,14 @@ class EngineSource:
             raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
         if self._job is None:
             await self._fetch(receive, outbox, theirs)
-        key = (
-            welcome.seed,
-            welcome.precision,
-            welcome.microbatch_size,
-            welcome.accumulate,
-            welcome.bucket_bytes,
-            self._program_digest,
-            self.sandboxed and is_plain(welcome),
-        )
+        spec = LeafSpec(welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate)
+        key = (spec, welcome.bucket_bytes, self._program_digest, self.sandboxed and is_plain(welcome))
         loop = asyncio.get_running_loop()
         if self._engine is None or self._engine_key != key:
             if self._engine is not None:
                 await loop.run_in_executor(self._pool, self._engine.close)
                 self._engine = None
-            self._engine = await loop.run_in_executor(self._pool, self._build, welcome, theirs)
+            self._engine = await loop.run_in_executor(self._pool, self._build, spec, welcome, theirs)
             self._engine_key = key
         engine = self._engine
         if engine.layout.fingerprint != welcome.fingerprint:
@@ -118,27 +111,18 @@ class EngineSource:
             self._program_digest = digest
             logger.info("program received bytes=%d constants=%d", len(document.text), len(document.constants))
 
-    def _build(self, welcome: Welcome, layout: Layout) -> Computing:
+    def _build(self, spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:
         try:
             if self.sandboxed:
-                return self._build_sandboxed(welcome, layout)
+                return self._build_sandboxed(spec, layout, copies=not is_plain(welcome))
             source: Job | ProgramJob | None = self._job
             if source is None:
                 assert self._program is not None
+                memory_bytes = device_memory_bytes(self._device)
                 source = ProgramJob.of(
-                    self._program, layout, self._device, precision=welcome.precision,
-                    memory_bytes=device_memory_bytes(self._device),
-                )  # fmt: skip
-            engine = Engine(
-                source,
-                device=self._device,
-                seed=welcome.seed,
-                precision=welcome.precision,
-                microbatch_samples=welcome.microbatch_size,
-                accumulate=welcome.accumulate,
-                bucket_bytes=welcome.bucket_bytes,
-                clock=self._clock,
-            )
+                    self._program, layout, self._device, precision=spec.precision, memory_bytes=memory_bytes
+                )
+            engine = Engine(source, spec, device=self._device, bucket_bytes=welcome.bucket_bytes, clock=self._clock)
             if self._config.compile:
                 engine.compile_step()
             return engine
@@ -147,19 +131,22 @@ class EngineSource:
         except Exception as error:
             raise UsageError(f"building the job's model raised {type(error).__name__}: {error}") from error
 
-    def _build_sandboxed(self, welcome: Welcome, layout: Layout) -> Computing:
+    def _build_sandboxed(self, spec: LeafSpec, layout: Layout, *, copies: bool) -> Computing:
         assert self._document is not None
         self._start_sandbox()
         sandbox, self._sandbox = self._sandbox, None
         assert sandbox is not None
         try:
             return Sandboxed(
-                sandbox, self._document, layout, seed=welcome.seed, precision=welcome.precision,
-                microbatch_samples=welcome.microbatch_size, accumulate=welcome.accumulate,
-                bucket_bytes=welcome.bucket_bytes, batch_bytes=self._config.batch_bytes,
-                memory_bytes=device_memory_bytes(self._device), copies=not is_plain(welcome),
+                sandbox,
+                self._document,
+                layout,
+                spec,
+                batch_bytes=self._config.batch_bytes,
+                memory_bytes=device_memory_bytes(self._device),
+                copies=copies,
                 clock=self._clock,
-            )  # fmt: skip
+            )
         except BaseException:
             sandbox.end()
             raise

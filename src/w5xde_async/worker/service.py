@@ -18,7 +18,7 @@ from w5xde_async.compute.engine import choose_device
 from w5xde_async.compute.program.sandbox import unsupported
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
-from w5xde_async.net.link import FramedLink, Link
+from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Runtime
@@ -116,7 +116,7 @@ class Worker:
             if not self.host:
                 raise UsageError("this worker has no address: give Worker one, or give run a connection")
             return await self._work(None)
-        link = FramedLink(reader, writer)
+        link = Link(reader, writer)
         try:
             return await self._work(link)
         finally:
@@ -125,13 +125,13 @@ class Worker:
     async def _work(self, given: Link | None) -> Departure:
         self._running = True
         loop = asyncio.get_running_loop()
-        await self._engines.start()
         lifetime: asyncio.TimerHandle | None = None
         if self.config.lifetime_s is not None:
             lifetime = loop.call_later(self.config.lifetime_s, self.drain, "its lifetime is over")
         departure: Departure | None = None
         try:
-            await loop.run_in_executor(self._compute, self._set_threads)
+            await loop.run_in_executor(self._compute, self._set_threads)  # first: the sandbox's process gets them too
+            await self._engines.start()
             while departure is None:
                 departure = await self._one_connection(given)
                 if departure is None and given is not None:

@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
 from tests.simulator.bugs.registry import LOST, RESTART, Put, bug
 
 from w5xde_async.coordinator.parameters.publisher import LivePublisher
@@ -275,7 +276,7 @@ def _torn_version(put: Put) -> None:
         if message.version == self.version:
             self._fresh.add(message.bucket)
             return None
-        return real(self, dataclasses.replace(message, num_buckets=min(1, message.num_buckets)))
+        return real(self, structs.replace(message, num_buckets=min(1, message.num_buckets)))
 
     put(Inbox, "params", params)
 
@@ -286,9 +287,7 @@ def _old_version(put: Put) -> None:
         if self.version < 0:
             return []
         held, self._waiting = self._waiting, []
-        return [
-            dataclasses.replace(item, message=dataclasses.replace(item.message, version=self.version)) for item in held
-        ]
+        return [dataclasses.replace(item, message=structs.replace(item.message, version=self.version)) for item in held]
 
     put(Inbox, "take", take)
 

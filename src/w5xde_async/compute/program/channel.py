@@ -10,55 +10,201 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import socket
 import struct
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-import msgpack
 import torch
+from msgspec import DecodeError, Meta, Struct, msgpack
 from torch import Tensor
 
+from w5xde_async.compute.block import LeafSpec
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
-from w5xde_async.wire.packed import unpack
+from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
 __all__ = [
-    "MAX_ANSWER", "NUM_SLOTS", "Region", "SlotPool", "aligned", "receive", "receive_regions", "send", "send_regions",
-    "slot_bytes",
+    "NUM_SLOTS", "Answer", "Build", "Compute", "Done", "Emit", "Failed", "Load", "Place", "Ready", "Refused", "Region",
+    "Sealed", "SlotPool", "Unsealed", "Warm", "aligned", "answer_of", "order_of", "put", "receive_regions", "send",
+    "send_regions", "slot_bytes",
 ]  # fmt: skip
 
-MAX_ANSWER = 8 << 20  # bytes of what the child says at once
-_LENGTH = struct.Struct(">I")
 #: Result vectors that both sides have: those of a block under way (one a level of its tree) and those that still leave.
 NUM_SLOTS = 96
+_MAX_ANSWER, _MAX_ORDER = 8 << 20, 1 << 30  # bytes of what the child says at once, and of what the worker does
+_LENGTH = struct.Struct(">I")
 _PAGE = mmap.PAGESIZE
 
 
-def send(descriptor: int, message: Sequence[Any]) -> None:
+class _Said(Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A message: its name and its fields, whose types are checked on the way in."""
+
+
+# -- from the worker -----------------------------------------------------------------------------------------------
+
+
+class Place(Struct, frozen=True, array_like=True):
+    """Where a tensor lies in a region."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+    def tensor(self, memory: Tensor) -> Tensor:
+        """The tensor that lies here in ``memory``."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return memory[self.at : self.at + math.prod(self.shape) * dtype.itemsize].view(dtype).view(self.shape)
+
+
+def put(tensors: Sequence[Tensor], memory: Tensor, at: int = 0) -> list[Place]:
+    """Copy the tensors into ``memory``, from ``at`` on. Raises MemoryError where it has not the room."""
+    places = []
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if at + nbytes > memory.numel():
+            raise MemoryError(f"{at + nbytes} bytes in {memory.numel()}")
+        if nbytes:
+            memory[at : at + nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        places.append(Place(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), at))
+        at += aligned(nbytes)
+    return places
+
+
+class Warm(_Said):
+    """First of all: the precision of what will be computed."""
+
+    precision: str
+
+
+class Build(_Said):
+    """The engine to make. The first region has the layout, the program's text and its constants, in this order."""
+
+    device: str
+    spec: LeafSpec
+    memory_bytes: int
+    regions: list[int]
+    layout_bytes: int
+    text_bytes: int
+    constants: list[Place]
+
+
+class Load(_Said):
+    """The state has new values in these buckets."""
+
+    buckets: list[int]
+
+
+class Compute(_Said):
+    """One block (``block.Task``). ``released``: slots that may be written again; ``counting``: operations too."""
+
+    step: int
+    start: int
+    samples: tuple[int, ...]
+    loss_scale: float
+    structure: bytes
+    packed: bool
+    tensors: list[Place]
+    released: list[int]
+    counting: bool
+
+
+# -- from the child ------------------------------------------------------------------------------------------------
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Slot = Annotated[int, Meta(ge=0, lt=NUM_SLOTS)]
+_Slots = Annotated[tuple[_Slot, ...], Meta(max_length=NUM_SLOTS)]
+
+
+class Sealed(_Said):
+    """The doors are closed."""
+
+
+class Unsealed(_Said):
+    """They cannot be closed."""
+
+    reason: str
+
+
+class Ready(_Said):
+    """The engine is made."""
+
+
+class Refused(_Said):
+    """It is not, for what is wrong with the program."""
+
+    reason: str
+    node: int
+    operator: str
+
+
+class Emit(_Said):
+    """A bucket of the block lies in a slot."""
+
+    bucket: _Count
+    slot: _Slot
+
+
+class Failed(_Said):
+    """A leaf raised; ``slots`` are the block's."""
+
+    leaf: int
+    error: str
+    traceback: str
+    slots: _Slots
+
+
+class Done(_Said):
+    """The block is computed (``block.ComputedBlock``)."""
+
+    losses: tuple[float, ...]
+    metric_names: Annotated[tuple[Annotated[str, Meta(max_length=METRIC_NAME)], ...], Meta(max_length=MOST_METRICS)]
+    metrics: tuple[float, ...]
+    untouched: tuple[_Count, ...]
+    absent: tuple[_Count, ...]
+    splits: Annotated[int, Meta(ge=0, le=64)]
+    slots: _Slots
+    flops: _Count
+
+
+Answer = Sealed | Unsealed | Ready | Refused | Emit | Failed | Done
+_ORDERS: Any = msgpack.Decoder(Warm | Build | Load | Compute)
+_ANSWERS: Any = msgpack.Decoder(Answer)
+
+
+def send(descriptor: int, message: _Said) -> None:
     """Raises OSError where the other side is gone."""
-    data = msgpack.packb(message)
+    data = msgpack.encode(message)
     left = memoryview(_LENGTH.pack(len(data)) + data)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
-def receive(descriptor: int, most: int) -> tuple[Any, ...]:
-    """The next message. Raises EOFError where the other side is gone, ValueError for what is none."""
+def order_of(descriptor: int) -> Warm | Build | Load | Compute:
+    """The worker's next message. Raises EOFError where it is gone."""
+    order: Warm | Build | Load | Compute = _ORDERS.decode(_message(descriptor, _MAX_ORDER))
+    return order
+
+
+def answer_of(descriptor: int) -> Answer:
+    """The child's next message. Raises EOFError where it is gone, ValueError for what is none."""
+    try:
+        answer: Answer = _ANSWERS.decode(_message(descriptor, _MAX_ANSWER))
+    except (DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return answer
+
+
+def _message(descriptor: int, most: int) -> bytes:
     (length,) = _LENGTH.unpack(_exactly(descriptor, _LENGTH.size))
     if length > most:
         raise ValueError(f"a message of {length} bytes")
-    try:
-        message = unpack(_exactly(descriptor, length))
-    except (RecursionError, msgpack.UnpackException) as error:
-        raise ValueError(type(error).__name__) from None
-    if type(message) is not tuple or not message or type(message[0]) is not str:
-        raise ValueError("no message")
-    return message
+    return _exactly(descriptor, length)
 
 
 def _exactly(descriptor: int, length: int) -> bytes:
@@ -126,14 +272,7 @@ def mapped(descriptor: int, nbytes: int) -> Tensor:
 
 def receive_regions(control: socket.socket, sizes: Sequence[int]) -> list[Tensor]:
     """The child's side of ``send_regions``."""
-    room = socket.CMSG_SPACE(4 * len(sizes))
-    data, ancillary, _, _ = control.recvmsg(1, room)
-    descriptors = [
-        number
-        for level, kind, content in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-        for (number,) in struct.iter_unpack("i", content[: len(content) // 4 * 4])
-    ]
+    data, descriptors, _, _ = socket.recv_fds(control, 1, len(sizes))
     if not data or len(descriptors) != len(sizes):
         raise EOFError
     tensors = [mapped(descriptor, nbytes) for descriptor, nbytes in zip(descriptors, sizes, strict=True)]
@@ -167,6 +306,9 @@ class SlotPool(VectorPool):
     def number_of(self, vector: ResultVector) -> int:
         """-1 for one that is not of this pool."""
         return self._number_of.get(id(vector), -1)
+
+    def numbers_of(self, vectors: Sequence[ResultVector]) -> tuple[int, ...]:
+        return tuple(map(self.number_of, vectors))
 
     def give_number(self, number: int) -> None:
         """The other side has done with it."""

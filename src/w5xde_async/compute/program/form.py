@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import msgpack
 import torch
+from msgspec import DecodeError, Meta, msgpack
 from torch import Tensor
 
 from w5xde_async.compute.program.operators import (
@@ -32,7 +32,6 @@ from w5xde_async.compute.program.operators import (
 )
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.layout import Layout
-from w5xde_async.wire.packed import unpack
 
 __all__ = [
     "DEVICE", "FORM", "LIMITS", "Document", "Graph", "Input", "Limits", "Node", "Program", "Ref", "encode", "parse",
@@ -147,12 +146,8 @@ def encode(program: Program) -> Document:
         for graph in program.graphs
     ]
     constants = [[_name(DTYPES, constant.dtype), list(constant.shape)] for constant in program.constants]
-    text: bytes = msgpack.packb(
-        [
-            FORM, program.fingerprint, program.structure, program.metrics, program.statistics, list(operators),
-            constants, graphs,
-        ]
-    )  # fmt: skip
+    head = (FORM, program.fingerprint, program.structure, program.metrics, program.statistics)
+    text = msgpack.encode((*head, list(operators), constants, graphs))
     return Document(text, program.constants)
 
 
@@ -184,14 +179,47 @@ def _name(table: Any, value: Any) -> str:
 # -- in --------------------------------------------------------------------------------------------------------
 
 
+_Input = tuple[str, Annotated[tuple[Any, ...], Meta(max_length=LIMITS.axes)]]
+_Node = tuple[int, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+_Graph = tuple[
+    Annotated[tuple[_Input, ...], Meta(max_length=LIMITS.inputs)],
+    Annotated[tuple[_Node, ...], Meta(max_length=LIMITS.nodes)],
+    tuple[int, tuple[Any, ...]],
+]
+#: A text as it lies: what sizes and arguments are is left to ``_Reader``.
+_TEXT = msgpack.Decoder(
+    tuple[
+        int,
+        bytes,
+        Annotated[bytes, Meta(max_length=1 << 16)],
+        Annotated[tuple[str, ...], Meta(max_length=LIMITS.metrics)],
+        tuple[int, ...],
+        Annotated[tuple[str, ...], Meta(max_length=LIMITS.items)],
+        Annotated[tuple[tuple[str, tuple[int, ...]], ...], Meta(max_length=LIMITS.constants)],
+        Annotated[tuple[_Graph, ...], Meta(min_length=1, max_length=LIMITS.graphs)],
+    ]
+)
+
+
 def parse(document: Document, layout: Layout) -> Program:
     """Check every part. Raises ProgramRefused, naming the node and what is wrong with it."""
+    text, entries = document.text, layout.entries
+    _need(len(text) <= LIMITS.text_bytes, f"its text has {len(text)} bytes, more than {LIMITS.text_bytes}")
     try:
-        return _parse(document, layout)
-    except ProgramRefused:
-        raise
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise ProgramRefused(f"it is not of the form that this version knows ({type(error).__name__})") from None
+        form, fingerprint, structure, metrics, statistics, names, constants, graphs = _TEXT.decode(text)
+    except (DecodeError, ValueError, RecursionError) as error:
+        raise ProgramRefused(f"its text is not msgpack of form {FORM}: {str(error)[:200]}") from None
+    _need(form == FORM, f"it has form {form!r:.40}, this version knows {FORM}: use the same version on both sides")
+    _need(fingerprint == layout.fingerprint, "it is of another model than the run")
+    _need(
+        all(_in(index, len(entries)) and entries[index].role == "mean" for index in statistics),
+        "its statistics are not buffers",
+    )
+    _check_constants(document.constants, constants)
+    total = sum(len(nodes) for _, nodes, _ in graphs)
+    _need(total <= LIMITS.nodes, f"it has {total} nodes, more than {LIMITS.nodes}")
+    made = tuple(_Reader(layout, names, document.constants, len(metrics)).graph(graph) for graph in graphs)
+    return Program(fingerprint, structure, metrics, statistics, document.constants, made, len(entries))
 
 
 def _need(holds: bool, reason: str) -> None:
@@ -199,48 +227,11 @@ def _need(holds: bool, reason: str) -> None:
         raise ProgramRefused(reason)
 
 
-def _parse(document: Document, layout: Layout) -> Program:
-    text = document.text
-    _need(len(text) <= LIMITS.text_bytes, f"its text has {len(text)} bytes, more than {LIMITS.text_bytes}")
-    try:
-        parsed: Any = unpack(
-            text, max_str_len=LIMITS.text_bytes, max_bin_len=LIMITS.text_bytes,
-            max_array_len=max(LIMITS.nodes, LIMITS.items), max_map_len=0,
-        )  # fmt: skip
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise ProgramRefused(f"its text is not msgpack within the limits ({type(error).__name__})") from None
-    _need(type(parsed) is tuple and len(parsed) == 8, "it does not have eight parts")
-    form, fingerprint, structure, metrics, statistics, names, constants, graphs = parsed
-    _need(form == FORM, f"it has form {form!r:.40}, this version knows {FORM}: use the same version on both sides")
-    _need(fingerprint == layout.fingerprint, "it is of another model than the run")
-    _need(type(structure) is bytes and len(structure) <= 1 << 16, "the batch's structure")
-    _need(_tuple(metrics, LIMITS.metrics) and all(type(name) is str for name in metrics), "names of metrics")
-    _need(
-        _tuple(statistics, len(layout.entries))
-        and all(_in(index, len(layout.entries)) and layout.entries[index].role == "mean" for index in statistics),
-        "its statistics are not buffers",
-    )
-    _check_constants(document.constants, constants)
-    _need(_tuple(names, LIMITS.items) and all(type(name) is str for name in names), "names of operators")
-    _need(_tuple(graphs, LIMITS.graphs) and len(graphs) > 0, "it has no graph, or too many")
-    total = sum(len(graph[1]) for graph in graphs if type(graph) is tuple and len(graph) == 3)
-    _need(total <= LIMITS.nodes, f"it has {total} nodes, more than {LIMITS.nodes}")
-    made = tuple(_Reader(layout, names, document.constants, len(metrics)).graph(graph) for graph in graphs)
-    return Program(
-        fingerprint, structure, metrics, statistics, document.constants, made, len(layout.entries)
-    )  # fmt: skip
-
-
 def _check_constants(constants: Sequence[Tensor], declared: Any) -> None:
-    _need(len(constants) <= LIMITS.constants, f"it has {len(constants)} constants, more than {LIMITS.constants}")
     total = sum(constant.numel() * constant.element_size() for constant in constants)
     _need(total <= LIMITS.constant_bytes, f"its constants have {total} bytes, more than {LIMITS.constant_bytes}")
     found = tuple((_name(DTYPES, constant.dtype), tuple(constant.shape)) for constant in constants)
     _need(declared == found, "its constants are not those that came with it")
-
-
-def _tuple(value: Any, most: int) -> bool:
-    return type(value) is tuple and len(value) <= most
 
 
 def _in(index: Any, count: int) -> bool:
@@ -256,36 +247,25 @@ class _Reader:
         self._roots: list[int | None] = []  # the first value that is not ours to write and that it may be a view of
 
     def graph(self, raw: Any) -> Graph:
-        _need(_tuple(raw, 3) and len(raw) == 3, "a graph does not have three parts")
-        inputs, nodes, outputs = raw
-        _need(_tuple(inputs, LIMITS.inputs) and type(nodes) is tuple, "a graph's inputs or nodes")
-        made_inputs = tuple(self._input(number, raw_input) for number, raw_input in enumerate(inputs))
-        entries = self._layout.entries
-        for index, entry in enumerate(entries):
+        inputs, nodes, (loss, metrics) = raw
+        made_inputs = tuple(self._input(number, *raw_input) for number, raw_input in enumerate(inputs))
+        for index, entry in enumerate(self._layout.entries):
             self._kinds.append("Tensor")
             self._roots.append(None if entry.role in ("mean", "max") else index)
         for _ in range(len(inputs) + len(self._constants)):
             self._roots.append(len(self._kinds))
             self._kinds.append("Tensor")
-        made_nodes = []
-        for number, raw_node in enumerate(nodes):
-            made_nodes.append(self._node(number, raw_node))
-        _need(_tuple(outputs, 2) and len(outputs) == 2, "a graph's outputs")
-        loss, metrics = outputs
+        made_nodes = tuple([self._node(number, *raw_node) for number, raw_node in enumerate(nodes)])
         _need(_in(loss, len(self._kinds)) and self._kinds[loss] == "Tensor", "the loss is no tensor of the graph")
-        _need(_tuple(metrics, self._num_metrics) and len(metrics) == self._num_metrics, "the number of metrics")
-        return Graph(made_inputs, tuple(made_nodes), loss, tuple(self._metric(value) for value in metrics))
+        _need(len(metrics) == self._num_metrics, "the number of metrics")
+        return Graph(made_inputs, made_nodes, loss, tuple(self._metric(value) for value in metrics))
 
-    def _input(self, number: int, raw: Any) -> Input:
-        what = f"tensor {number} of the batch"
-        _need(_tuple(raw, 2) and len(raw) == 2 and _tuple(raw[1], LIMITS.axes), what)
-        _need(type(raw[0]) is str and raw[0] in DTYPES, f"{what} has an unknown dtype")
-        for size in raw[1]:
-            if type(size) is tuple:
-                _need(len(size) == 4 and all(_in(part, 1 << 40) for part in size), f"{what} has an odd size")
-            else:
-                _need(_in(size, 1 << 40), f"{what} has an odd size")
-        return Input(DTYPES[raw[0]], raw[1])
+    def _input(self, number: int, dtype: str, sizes: tuple[Any, ...]) -> Input:
+        _need(dtype in DTYPES, f"tensor {number} of the batch has an unknown dtype")
+        for size in sizes:
+            parts = size if type(size) is list and len(size) == 4 else [size]
+            _need(all(_in(part, 1 << 40) for part in parts), f"tensor {number} of the batch has an odd size")
+        return Input(DTYPES[dtype], tuple(tuple(size) if type(size) is list else size for size in sizes))
 
     def _metric(self, raw: Any) -> Any:
         if type(raw) in (int, float, bool):
@@ -296,16 +276,14 @@ class _Reader:
 
     def _value(self, raw: Any) -> Ref | None:
         """The Ref that ``raw`` is, if it is one. Raises ProgramRefused for one of a value that is not there (yet)."""
-        if type(raw) is not tuple or len(raw) != 2 or type(raw[0]) is not int or raw[0] != _VALUE:
+        if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not int or raw[0] != _VALUE:
             return None
         _need(_in(raw[1], len(self._kinds)), f"value {raw[1]!r:.40} is not there yet; {len(self._kinds)} are")
         return Ref(raw[1])
 
-    def _node(self, number: int, raw: Any) -> Node:
+    def _node(self, number: int, which: int, arguments: Any, named: Any) -> Node:
         name = ""
         try:
-            _need(_tuple(raw, 3) and len(raw) == 3, "a node does not have three parts")
-            which, arguments, named = raw
             _need(_in(which, len(self._names)), "its operator is not in the program's list")
             name = self._names[which]
             operator = find(name)
@@ -315,17 +293,15 @@ class _Reader:
         except ProgramRefused as error:
             raise ProgramRefused(error.reason, node=number, operator=name[:80]) from None
 
-    def _call(self, operator: Operator, arguments: Any, named: Any) -> Node:
+    def _call(self, operator: Operator, arguments: Sequence[Any], named: Sequence[tuple[str, Any]]) -> Node:
         positional = [parameter for parameter in operator.parameters if not parameter.keyword]
         by_name = {parameter.name: parameter for parameter in operator.parameters}
-        _need(type(arguments) is tuple and _tuple(named, len(by_name)), "its arguments")
         _need(len(arguments) <= len(positional), f"{len(arguments)} arguments in place of {len(positional)}")
         given = {parameter.name: raw for parameter, raw in zip(positional, arguments, strict=False)}
-        for pair in named:
-            _need(_tuple(pair, 2) and len(pair) == 2 and type(pair[0]) is str, "a named argument")
-            _need(pair[0] in by_name, f"it has no argument {pair[0]!r:.40}")
-            _need(pair[0] not in given, f"argument {pair[0]} comes twice")
-            given[pair[0]] = pair[1]
+        for name, raw in named:
+            _need(name in by_name, f"it has no argument {name!r:.40}")
+            _need(name not in given, f"argument {name} comes twice")
+            given[name] = raw
         roots: list[int] = []
         made = {}
         tensors = 0
@@ -361,7 +337,7 @@ class _Reader:
         if operator.name == "item":
             of, index = self._kinds[made["operand0"].index], made["operand1"]
             if of == "List[Tensor]":
-                _need(type(index) is int and 0 <= index < LIMITS.nodes, "an index")
+                _need(_in(index, LIMITS.nodes), "an index")
                 return "Tensor"
             _need(_in(index, len(of)), f"result {index!r:.40} of {len(of)}")
             return of[index]
@@ -383,7 +359,7 @@ class _Reader:
         kind = parameter.kind
         if raw is None:
             return None if parameter.optional else _WRONG
-        if type(raw) is tuple:
+        if type(raw) is list:
             return self._tagged(parameter, raw)
         if type(raw) is bool:
             allowed = kind in ("bool", "number", "Tensor") and not (parameter.name == "pin_memory" and raw)
@@ -410,7 +386,7 @@ class _Reader:
                 return value if type(of) is tuple or of == "List[Tensor]" else _WRONG
             return value if of in _REFERENCES.get(kind, ()) else _WRONG
         if tag == _LIST and kind.startswith("List["):
-            _need(_tuple(content, LIMITS.items), f"argument {parameter.name} has too many items")
+            _need(type(content) is list and len(content) <= LIMITS.items, f"argument {parameter.name} has other items")
             inner = kind[len("List[") : -1]
             item = Parameter(
                 parameter.name, inner.removeprefix("Optional[").rstrip("]"), inner.startswith("Optional["), False,

@@ -6,13 +6,13 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import autocast
 from w5xde_async.compute.machine import machine_memory_bytes
 from w5xde_async.compute.program.form import Program
 from w5xde_async.compute.program.interpreter import Bound, bind, example, fits, measure, run
@@ -25,7 +25,6 @@ __all__ = ["ProgramJob", "ProgramStep", "device_memory_bytes", "skeleton"]
 _PART = re.compile(r"[A-Za-z0-9_]{1,120}")
 _MAX_PARTS = 64
 _MAX_MODULES = 1 << 17  # some 2 KiB of memory each
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ProgramStep:
@@ -45,8 +44,7 @@ class ProgramStep:
         precision: str = "fp32",
     ) -> None:
         self._program, self._layout, self._memory_bytes = program, layout, memory_bytes
-        dtype = _HALF.get(precision)
-        self._autocast = None if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
+        self._autocast = autocast(precision)
         self._bound = [bind(program, graph, device) for graph in program.graphs]
         self._entries = [(entry.dtype, entry.shape) for entry in layout.entries]
         self._constants = [constant.to(device) for constant in program.constants]

@@ -19,36 +19,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
-import msgpack
 import torch
 from torch import Tensor, nn
 
-from w5xde_async.compute.block import ComputedBlock, Emit, Task
-from w5xde_async.compute.engine import LeafError
-from w5xde_async.compute.program import sealing
-from w5xde_async.compute.program.channel import (
-    MAX_ANSWER,
-    NUM_SLOTS,
-    Region,
-    SlotPool,
-    aligned,
-    receive,
-    send,
-    send_regions,
-    slot_bytes,
-)
+from w5xde_async.compute.block import ComputedBlock, Emit, LeafSpec, Task
+from w5xde_async.compute.engine import Engine, LeafError
+from w5xde_async.compute.program import channel, sealing
+from w5xde_async.compute.program.channel import NUM_SLOTS, Region, SlotPool, aligned, put, slot_bytes
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import LocalError, ProgramKilled, ProgramRefused
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
-from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Sandbox", "Sandboxed", "unsupported"]
+__all__ = ["Computing", "Sandbox", "Sandboxed", "unsupported"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,24 +104,24 @@ class Sandbox:
         if self._process is None:
             self.start()
         try:
-            self.say("warm", precision)
+            self.say(channel.Warm(precision))
             answer = self.hear(_START_S)
         except ProgramKilled as error:
             raise LocalError(f"the sandbox's process ended before it was ready: {error.reason}") from None
-        if answer[0] != "sealed":
-            said = str(answer[1])[:1000] if len(answer) > 1 else ""
+        if not isinstance(answer, channel.Sealed):
             self.end()
+            said = answer.reason[:1000] if isinstance(answer, channel.Unsealed) else ""
             raise LocalError(f"the sandbox cannot be closed on this machine: {said}; see --sandbox")
         self._sealed = True
 
-    def say(self, *message: Any) -> None:
+    def say(self, message: channel.Warm | channel.Build | channel.Load | channel.Compute) -> None:
         """Raises ProgramKilled."""
         try:
-            send(self.control.fileno(), message)
+            channel.send(self.control.fileno(), message)
         except OSError:
             raise self._death() from None
 
-    def hear(self, seconds: float | None = None) -> tuple[Any, ...]:
+    def hear(self, seconds: float | None = None) -> channel.Answer:
         """The next answer. Raises ProgramKilled: it died, or was ended for taking longer than ``seconds``."""
         timer = None
         if seconds is not None:
@@ -141,15 +129,19 @@ class Sandbox:
             timer.daemon = True
             timer.start()
         try:
-            return receive(self.control.fileno(), MAX_ANSWER)
+            return channel.answer_of(self.control.fileno())
         except (EOFError, OSError):
             raise self._death() from None
         except ValueError as error:
-            self.end()
-            raise ProgramKilled(f"its process said what it never says ({error})") from None
+            self.lied(str(error))
         finally:
             if timer is not None:
                 timer.cancel()
+
+    def lied(self, what: str) -> NoReturn:
+        """End it for what it said. Raises ProgramKilled."""
+        self.end()
+        raise ProgramKilled(f"its process said what it never says ({what})")
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -197,12 +189,8 @@ class Sandboxed:
         sandbox: Sandbox,
         document: Document,
         layout: Layout,
+        spec: LeafSpec,
         *,
-        seed: int,
-        precision: str,
-        microbatch_samples: int,
-        accumulate: int,
-        bucket_bytes: int,
         batch_bytes: int,
         memory_bytes: int,
         copies: bool,
@@ -213,44 +201,43 @@ class Sandboxed:
         needed = layout.state_bytes + 2 * layout.vector_bytes
         if needed > memory_bytes:
             raise ProgramRefused(f"the model needs {needed} bytes, this machine has {memory_bytes}")
-        self._sandbox, self._seed = sandbox, seed
-        sandbox.wait(precision)
+        self._sandbox = sandbox
+        sandbox.wait(spec.precision)
         described = layout.describe()
-        constants: list[list[Any]] = []
-        at = aligned(len(described) + len(document.text))
-        for constant in document.constants:
-            constants.append([str(constant.dtype).removeprefix("torch."), list(constant.shape), at])
-            at += aligned(constant.numel() * constant.element_size())
-        regions = [
-            Region("program", at), Region("state", FlatState.nbytes(layout)),
-            Region("results", NUM_SLOTS * slot_bytes(layout)), Region("batches", aligned(batch_bytes) + (1 << 20)),
-        ]  # fmt: skip
-        texts, state, slots, self._batches = (region.memory for region in regions)
         text = described + document.text
-        texts[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        for constant, (_, _, place) in zip(document.constants, constants, strict=True):
-            if constant.numel():
-                flat = constant.contiguous().view(-1).view(torch.uint8)
-                texts[place : place + flat.numel()] = flat
-        said = msgpack.packb([
-            str(sandbox.device), seed, precision, microbatch_samples, accumulate, bucket_bytes, memory_bytes,
-            [region.nbytes for region in regions], len(described), len(document.text), constants,
-        ])  # fmt: skip
+        constants_at = aligned(len(text))
+        constant_bytes = sum(aligned(constant.nbytes) for constant in document.constants)
+        regions = [
+            Region("program", constants_at + constant_bytes),
+            Region("state", FlatState.nbytes(layout)),
+            Region("results", NUM_SLOTS * slot_bytes(layout)),
+            Region("batches", aligned(batch_bytes) + (1 << 20)),
+        ]
+        program, state, slots, self._batches = (region.memory for region in regions)
+        program[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        build = channel.Build(
+            device=str(sandbox.device),
+            spec=spec,
+            memory_bytes=memory_bytes,
+            regions=[region.nbytes for region in regions],
+            layout_bytes=len(described),
+            text_bytes=len(document.text),
+            constants=put(document.constants, program, constants_at),
+        )
         try:
-            sandbox.say("build", said)
-            send_regions(sandbox.control, regions)
+            sandbox.say(build)
+            channel.send_regions(sandbox.control, regions)
         except OSError:
             raise ProgramKilled("its process ended before it was told of it") from None
         finally:
             for region in regions:
                 region.close()
         answer = sandbox.hear(_BUILD_S)
-        if answer[0] == "refused":
-            _, reason, node, operator = _of_form(answer, str, int, str)
+        if isinstance(answer, channel.Refused):
             sandbox.end()
-            raise ProgramRefused(reason[:1000], node=node, operator=operator[:100])
-        if answer[0] != "ready":
-            raise self._liar()
+            raise ProgramRefused(answer.reason[:1000], node=answer.node, operator=answer.operator[:100])
+        if not isinstance(answer, channel.Ready):
+            sandbox.lied("an answer that is none to what it was told to make")
         self.live = self.incoming = FlatState(layout, memory=state)
         self.model: nn.Module = skeleton(layout)
         self.incoming.adopt(self.model, buffers=False)
@@ -265,7 +252,7 @@ class Sandboxed:
 
     def load(self, buckets: Iterable[int]) -> None:
         """``incoming`` holds a new version, of which ``buckets`` came."""
-        self._sandbox.say("load", list(buckets))
+        self._sandbox.say(channel.Load(list(buckets)))
 
     def refresh(self, buckets: Iterable[int]) -> None:
         """``live`` has new values in these buckets."""
@@ -314,74 +301,62 @@ class Sandboxed:
             while len(self._given) >= _IN_FLIGHT:  # the line is slower than computing: what it holds is bounded
                 self._freed.wait()
             released, self._released = self._released, []
+        try:
+            tensors = put(task.tensors, self._batches)
+        except MemoryError as error:
+            raise LocalError(f"a batch that is too large: {error}") from None
         self._sandbox.say(
-            "compute", task.step, task.start, task.samples, task.loss_scale, task.structure, task.packed,
-            self._placed(task.tensors), released, counting,
-        )  # fmt: skip
+            channel.Compute(
+                step=task.step,
+                start=task.start,
+                samples=task.samples,
+                loss_scale=task.loss_scale,
+                structure=task.structure,
+                packed=task.packed,
+                tensors=tensors,
+                released=released,
+                counting=counting,
+            )
+        )
         copy = None if self._copies is None else self._copies.take()
         emitted: set[int] = set()
-        while True:
-            answer = self._sandbox.hear()
-            if answer[0] != "emit":
-                break
-            _, bucket, number = _of_form(answer, int, int)
-            self._need(0 <= bucket < len(self.layout.result_buckets) and bucket not in emitted)
-            self._need(0 <= number < NUM_SLOTS)
-            emitted.add(bucket)
-            vector = self._slots.vectors[number]
+        while isinstance(answer := self._sandbox.hear(), channel.Emit):
+            self._need(answer.bucket < len(self.layout.result_buckets) and answer.bucket not in emitted)
+            emitted.add(answer.bucket)
+            vector = self._slots.vectors[answer.slot]
             if copy is not None:
-                copy.buckets[bucket].copy_(vector.buckets[bucket])
+                copy.buckets[answer.bucket].copy_(vector.buckets[answer.bucket])
                 vector = copy
-            emit(bucket, vector)
-        if answer[0] == "failed":
-            _, leaf, error, told, numbers = _of_form(answer, int, str, str, tuple)
-            raise LeafError.told(leaf, error, told, self._spent(numbers, copy))
-        return self._outcome(task, answer, emitted, copy, began)
-
-    def _placed(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Copy a batch to where the child reads it; dtype, shape and place of each tensor."""
-        placed, at = [], 0
-        for tensor in tensors:
-            flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-            nbytes = tensor.numel() * tensor.element_size()
-            if at + nbytes > self._batches.numel():
-                raise LocalError(f"a batch of more than {self._batches.numel()} bytes")
-            if nbytes:
-                self._batches[at : at + nbytes] = flat
-            placed.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at])
-            at += aligned(nbytes)
-        return placed
+            emit(answer.bucket, vector)
+        if isinstance(answer, channel.Failed):
+            raise LeafError.told(answer.leaf, answer.error, answer.traceback, self._spent(answer.slots, copy))
+        if not isinstance(answer, channel.Done):
+            self._sandbox.lied("an answer that is none to a block")
+        return self._outcome(task, answer, emitted, copy, began), answer.flops
 
     def _outcome(
-        self, task: Task, answer: tuple[Any, ...], emitted: set[int], copy: ResultVector | None, began: float
-    ) -> tuple[ComputedBlock, int]:
-        if answer[0] != "done":
-            raise self._liar()
-        _, losses, names, metrics, untouched, absent, splits, _, numbers, flops = _of_form(
-            answer, tuple, tuple, tuple, tuple, tuple, int, float, tuple, int
-        )  # fmt: skip
-        buckets = range(len(self.layout.result_buckets))
-        entries = range(len(self.layout.entries))
-        self._need(len(losses) == len(task.samples) and _all(losses, float))
-        self._need(len(names) <= MOST_METRICS and _all(names, str))
-        self._need(all(len(name) <= METRIC_NAME and name.isprintable() for name in names))
-        self._need(len(metrics) == len(names) * len(losses) and _all(metrics, float))
-        self._need(len(untouched) <= len(entries) and _all(untouched, int) and all(i in entries for i in untouched))
-        self._need(absent == tuple(b for b in buckets if b not in emitted))
-        self._need(0 <= splits <= 64 and 0 <= flops < 1 << 62)
-        vectors = self._spent(numbers, copy)
-        outcome = ComputedBlock(
-            losses=losses, metric_names=names, metrics=metrics, untouched=untouched, absent=absent, splits=splits,
-            compute_s=self.clock() - began, vectors=vectors,
-        )  # fmt: skip
-        return outcome, flops
+        self, task: Task, done: channel.Done, emitted: set[int], copy: ResultVector | None, began: float
+    ) -> ComputedBlock:
+        names, num_entries = done.metric_names, len(self.layout.entries)
+        self._need(len(done.losses) == len(task.samples) and len(done.metrics) == len(names) * len(done.losses))
+        self._need(all(map(str.isprintable, names)))
+        self._need(len(done.untouched) <= num_entries and all(index < num_entries for index in done.untouched))
+        self._need(done.absent == tuple(b for b in range(len(self.layout.result_buckets)) if b not in emitted))
+        return ComputedBlock(
+            losses=done.losses,
+            metric_names=names,
+            metrics=done.metrics,
+            untouched=done.untouched,
+            absent=done.absent,
+            splits=done.splits,
+            compute_s=self.clock() - began,
+            vectors=self._spent(done.slots, copy),
+        )
 
-    def _spent(self, numbers: tuple[Any, ...], copy: ResultVector | None) -> tuple[ResultVector, ...]:
+    def _spent(self, numbers: tuple[int, ...], copy: ResultVector | None) -> tuple[ResultVector, ...]:
         """The vectors that the child has given away with a block's results: to be released, whatever became of it."""
-        self._need(_all(numbers, int) and len(set(numbers)) == len(numbers) <= NUM_SLOTS)
-        self._need(all(0 <= number < NUM_SLOTS for number in numbers))
         with self._freed:
-            self._need(not any(number in self._given for number in numbers))
+            self._need(len(set(numbers)) == len(numbers) and self._given.isdisjoint(numbers))
             self._given.update(numbers)
         vectors = tuple(self._slots.vectors[number] for number in numbers)
         if copy is None:
@@ -392,22 +367,8 @@ class Sandboxed:
 
     def _need(self, holds: bool) -> None:
         if not holds:
-            raise self._liar()
-
-    def _liar(self) -> ProgramKilled:
-        self._sandbox.end()
-        return ProgramKilled("its process said what it never says")
+            self._sandbox.lied("numbers that cannot be")
 
 
-def _of_form(answer: tuple[Any, ...], *kinds: type) -> tuple[Any, ...]:
-    """``answer`` behind its name; ints stand for floats. Raises ProgramKilled for another form."""
-    parts = answer[1:]
-    if len(parts) != len(kinds) or not all(
-        type(part) is kind or (kind is float and type(part) is int) for part, kind in zip(parts, kinds, strict=True)
-    ):
-        raise ProgramKilled("its process said what it never says")
-    return answer
-
-
-def _all(parts: tuple[Any, ...], kind: type) -> bool:
-    return all(type(part) is kind for part in parts)
+Computing = Engine | Sandboxed
+"""What computes blocks: in this process, or in one of its own. One thread."""

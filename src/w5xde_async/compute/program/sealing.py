@@ -30,8 +30,10 @@ __all__ = ["close_descriptors", "filter_calls", "hide", "landlock_abi", "limit",
 
 # -- calls to the kernel -----------------------------------------------------------------------------------------
 
-#: name -> number on x86-64 and on arm64; None where that machine has no such call.
-_CALLS: dict[str, tuple[int | None, int | None]] = {
+# Tables of calls: name -> number on x86-64 and on arm64; None where that machine has no such call.
+
+#: What computing on the CPU takes.
+_ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "recvmsg": (47, 212), "poll": (7, None), "ppoll": (271, 73),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
     "madvise": (28, 233), "membarrier": (324, 283), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
@@ -41,38 +43,28 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None),
     "getrusage": (98, 165), "times": (100, 153), "getpid": (39, 172), "gettid": (186, 178), "getuid": (102, 174),
     "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getrandom": (318, 278), "exit": (60, 93),
-    "exit_group": (231, 94), "clone": (56, 220), "clone3": (435, 435), "prctl": (157, 167), "tgkill": (234, 131),
-    "prlimit64": (302, 261),
+    "exit_group": (231, 94),
+}  # fmt: skip
+#: Calls whose arguments are looked at; see ``_program``.
+_LOOKED_AT: dict[str, tuple[int | None, int | None]] = {
+    "clone": (56, 220), "clone3": (435, 435), "prctl": (157, 167), "tgkill": (234, 131), "prlimit64": (302, 261),
+}  # fmt: skip
+#: What nothing that computes on CUDA takes either.
+_FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
     "accept": (43, 202), "accept4": (288, 242), "sendto": (44, 206), "sendmsg": (46, 211), "sendmmsg": (307, 269),
     "execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None), "ptrace": (101, 117),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kill": (62, 129), "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280), "userfaultfd": (323, 282),
-    "perf_event_open": (298, 241), "mount": (165, 40), "umount2": (166, 39), "move_mount": (429, 429),
-    "open_tree": (428, 428), "fsopen": (430, 430), "unshare": (272, 97), "setns": (308, 268), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "kexec_load": (246, 104), "open_by_handle_at": (304, 265), "kcmp": (312, 272),
-    "process_madvise": (440, 440), "setuid": (105, 146), "setgid": (106, 144),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241),
+    "mount": (165, 40), "umount2": (166, 39), "move_mount": (429, 429), "open_tree": (428, 428), "fsopen": (430, 430),
+    "unshare": (272, 97), "setns": (308, 268), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "open_by_handle_at": (304, 265), "kcmp": (312, 272), "process_madvise": (440, 440), "setuid": (105, 146),
+    "setgid": (106, 144),
 }  # fmt: skip
-#: What computing on the CPU takes. ``clone`` for threads alone; see ``_looked_at``.
-_ALLOWED = (
-    "read", "write", "close", "recvmsg", "poll", "ppoll", "mmap", "mprotect", "munmap", "brk", "mremap", "madvise",
-    "membarrier", "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "futex",
-    "futex_waitv", "set_robust_list", "rseq", "sched_yield", "sched_getaffinity", "getcpu", "nanosleep",
-    "clock_nanosleep", "clock_gettime", "clock_getres", "gettimeofday", "time", "getrusage", "times", "getpid",
-    "gettid", "getuid", "geteuid", "getgid", "getegid", "getrandom", "exit", "exit_group",
-)  # fmt: skip
-#: What nothing that computes on CUDA takes either.
-_FORBIDDEN = (
-    "socket", "socketpair", "connect", "bind", "listen", "accept", "accept4", "sendto", "sendmsg", "sendmmsg", "execve",
-    "execveat", "fork", "vfork", "ptrace", "process_vm_readv", "process_vm_writev", "kill", "tkill", "rt_sigqueueinfo",
-    "rt_tgsigqueueinfo", "pidfd_open", "pidfd_getfd", "pidfd_send_signal", "io_uring_setup", "io_uring_enter",
-    "io_uring_register", "bpf", "userfaultfd", "perf_event_open", "mount", "umount2", "move_mount", "open_tree",
-    "fsopen", "unshare", "setns", "add_key", "request_key", "keyctl", "init_module", "finit_module", "delete_module",
-    "kexec_load", "open_by_handle_at", "kcmp", "process_madvise", "setuid", "setgid",
-)  # fmt: skip
+_CALLS = _ALLOWED | _LOOKED_AT | _FORBIDDEN
 
 _X86_64, _ARM64 = 0xC000003E, 0xC00000B7
 _MACHINES = {"x86_64": (0, _X86_64), "aarch64": (1, _ARM64)}
@@ -153,17 +145,13 @@ def _program(column: int, architecture: int, *, devices: bool) -> list[bytes]:
     def give(verdict: int) -> bytes:
         return step(_RETURN, verdict)
 
-    def number(name: str) -> int | None:
-        return _CALLS[name][column]
-
     otherwise = _ALLOW if devices else _KILL
     made = [step(_LOAD, _ARCH), step(_EQUAL, architecture, 1, 0), give(_KILL), step(_LOAD, _NR)]
     if architecture == _X86_64:
         made += [step(_AT_LEAST, _X32, 0, 1), give(_KILL)]
     listed, verdict = (_FORBIDDEN, _KILL) if devices else (_ALLOWED, _ALLOW)
-    for name in listed:
-        known = number(name)
-        if known is not None:
+    for numbers in listed.values():
+        if (known := numbers[column]) is not None:
             made += [step(_EQUAL, known, 0, 1), give(verdict)]
     # Of some calls the arguments are looked at. Each block ends in a verdict.
     only = {
@@ -182,8 +170,7 @@ def _program(column: int, architecture: int, *, devices: bool) -> list[bytes]:
             argument(2), step(_EQUAL, 0, 0, 3), argument(2, 1), step(_EQUAL, 0, 0, 1), give(_ALLOW), give(_KILL),
         ]  # fmt: skip
     for name, block in only.items():
-        known = number(name)
-        if known is not None:
+        if (known := _LOOKED_AT[name][column]) is not None:
             made += [step(_EQUAL, known, 0, len(block)), *block]
     return [*made, give(otherwise)]
 

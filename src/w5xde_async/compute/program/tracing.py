@@ -18,7 +18,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, map_tensors, unflatten
+from w5xde_async.compute.block import autocast
 from w5xde_async.compute.buffers import statistics
 from w5xde_async.compute.program.converting import Converter, NotListed, NotTraceable, renumbered, same_bits, users_line
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
@@ -171,8 +171,7 @@ def _quiet() -> Iterator[None]:
 
 def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -> Document:
     step = step_function(job)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
-    autocast: Callable[[], Any] = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype=dtype)
+    in_precision: Callable[[], Any] = autocast(job.precision) or nullcontext
     index_of = {name: index for index, entry in enumerate(layout.entries) for name in entry.names}
     flat = [flatten(batch) for batch in batches]
     structure = flat[0][0]
@@ -186,12 +185,12 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
         if any(fits(graph, tensors) for graph in graphs):
             continue
         names = []
-        exported, found = _export(copy.deepcopy(model), step, structure, names, tensors, autocast, attempts)
+        exported, found = _export(copy.deepcopy(model), step, structure, names, tensors, in_precision, attempts)
         attempts = (None,) if found is None else (found, None)
         try:
             graphs.append(Converter(exported, tensors, index_of, constants, len(layout.entries)).graph())
         except NotListed as error:
-            with autocast(), _LineOf(error.target.split(".")[-2]) as finder:
+            with in_precision(), _LineOf(error.target.split(".")[-2]) as finder:
                 step(copy.deepcopy(model), unflatten(structure, tensors))
             raise NotTraceable(error.reason, finder.where or error.where) from None
     graphs = [renumbered(graph, len(layout.entries), len(constants)) for graph in graphs]
@@ -202,7 +201,7 @@ def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -
     document = encode(program)
     checked = parse(document, layout)
     own = ProgramStep(checked, layout, torch.device("cpu"), memory_bytes=1 << 60, precision=job.precision)
-    _compare(own, layout, model, step, [*batches, batches[0]], autocast, seed=job.seed + 1)
+    _compare(own, layout, model, step, [*batches, batches[0]], in_precision, seed=job.seed + 1)
     return document
 
 
@@ -212,7 +211,7 @@ def _export(
     structure: bytes,
     names: list[str],
     tensors: Sequence[Tensor],
-    autocast: Callable[[], Any],
+    in_precision: Callable[[], Any],
     attempts: Sequence[str | None],
 ) -> tuple[Any, str | None]:
     """The exported program and the first of ``attempts`` at free sizes (see ``_free``; None: none free) that holds."""
@@ -223,7 +222,7 @@ def _export(
         names.clear()
         wrapped = _Step(model, step, structure, names)
         try:
-            with autocast():
+            with in_precision():
                 exported = torch.export.export(wrapped, tuple(tensors), dynamic_shapes=shapes, strict=False)
         except Exception as error:
             failure = failure or error  # the first one is about the model, later ones may be about fixed sizes
@@ -300,7 +299,7 @@ def _compare(
     model: nn.Module,
     step: StepFunction,
     batches: Sequence[Any],
-    autocast: Callable[[], Any],
+    in_precision: Callable[[], Any],
     seed: int,
 ) -> None:
     """Run model and program on the same batches with the same seeds; raises NotTraceable where any bit differs."""
@@ -308,8 +307,8 @@ def _compare(
     prefix = "the traced step differs from the model"
     hint = "does it use state that is neither parameter nor buffer, or Python's random numbers?"
     for number, batch in enumerate(batches):
-        loss_a, metrics_a, state_a = _one_step(ours, step, batch, autocast, seed + number)
-        loss_b, metrics_b, state_b = _one_step(theirs, program_step, batch, autocast, seed + number)
+        loss_a, metrics_a, state_a = _one_step(ours, step, batch, in_precision, seed + number)
+        loss_b, metrics_b, state_b = _one_step(theirs, program_step, batch, in_precision, seed + number)
         if not same_bits(loss_a, loss_b):
             raise NotTraceable(f"{prefix}: loss {loss_b.item()} in place of {loss_a.item()}; {hint}")
         if repr(metrics_a) != repr(metrics_b):
@@ -324,11 +323,11 @@ def _compare(
 
 
 def _one_step(
-    model: nn.Module, step: StepFunction, batch: Any, autocast: Callable[[], Any], seed: int
+    model: nn.Module, step: StepFunction, batch: Any, in_precision: Callable[[], Any], seed: int
 ) -> tuple[Tensor, dict[str, float], Tensor]:
     """(loss, metrics, random state afterwards); gradients add up on the model."""
     seed_all(seed)
-    with autocast():
+    with in_precision():
         loss, metrics = step(model, map_tensors(batch, torch.clone))
     torch.autograd.backward(loss.float())
     return loss.detach(), {name: float(value) for name, value in metrics.items()}, torch.get_rng_state()

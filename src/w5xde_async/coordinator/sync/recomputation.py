@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from w5xde_async.compute.engine import ComputedBlock, Engine, Task
+from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import Engine
 from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job

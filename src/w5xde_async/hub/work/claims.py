@@ -8,7 +8,8 @@ coordinator saw pass. Who is outside of that ends its own session, by a RemoteEr
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from w5xde_async.errors import RemoteError
 from w5xde_async.params.layout import Layout

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.wire.messages import Submit, Verdict
-from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Version
-from w5xde_async.worker.uplink.result_encoder import BucketResult
+from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor, Version
 
-__all__ = ["Answers", "ComputeQueue", "ComputeThread", "Item"]
+if TYPE_CHECKING:
+    from w5xde_async.worker.connection.leases import Leases
+
+__all__ = ["ComputeQueue", "ComputeThread", "Item"]
 
 _STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took before, and longer than that
 _LISTEN_S = 0.05  # for what came while the process stood still
@@ -47,33 +49,8 @@ class ComputeThread:
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
 
 
-class Answers(Protocol):
-    """What becomes of leases. All but ``is_revoked`` are called on the event loop."""
-
-    def is_revoked(self, lease: int) -> bool:
-        """Whether nobody waits for this lease any more. Any thread."""
-
-    def result(self, lease: int, result: BucketResult) -> None:
-        """One bucket is complete."""
-
-    def done(self, held: HeldLease, computed: Computed, wait_s: float) -> None:
-        """The whole block is."""
-
-    def submitted(self, asked: Submit, computed: Computed) -> None:
-        """What SUBMIT asked for."""
-
-    def failed(self, lease: int, error: LeafError) -> None:
-        """The job's code raised."""
-
-    def not_begun(self, lease: int) -> None:
-        """The lease was revoked in time."""
-
-    def void(self, lease: int) -> None:
-        """The lease's version has been replaced."""
-
-
 class ComputeQueue:
-    """Work for one executor, in order. All methods belong to the event loop.
+    """Work for one executor, in order; what comes of it is told to ``answers``. All methods belong to the event loop.
 
     ``on_failure`` is called on the loop with what an executor raised; nothing more should be put into the queue then.
     """
@@ -82,7 +59,7 @@ class ComputeQueue:
         self,
         executor: LeaseExecutor,
         thread: ComputeThread,
-        answers: Answers,
+        answers: Leases,
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None:
@@ -94,7 +71,7 @@ class ComputeQueue:
         self._leaf_s = 0.0  # seconds a leaf, by the last block
         self._idle_since = thread.clock()
         self._ahead: set[int] = set()  # versions in the queue that were loaded before their turn, by id
-        self.activity = _IDLE  #: what the thread is doing, for people
+        self.activity = _IDLE  #: what the thread is doing, for people; until it does something else
         self.computing = 0  #: the lease that the thread is at, or was at last
 
     def put(self, items: Iterable[Item]) -> None:
@@ -106,10 +83,6 @@ class ComputeQueue:
         """Whether a lease is queued. Any copy is made in one piece, while the compute thread takes from the queue."""
         return any(type(item) is HeldLease and item.message.lease == lease for item in self._items.copy())
 
-    def show(self, activity: str) -> None:
-        """Say this of the compute thread until it does something else."""
-        self.activity = activity
-
     def stop(self) -> None:
         """Begin no further block."""
         self._stopping = True
@@ -119,9 +92,9 @@ class ComputeQueue:
         self.stop()
         while self._running is not None:
             await asyncio.wait([self._running])
-        unread = [item for item in self._items if type(item) is Verdict]
-        if unread:
-            await self._loop.run_in_executor(self._thread.pool, self._executor.settle_unread, unread)
+        for item in self._items:
+            if type(item) is Verdict:  # what it settles may outlive this link
+                await self._loop.run_in_executor(self._thread.pool, self._executor.settle, item)
 
     # -- on the event loop -----------------------------------------------------------------------------------
 

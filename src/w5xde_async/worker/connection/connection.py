@@ -17,24 +17,9 @@ from w5xde_async.errors import LinkLost, ProgramRefused, Refused, UsageError, W5
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
+from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.wire.handshake import WORKER, State, advance
-from w5xde_async.wire.messages import (
-    Bye,
-    ByeCode,
-    Drain,
-    Heartbeat,
-    Lease,
-    Message,
-    Params,
-    Ready,
-    Refusal,
-    Report,
-    Revoke,
-    Submit,
-    Verdict,
-    Welcome,
-)
 from w5xde_async.worker.connection.compute_queue import ComputeThread
 from w5xde_async.worker.connection.handshake import Dismissed, Receive, refused
 from w5xde_async.worker.connection.inbox import OverMemoryLimit
@@ -49,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
 
-Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, Ready]]]
+Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, messages.Ready]]]
 """Makes ready for computing, while heartbeats go on. It may send and receive meanwhile."""
 
 
@@ -74,7 +59,7 @@ class Connection:
     def __init__(
         self,
         link: Link,
-        welcome: Welcome,
+        welcome: messages.Welcome,
         thread: ComputeThread,
         *,
         hooks: WorkerHooks | None = None,
@@ -92,19 +77,14 @@ class Connection:
         self._receive: Receive = link.recv if self._meter is None else self._meter.recv
         self._state = State.JOINING
         self._executor: LeaseExecutor | None = None
-        self._leases: Leases | None = None  # from READY
+        self.leases: Leases | None = None  #: once it is ready for any
         self._stopping = False
         self._drain = ""
         self._grace_s = 0.0
         self._hurry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
-        self._bye: Bye | None = None  # the coordinator's last message
+        self._bye: messages.Bye | None = None  # the coordinator's last message
         self.heard = ""  #: what the coordinator said that it does, last
-
-    @property
-    def leases(self) -> Leases | None:
-        """The leases, once it is ready for any."""
-        return self._leases
 
     async def run(self, prepare: Prepare) -> Departure | None:
         """Serve until the end. None: the coordinator stops and may come back.
@@ -142,15 +122,15 @@ class Connection:
         self._drain, self._grace_s = reason, grace_s
         self._hurry = asyncio.get_running_loop().call_later(grace_s, self._leave)
         if self._state in (State.READY, State.DRAINING):
-            self._outbox.post(encode(Drain(reason[:200], grace_s)))
+            self._outbox.post(encode(messages.Drain(reason[:200], grace_s)))
 
     def _leave(self) -> None:
         """The grace is over: what is not finished is for others to do."""
         if self._state in (State.JOINING, State.READY, State.DRAINING):
             self._stopping = True
-            if self._leases is not None:
-                self._leases.stop()
-            self._outbox.post(encode(Bye(ByeCode.LEAVING, "its grace was over")))
+            if self.leases is not None:
+                self.leases.stop()
+            self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, "its grace was over")))
         self._parted.set()
 
     async def _too_small(self, error: OverMemoryLimit) -> UsageError:
@@ -164,21 +144,21 @@ class Connection:
         try:
             executor, ready = await prepare(self._receive, self._outbox)
         except Refused as error:
-            await self.link.send(encode(Bye(ByeCode.MISMATCH, error.reason[:500])))
+            await self.link.send(encode(messages.Bye(messages.ByeCode.MISMATCH, error.reason[:500])))
             raise
         except Dismissed:
             raise
         except W5xdeError as error:
-            await self.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))
+            await self.link.send(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])))
             raise
         self._executor = executor
-        self._leases = leases = Leases(executor, self._thread, self._outbox, self._meter, on_failure=self._failed)
+        self.leases = leases = Leases(executor, self._thread, self._outbox, self._meter, on_failure=self._failed)
         if self._stopping:
             leases.stop()
         self._outbox.post(encode(ready))
         self._state = State.READY
         if self._drain:
-            self._outbox.post(encode(Drain(self._drain[:200], self._grace_s)))
+            self._outbox.post(encode(messages.Drain(self._drain[:200], self._grace_s)))
         return leases
 
     def _failed(self, error: BaseException) -> None:
@@ -186,12 +166,12 @@ class Connection:
         self._failure = error
         if isinstance(error, ProgramRefused):
             logger.error("leaving the run reason=%s", error)
-            self._outbox.post(encode(Bye(ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
+            self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
         else:
             self.link.abort()
 
     async def _read(self, leases: Leases) -> Departure | None:
-        def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
             self._state = advance(WORKER, self._state, message)
             return leases.place(message, specs)
 
@@ -199,28 +179,28 @@ class Connection:
             message, specs, _ = await self._receive(accept)
             if self._failure is not None:
                 raise self._failure
-            if type(message) is Params:
+            if type(message) is messages.Params:
                 leases.params(message, specs)
-            elif type(message) is Lease:
+            elif type(message) is messages.Lease:
                 leases.lease(message)
             else:
                 self._state = advance(WORKER, self._state, message)
-                if type(message) is Verdict:
+                if type(message) is messages.Verdict:
                     leases.verdict(message)
-                elif type(message) is Revoke:
+                elif type(message) is messages.Revoke:
                     leases.revoke(message)
-                elif type(message) is Heartbeat:
+                elif type(message) is messages.Heartbeat:
                     self.heard = "".join(filter(str.isprintable, message.activity[:100]))
-                elif type(message) is Submit:
+                elif type(message) is messages.Submit:
                     leases.submit(message)
-                elif type(message) is Drain:
+                elif type(message) is messages.Drain:
                     leases.draining()
-                elif type(message) is Refusal:
+                elif type(message) is messages.Refusal:
                     raise refused(message)
-                elif type(message) is Bye:
+                elif type(message) is messages.Bye:
                     return await self._dismissed(message)
 
-    async def _dismissed(self, bye: Bye) -> Departure | None:
+    async def _dismissed(self, bye: messages.Bye) -> Departure | None:
         """Let the coordinator know that its last message was heard: it waits for nobody who has heard it."""
         self._bye = bye
         await self._part("heard")
@@ -229,17 +209,17 @@ class Connection:
     async def _part(self, reason: str) -> None:
         """Our own last message; nobody waits long for it to leave."""
         said = asyncio.Event()
-        self._outbox.post(encode(Bye(ByeCode.LEAVING, reason)), sent=said.set)
+        self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, reason)), sent=said.set)
         with suppress(TimeoutError):
             async with asyncio.timeout(_PARTING_S):
                 await said.wait()
 
-    def _goodbye(self, bye: Bye) -> Departure | None:
-        if bye.code == ByeCode.FINISHED:
+    def _goodbye(self, bye: messages.Bye) -> Departure | None:
+        if bye.code == messages.ByeCode.FINISHED:
             return Departure.FINISHED
-        if bye.code == ByeCode.LEAVING or self._drain:
+        if bye.code == messages.ByeCode.LEAVING or self._drain:
             return Departure.DRAINED
-        if bye.code == ByeCode.STOPPING:
+        if bye.code == messages.ByeCode.STOPPING:
             logger.warning("coordinator stops, waiting for it to come back reason=%s", bye.reason[:300])
             return None
         raise RunFailed(bye.reason[:1000])
@@ -254,7 +234,7 @@ class Connection:
             now = self._clock()
             if self._outbox.idle and now - said >= beat_s * 0.99:
                 self._outbox.post(
-                    encode(Heartbeat("building the model" if self._leases is None else self._leases.activity))
+                    encode(messages.Heartbeat("building the model" if self.leases is None else self.leases.activity))
                 )
                 said = now
             if (
@@ -273,14 +253,14 @@ class Connection:
     async def _stop(self) -> None:
         if self._hurry is not None:
             self._hurry.cancel()
-        if self._leases is not None:
-            await self._leases.aclose()
+        if self.leases is not None:
+            await self.leases.aclose()
 
 
-def _report(executor: LeaseExecutor) -> Report:
+def _report(executor: LeaseExecutor) -> messages.Report:
     times, device = os.times(), device_memory(executor.device)
     child = usage_of(executor.child)
-    return Report(
+    return messages.Report(
         host_bytes() + child.host_bytes, device.used_bytes, device.total_bytes,
         times.user + times.system + child.cpu_s, executor.flops_per_leaf,
     )  # fmt: skip
@@ -288,12 +268,9 @@ def _report(executor: LeaseExecutor) -> Report:
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that says most: not the lost link that follows from another."""
-    errors: list[BaseException] = []
-    stack: list[BaseException] = [group]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
-        else:
-            errors.append(error)
-    return min(errors, key=lambda error: isinstance(error, LinkLost))
+    lost, others = group.split(LinkLost)
+    error: BaseException | None = others or lost
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[-1]
+    assert error is not None
+    return error

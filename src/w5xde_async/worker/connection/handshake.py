@@ -15,22 +15,9 @@ from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import MAX_LAYOUT_BYTES, Layout
 from w5xde_async.updates.config import LOCAL_RULES, RULES
+from w5xde_async.wire import messages
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
-from w5xde_async.wire.messages import (
-    PROTOCOL_VERSION,
-    Accepted,
-    Bye,
-    Challenge,
-    Hello,
-    Introduction,
-    Message,
-    Program,
-    ProgramRequest,
-    Proof,
-    Refusal,
-    Welcome,
-)
 
 __all__ = ["Dismissed", "Joined", "Receive", "fetch_program", "join", "refused"]
 
@@ -44,7 +31,7 @@ class Joined(NamedTuple):
     """A link on which both sides have proved themselves, and what the coordinator said of the run."""
 
     link: Link
-    welcome: Welcome
+    welcome: messages.Welcome
     layout: Layout
     inner: bytes = b""  # what WELCOME said of the inner optimizer
 
@@ -52,7 +39,7 @@ class Joined(NamedTuple):
 class Dismissed(W5xdeError):
     """The coordinator said goodbye while the worker was still preparing. Field: ``bye``."""
 
-    def __init__(self, bye: Bye) -> None:
+    def __init__(self, bye: messages.Bye) -> None:
         self.bye = bye
         super().__init__(bye.reason[:300])
 
@@ -73,13 +60,13 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
     binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
-    await link.send(encode(Hello(PROTOCOL_VERSION, nonce, "", "", "", identity)))
+    await link.send(encode(messages.Hello(messages.PROTOCOL_VERSION, nonce, "", "", "", identity)))
     challenge = await _expect(link, State.GREETING)
-    assert isinstance(challenge, Challenge)
-    if challenge.protocol != PROTOCOL_VERSION:
+    assert isinstance(challenge, messages.Challenge)
+    if challenge.protocol != messages.PROTOCOL_VERSION:
         raise Refused(
             RefusalCode.PROTOCOL_VERSION,
-            f"the coordinator speaks protocol {challenge.protocol}, this worker {PROTOCOL_VERSION}",
+            f"the coordinator speaks protocol {challenge.protocol}, this worker {messages.PROTOCOL_VERSION}",
             "install the same version of w5xde-async on both sides",
         )
     if secret and not challenge.auth:
@@ -95,22 +82,22 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
             "set the coordinator's token in W5XDE_TOKEN or --token-file",
         )
     proof = prove(secret, "worker", nonce, challenge.nonce, binding) if challenge.auth else b""
-    await link.send(encode(Proof(proof)))
+    await link.send(encode(messages.Proof(proof)))
     accepted = await _expect(link, State.PROVING)
-    assert isinstance(accepted, Accepted)
+    assert isinstance(accepted, messages.Accepted)
     if challenge.auth and not verify(accepted.proof, secret, "coordinator", nonce, challenge.nonce, binding):
         raise Refused(
             RefusalCode.AUTHENTICATION,
             "the coordinator does not know this worker's token",
             "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
         )
-    await link.send(encode(Introduction(key, name[:64], w5xde_async.__version__)))
+    await link.send(encode(messages.Introduction(key, name[:64], w5xde_async.__version__)))
     link.caps = SESSION_CAPS
     texts: list[bytearray] = []
 
-    def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+    def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
         names = tuple(spec.name for spec in specs)
-        if type(message) is not Welcome or names not in (("layout",), ("layout", "inner")):
+        if type(message) is not messages.Welcome or names not in (("layout",), ("layout", "inner")):
             raise MalformedFrame(f"{type(message).__name__} came with buffers in place of WELCOME")
         for spec, most in zip(specs, (MAX_LAYOUT_BYTES, _MAX_INNER_BYTES), strict=False):
             if spec.dtype != "uint8" or spec.nbytes > most:
@@ -120,10 +107,10 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
 
     received = await link.recv(accept)
     advance(WORKER, State.NAMING, received.message)
-    if isinstance(received.message, Refusal):
+    if isinstance(received.message, messages.Refusal):
         raise refused(received.message)
     welcome = received.message
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, messages.Welcome)
     if not texts:
         raise MalformedFrame("WELCOME came without the layout")
     if welcome.term < terms.get(welcome.run_id, 0):
@@ -148,22 +135,24 @@ async def fetch_program(receive: Receive, outbox: Outbox, digest: bytes) -> tupl
     """
     unloading = Unloading()
 
-    def accept(message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
-        if type(message) is not Program:
+    def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        if type(message) is not messages.Program:
             raise MalformedFrame(f"{type(message).__name__} came with buffers in place of PROGRAM")
         return unloading.place(specs)
 
-    outbox.post(encode(ProgramRequest(FORM, digest)))
+    outbox.post(encode(messages.ProgramRequest(FORM, digest)))
     while True:
         received = await receive(accept)
         message = received.message
-        if advance(WORKER, State.JOINING, message) is not State.JOINING and not isinstance(message, Refusal | Bye):
+        if advance(WORKER, State.JOINING, message) is not State.JOINING and not isinstance(
+            message, messages.Refusal | messages.Bye
+        ):
             raise UnexpectedMessage(type(message).__name__, "waiting for the program")
-        if isinstance(message, Refusal):
+        if isinstance(message, messages.Refusal):
             raise refused(message)
-        if isinstance(message, Bye):
+        if isinstance(message, messages.Bye):
             raise Dismissed(message)
-        if isinstance(message, Program):
+        if isinstance(message, messages.Program):
             if not received.specs:
                 if message.digest != digest:
                     raise MalformedFrame("PROGRAM came without the program")
@@ -174,15 +163,15 @@ async def fetch_program(receive: Receive, outbox: Outbox, digest: bytes) -> tupl
             return message.digest, document
 
 
-async def _expect(link: Link, state: State) -> Message:
+async def _expect(link: Link, state: State) -> messages.Message:
     message = (await link.recv()).message
     advance(WORKER, state, message)
-    if isinstance(message, Refusal):
+    if isinstance(message, messages.Refusal):
         raise refused(message)
     return message
 
 
-def refused(message: Refusal) -> Refused:
+def refused(message: messages.Refusal) -> Refused:
     """The coordinator's refusal as an exception."""
     try:
         code = RefusalCode(message.code)

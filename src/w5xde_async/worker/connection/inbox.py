@@ -49,14 +49,6 @@ class Inbox:
         """Bytes of batches held, those included that wait for the compute thread or are in it."""
         return sum(self._sizes.values())
 
-    @property
-    def num_leases(self) -> int:
-        return sum(isinstance(item, HeldLease) for item in self._waiting)
-
-    def place_params(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
-        """Where a bucket of parameters goes. Raises MalformedFrame where it is not the layout's."""
-        return self._parameters.place(message, specs)
-
     def params(self, message: Params) -> Version | None:
         """A bucket has come (or none, where nothing changed). The version, once it is whole."""
         self._parameters.arrived()

@@ -14,19 +14,8 @@ from functools import partial
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
-from w5xde_async.wire.messages import (
-    Done,
-    Failed,
-    Lease,
-    Message,
-    Params,
-    Result,
-    Revoke,
-    Submit,
-    Verdict,
-    VerdictCode,
-)
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.metering import Meter
@@ -79,15 +68,15 @@ class Leases:
 
     # -- in ------------------------------------------------------------------------------------------------
 
-    def place(self, message: Message, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
+    def place(self, message: messages.Message, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
         """Memory for a frame's buffers. Raises MalformedFrame for a frame that has none, OverMemoryLimit."""
-        if type(message) is Params:
-            return self._inbox.place_params(message, specs)
-        if type(message) is Lease:
+        if type(message) is messages.Params:
+            return self._executor.parameters.place(message, specs)
+        if type(message) is messages.Lease:
             return self._inbox.place_lease(message, specs)
         raise MalformedFrame(f"{type(message).__name__} came with buffers")
 
-    def params(self, message: Params, specs: Sequence[BufferSpec]) -> None:
+    def params(self, message: messages.Params, specs: Sequence[BufferSpec]) -> None:
         """A bucket of parameters has come."""
         if bool(specs) != bool(message.num_buckets):
             raise MalformedFrame(f"PARAMS of {message.num_buckets} buckets came with {len(specs)} buffers")
@@ -95,20 +84,20 @@ class Leases:
         if version is not None:
             self._queue.put((version, *self._inbox.take()))
 
-    def lease(self, message: Lease) -> None:
+    def lease(self, message: messages.Lease) -> None:
         """A lease and its batch have come."""
         self._inbox.lease(message)
         self._queue.put(self._inbox.take())
 
-    def submit(self, message: Submit) -> None:
+    def submit(self, message: messages.Submit) -> None:
         """The coordinator asks for results."""
         if self._executor.admit(message):
             self._inbox.submit(message)
             self._queue.put(self._inbox.take())
 
-    def verdict(self, message: Verdict) -> None:
+    def verdict(self, message: messages.Verdict) -> None:
         """What became of results."""
-        if message.code == VerdictCode.APPLIED:
+        if message.code == messages.VerdictCode.APPLIED:
             self.num_applied += len(message.leases)
         else:
             wasted = sorted(set(message.leases) - self._not_begun)
@@ -119,7 +108,7 @@ class Leases:
         if self._executor.admit(message):
             self._queue.put((message,))
 
-    def revoke(self, message: Revoke) -> None:
+    def revoke(self, message: messages.Revoke) -> None:
         """Nobody waits for this lease any more."""
         lease = message.lease
         if self._inbox.revoke(lease):
@@ -129,16 +118,20 @@ class Leases:
 
     def draining(self) -> None:
         """The coordinator lets the worker finish what it holds."""
-        self._queue.show("draining")
+        self._queue.activity = "draining"
 
     # -- out -----------------------------------------------------------------------------------------------
 
     def is_revoked(self, lease: int) -> bool:
+        """Whether nobody waits for this lease any more. Any thread."""
         return lease in self._revoked
 
     def result(self, lease: int, result: BucketResult) -> None:
+        """One bucket is complete."""
         if lease not in self._revoked:
-            self._outbox.post(encode(Result(lease, result.bucket), [(result.spec, result.data)]), sent=result.sent)
+            self._outbox.post(
+                encode(messages.Result(lease, result.bucket), [(result.spec, result.data)]), sent=result.sent
+            )
             if self._meter is not None:
                 layout = self._executor.layout
                 self._meter.result(layout.result_nbytes(layout.result_buckets[result.bucket]), result.spec.nbytes)
@@ -146,38 +139,43 @@ class Leases:
             result.sent()
 
     def done(self, held: HeldLease, computed: Computed, wait_s: float) -> None:
+        """The whole block is."""
         lease = held.message.lease
         self._inbox.end(lease)
         self._answer(held.message, computed, wait_s)
         self._revoked.discard(lease)  # it was computed for nothing; that it was tells that we are still here
         self.num_done += 1
 
-    def submitted(self, asked: Submit, computed: Computed) -> None:
+    def submitted(self, asked: messages.Submit, computed: Computed) -> None:
+        """What SUBMIT asked for."""
         self._answer(asked, computed, 0.0)
 
     def failed(self, lease: int, error: LeafError) -> None:
+        """The job's code raised."""
         self._inbox.end(lease)
         self._revoked.discard(lease)
         logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
-        failed = Failed(lease, error.leaf, error.error, error.traceback)
+        failed = messages.Failed(lease, error.leaf, error.error, error.traceback)
         self._outbox.post(encode(failed), sent=partial(self._executor.release, error.vectors))
 
     def not_begun(self, lease: int) -> None:
+        """The lease was revoked in time."""
         self._inbox.end(lease)
         self._revoked.discard(lease)
         if len(self._not_begun) < _MOST_NOT_BEGUN:
             self._not_begun.add(lease)
-        self._outbox.post(encode(Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
+        self._outbox.post(encode(messages.Done(lease, (), (), (), (), (), 0, 0.0, 0.0)))
 
     def void(self, lease: int) -> None:
+        """The lease's version has been replaced."""
         self._inbox.end(lease)
 
-    def _answer(self, message: Lease | Submit, computed: Computed, wait_s: float) -> None:
+    def _answer(self, message: messages.Lease | messages.Submit, computed: Computed, wait_s: float) -> None:
         lease = message.lease
         for result in computed.results:
             self.result(lease, result)
         outcome = computed.outcome
-        done = Done(
+        done = messages.Done(
             lease,
             outcome.losses,
             outcome.metric_names,
@@ -192,7 +190,7 @@ class Leases:
             computed.raw_bytes,
         )
         release: Callable[[], None] = partial(self._executor.release, computed.vectors)
-        if self._meter is not None and isinstance(message, Lease):
+        if self._meter is not None and isinstance(message, messages.Lease):
             release = partial(_both, release, self._meter.answered(message, done))
         self._outbox.post(encode(done), sent=release)
 

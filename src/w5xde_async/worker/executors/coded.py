@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.registry import codec
-from w5xde_async.compute.block import ComputedBlock, Computing
+from w5xde_async.compute.block import ComputedBlock
+from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import MalformedFrame, UsageError
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.wire.messages import Submit, Verdict, Welcome
@@ -84,19 +85,16 @@ class CodedExecutor:
         return Computed(outcome, (), vectors, self._replica.version, encoder.encode_s, encoder.raw_bytes)
 
     def submit(self, asked: Submit) -> Computed:
-        encoder = self._encoder
+        encoder, replica = self._encoder, self._replica
+        assert isinstance(replica, SteppingReplica)
         encoder.begin()
-        vector, version = self._replica.submission(asked.lease, asked.buckets)
+        vector, version = replica.submission(asked.lease, asked.buckets)
         results = [encoder.encode(asked.lease, bucket, vector) for bucket in sorted(asked.buckets)]
         return Computed(_NOTHING, results, (), version, encoder.encode_s, encoder.raw_bytes)
 
     def settle(self, verdict: Verdict) -> None:
         self._encoder.settle(verdict.leases, verdict.code, verdict.buckets)
         self._replica.settle(verdict.leases, verdict.code)
-
-    def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
-        for verdict in verdicts:  # the encoder outlives this link, the replica does not
-            self._encoder.settle(verdict.leases, verdict.code, verdict.buckets)
 
     def release(self, vectors: Sequence[ResultVector]) -> None:
         for vector in vectors:

@@ -15,13 +15,24 @@ from torch import Tensor
 
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease, Params, Submit, Verdict
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
-__all__ = ["BucketUpdate", "Computed", "HeldLease", "LeaseExecutor", "ParameterReceiver", "Send", "Version"]
+__all__ = [
+    "BucketUpdate",
+    "Computed",
+    "HeldLease",
+    "LeaseExecutor",
+    "ParameterReceiver",
+    "Send",
+    "Version",
+    "bucket_of",
+    "check_raw",
+]
 
 Send = Callable[[BucketResult], None]
 """Takes one bucket's result as soon as it is complete. May be called from any thread."""
@@ -102,6 +113,21 @@ class ParameterReceiver(Protocol):
         """A version is whole: the updates that have arrived since the one before."""
 
 
+def bucket_of(layout: Layout, message: Params, specs: Sequence[BufferSpec]) -> Bucket:
+    """The bucket that PARAMS brings. Raises MalformedFrame where it is not one of the layout's, in one buffer."""
+    count = len(layout.buckets)
+    if message.bucket >= count or message.num_buckets > count or len(specs) != 1:
+        raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {count}")
+    return layout.buckets[message.bucket]
+
+
+def check_raw(layout: Layout, bucket: Bucket, spec: BufferSpec) -> None:
+    """Raises MalformedFrame where a buffer is not the bucket's values as they lie in memory."""
+    dtype = str(layout.groups[bucket.group].dtype).removeprefix("torch.")
+    if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
+        raise MalformedFrame(f"PARAMS bucket {bucket.index} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}")
+
+
 class LeaseExecutor(Protocol):
     """Computes the leases of one connection.
 
@@ -170,10 +196,8 @@ class LeaseExecutor(Protocol):
         """What was computed in these buckets since the last submission (rules of local steps)."""
 
     def settle(self, verdict: Verdict) -> None:
-        """What became of results that have left."""
-
-    def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
-        """The link ended before these came to their turn: nobody will say them again unasked. Last call of all."""
+        """What became of results that have left. Verdicts that had not come to their turn when the link ended are
+        settled last of all: nobody will say them again unasked."""
 
     def release(self, vectors: Sequence[ResultVector]) -> None:
         """These have been sent and may be overwritten. Any thread."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from w5xde_async.compute.block import Computing
-from w5xde_async.errors import LocalError, MalformedFrame
+from w5xde_async.compute.program.sandbox import Computing
+from w5xde_async.errors import LocalError
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Params, Submit, Verdict, Welcome
-from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version
+from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version, bucket_of, check_raw
 from w5xde_async.worker.uplink.result_encoder import BucketResult, raw_specs
 
 __all__ = ["InPlaceExecutor", "InPlaceReceiver", "is_plain"]
@@ -34,15 +34,8 @@ class InPlaceReceiver:
         self._layout, self._incoming = layout, incoming
 
     def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
-        if message.bucket >= len(self._layout.buckets) or len(specs) != 1:
-            raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(self._layout.buckets)}")
-        bucket = self._layout.buckets[message.bucket]
-        dtype = str(self._layout.groups[bucket.group].dtype).removeprefix("torch.")
-        spec = specs[0]
-        if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
-            raise MalformedFrame(
-                f"PARAMS bucket {message.bucket} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}"
-            )
+        bucket = bucket_of(self._layout, message, specs)
+        check_raw(self._layout, bucket, specs[0])
         return [self._incoming.bucket_bytes[message.bucket]]
 
     def arrived(self) -> None:
@@ -98,9 +91,6 @@ class InPlaceExecutor:
         raise LocalError("a request to submit, which was not admitted")
 
     def settle(self, verdict: Verdict) -> None:
-        """Nothing was left out of the results."""
-
-    def settle_unread(self, verdicts: Sequence[Verdict]) -> None:
         """Nothing was left out of the results."""
 
     def release(self, vectors: Sequence[ResultVector]) -> None:

@@ -16,7 +16,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.updates.coded import coded_down
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Params
-from w5xde_async.worker.executors.executor import BucketUpdate, Version
+from w5xde_async.worker.executors.executor import BucketUpdate, Version, bucket_of, check_raw
 
 __all__ = ["DeltaReceiver", "Published"]
 
@@ -34,10 +34,7 @@ class DeltaReceiver:
         self._kept: dict[int, list[BucketUpdate]] = {}  # bucket -> what is to be done to it, in order
 
     def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
-        buckets = self._layout.buckets
-        if message.bucket >= len(buckets) or message.num_buckets > len(buckets) or len(specs) != 1:
-            raise MalformedFrame(f"PARAMS for bucket {message.bucket} of {len(buckets)}")
-        bucket, spec = buckets[message.bucket], specs[0]
+        bucket, spec = bucket_of(self._layout, message, specs), specs[0]
         if message.delta or spec.codec != "raw":
             codec, size = self._codecs.get(spec.codec), self._sizes.get(message.bucket)
             if codec is None or size is None or spec.dtype != "uint8" or spec.shape != (spec.nbytes,):
@@ -46,12 +43,9 @@ class DeltaReceiver:
             data = torch.empty(spec.nbytes, dtype=torch.uint8)
             self._placed = BucketUpdate(message.bucket, codec, data, message.delta)
         else:
-            dtype = self._layout.groups[bucket.group].dtype
-            if spec.dtype != str(dtype).removeprefix("torch.") or spec.shape != (bucket.numel,):
-                raise MalformedFrame(
-                    f"PARAMS bucket {message.bucket} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}"
-                )
-            self._placed = BucketUpdate(message.bucket, None, torch.empty(bucket.numel, dtype=dtype), False)
+            check_raw(self._layout, bucket, spec)
+            data = torch.empty(bucket.numel, dtype=self._layout.groups[bucket.group].dtype)
+            self._placed = BucketUpdate(message.bucket, None, data, False)
         return [bytes_of(self._placed.data)]
 
     def arrived(self) -> None:

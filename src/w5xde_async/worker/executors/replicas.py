@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
-import msgpack
 import torch
+from msgspec import DecodeError, Meta, Struct, msgpack
 from torch import Tensor
 
-from w5xde_async.compute.block import ComputedBlock, Computing, Emit, Task
+from w5xde_async.compute.block import ComputedBlock, Emit, Task
 from w5xde_async.compute.inner import build_inner, set_scheduled
+from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector, ordered
 from w5xde_async.updates.fragments import Fragment
@@ -23,7 +24,6 @@ from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.streaming import StreamingReplica
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
-from w5xde_async.wire.packed import unpack
 from w5xde_async.worker.executors.published import Published
 
 __all__ = ["FollowingReplica", "Replica", "SteppingReplica"]
@@ -38,37 +38,17 @@ class _Sent(NamedTuple):
     pseudo_gradient: Tensor
 
 
-class Replica(Protocol):
-    """One kind of computing."""
-
-    published: Published
-    submits: bool
-    """Results are sent when the coordinator asks for them, not with each lease."""
-
-    def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
-        """One lease. ``emit`` gets its results where they are sent with it."""
-
-    @property
-    def version(self) -> int:
-        """What was computed with last."""
-
-    def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
-        """How far the replica has gone in ``buckets``, and from which version."""
-
-    def settle(self, leases: Sequence[int], code: int) -> None:
-        """A verdict on results that have left."""
-
-
 class FollowingReplica:
     """Always at the newest version that has come."""
 
-    submits = False
+    submits = False  #: results are sent with each lease
 
     def __init__(self, engine: Computing, published: Published) -> None:
         self.published, self.version = published, -1
         self._engine = engine
 
     def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
+        """One lease, whose results ``emit`` gets."""
         published = self.published
         if self.version != published.version:
             changed = sorted(published.touched)
@@ -79,9 +59,6 @@ class FollowingReplica:
             self._engine.load(changed)
             self.version = published.version
         return self._engine.compute(task, emit)
-
-    def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
-        raise MalformedFrame("SUBMIT under a rule that has every lease submitted")
 
     def settle(self, leases: Sequence[int], code: int) -> None:
         """What is refused is leased again."""
@@ -103,7 +80,7 @@ class SteppingReplica:
     where fragments stream at most 4 n of what was sent and is not mixed in.
     """
 
-    submits = True
+    submits = True  #: results are sent when the coordinator asks for them
 
     def __init__(self, engine: Computing, published: Published, inner: bytes) -> None:
         """``inner``: what WELCOME said of the optimizer (``inner_description``). Raises MalformedFrame."""
@@ -134,6 +111,7 @@ class SteppingReplica:
                 self._fragments.append(Fragment(tuple((b.offset, b.offset + b.numel) for b in trained)))
 
     def compute(self, task: Task, rates: Sequence[float], emit: Emit) -> ComputedBlock:
+        """One inner step."""
         if self._anew:
             self._begin()
         set_scheduled(self._optimizer, self._scheduled, rates)
@@ -219,6 +197,7 @@ class SteppingReplica:
 
     @torch.no_grad()
     def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
+        """How far the replica has gone in ``buckets``, and from which version."""
         if self._anew:
             self._begin()
         layout, vector, version = self._layout, ResultVector(self._layout), self.version
@@ -247,6 +226,7 @@ class SteppingReplica:
 
     @torch.no_grad()
     def settle(self, leases: Sequence[int], code: int) -> None:
+        """A verdict on results that have left."""
         for lease in leases:
             sent = self._awaited.pop(lease, None)
             if sent is None:
@@ -281,20 +261,28 @@ class SteppingReplica:
         return streaming.send(index, self._steps)
 
 
+Replica = FollowingReplica | SteppingReplica
+
+
+class _Inner(Struct, forbid_unknown_fields=True):
+    """WELCOME's inner optimizer: its description for ``build_inner``, the largest norm of a gradient, and of streaming
+    fragments, delay and mixing."""
+
+    name: Any
+    scheduled: Any
+    groups: Any
+    clip: Annotated[float, Meta(gt=0)] | None
+    streaming: tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=0, lt=1)]] | None
+
+
+_INNER = msgpack.Decoder(_Inner)
+
+
 def _read_inner(inner: bytes) -> tuple[dict[str, Any], float | None, tuple[int, int, float] | None]:
-    """Description of the optimizer, largest norm of a gradient, and of streaming: fragments, delay, mixing."""
     if len(inner) > _MOST_INNER:
         raise MalformedFrame(f"an inner optimizer of {len(inner)} bytes")
     try:
-        described: Any = unpack(inner, use_list=True)
-        clip, streaming = described.pop("clip"), described.pop("streaming")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
-        raise MalformedFrame(f"inner optimizer: {type(error).__name__}") from None
-    if clip is not None and not (type(clip) in (int, float) and clip > 0):
-        raise MalformedFrame("inner optimizer: its clip is not a number above 0")
-    if streaming is None:
-        return described, clip, None
-    fits = type(streaming) is list and len(streaming) == 3 and type(streaming[0]) is type(streaming[1]) is int
-    if not (fits and streaming[0] >= 1 and streaming[1] >= 0 and type(streaming[2]) is float and 0 <= streaming[2] < 1):
-        raise MalformedFrame("inner optimizer: its streaming is not [fragments, delay, mixing]")
-    return described, clip, (streaming[0], streaming[1], streaming[2])
+        read = _INNER.decode(inner)
+    except (DecodeError, ValueError, RecursionError) as error:
+        raise MalformedFrame(f"inner optimizer: {str(error)[:200]}") from None
+    return {"name": read.name, "scheduled": read.scheduled, "groups": read.groups}, read.clip, read.streaming

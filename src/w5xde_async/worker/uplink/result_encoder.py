@@ -47,13 +47,16 @@ def raw_specs(layout: Layout) -> list[BufferSpec]:
 
 
 class ResultEncoder:
-    """One worker's codec and what it has left out so far. Survives its links."""
+    """One worker's codec and what it has left out so far. Survives its links.
+
+    ``feedback`` is what was left out; None where the codec leaves nothing out, or feedback is off.
+    """
 
     def __init__(self, layout: Layout, codec: Codec, *, feedback: bool, clock: Callable[[], float] = time.perf_counter):
         self.codec, self.pool = codec, BytePool()
         self._sizes, self._raw = coded_up(layout), raw_specs(layout)
         self._clock, self._keeps = clock, feedback
-        self._feedback = self._new_feedback()
+        self.feedback = self._new_feedback()
         self._keys: set[int] = set()
         self.encode_s = 0.0  #: of the lease under way
         self.raw_bytes = 0
@@ -71,11 +74,11 @@ class ResultEncoder:
         if codec.name == self.codec.name:
             return
         self.cut()
-        kept = {} if self._feedback is None else self._feedback.state_dict()
+        kept = {} if self.feedback is None else self.feedback.state_dict()
         self.codec = codec
-        self._feedback = self._new_feedback()
-        if self._feedback is not None:
-            self._feedback.load_state_dict(kept)
+        self.feedback = self._new_feedback()
+        if self.feedback is not None:
+            self.feedback.load_state_dict(kept)
 
     def begin(self) -> None:
         """A lease's results are about to be encoded."""
@@ -90,8 +93,8 @@ class ResultEncoder:
         values = vector.buckets[bucket]
         began = self._clock()
         sent = None
-        if self._feedback is not None:
-            encoded = self._feedback.encode(lease, bucket, values)
+        if self.feedback is not None:
+            encoded = self.feedback.encode(lease, bucket, values)
             self._keys.add(lease)
         else:
             encoded = self.codec.encode(values, self.pool)
@@ -107,12 +110,12 @@ class ResultEncoder:
 
     def settle(self, leases: Sequence[int], code: int, buckets: Sequence[int] = ()) -> None:
         """A verdict on results that have left. ``buckets``: those that counted, where not all did."""
-        if self._feedback is None:
+        if self.feedback is None:
             return
         for lease in leases:
             if lease in self._keys:
                 self._keys.discard(lease)
-                self._feedback.settle(lease, applied=code == VerdictCode.APPLIED, counted=frozenset(buckets) or None)
+                self.feedback.settle(lease, applied=code == VerdictCode.APPLIED, counted=frozenset(buckets) or None)
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -126,9 +129,4 @@ class ResultEncoder:
     def drop(self) -> Dropped:
         """Forget what was left out, and say how much it was."""
         self._keys.clear()
-        return Dropped() if self._feedback is None else self._feedback.drop()
-
-    @property
-    def feedback(self) -> Feedback | None:
-        """What was left out; None where the codec leaves nothing out, or feedback is off."""
-        return self._feedback
+        return Dropped() if self.feedback is None else self.feedback.drop()

@@ -24,21 +24,16 @@ class Uplink:
         self._data_dir, self._name, self._worker_id, self._clock = data_dir, name, worker_id, clock
         self._key: tuple[object, ...] = ()
         self._run_id = ""
-        self._encoder: ResultEncoder | None = None
-
-    @property
-    def encoder(self) -> ResultEncoder | None:
-        """The encoder of the run served last; None where that takes results as they are."""
-        return self._encoder
+        self.encoder: ResultEncoder | None = None  #: of the run served last; None where that takes results as they are
 
     async def encoder_for(self, welcome: Welcome, layout: Layout) -> ResultEncoder:
         """The encoder of this run: kept over its links, with what it has left out."""
         key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
-        if self._encoder is not None and self._key == key:
-            self._encoder.change(codec(welcome.codec))
-            return self._encoder
+        if self.encoder is not None and self._key == key:
+            self.encoder.change(codec(welcome.codec))
+            return self.encoder
         self._key, self._run_id = key, welcome.run_id
-        self._encoder = encoder = ResultEncoder(
+        self.encoder = encoder = ResultEncoder(
             layout, codec(welcome.codec), feedback=welcome.feedback, clock=self._clock
         )
         take = partial(
@@ -50,11 +45,11 @@ class Uplink:
     async def close(self, *, finished: bool, kept: bool) -> None:
         """The worker leaves. ``finished``: the run has no use for residuals any more; ``kept``: another worker of it
         may have them."""
-        if self._encoder is None:
+        if self.encoder is None:
             return
-        encoder = self._encoder
+        encoder = self.encoder
         if finished:
-            self._encoder = None
+            self.encoder = None
             end = partial(forget, self._data_dir, self._run_id)
         else:
             data_dir = self._data_dir if kept else None

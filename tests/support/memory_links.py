@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from w5xde_async.net.link import FramedLink
+from w5xde_async.net.link import Link
 from w5xde_async.net.stream import CALL_BYTES, CLOSED_BY_PEER, CLOSED_HERE, TURN_BYTES, Channel, StreamLost
 from w5xde_async.wire.frame import Buffer
 
@@ -119,7 +119,7 @@ class MemoryChannel(Channel):
         self.outbound.end(CLOSED_BY_PEER)
 
 
-class MemoryLink(FramedLink):
+class MemoryLink(Link):
     """A link over a MemoryChannel, with the faults that tests inject."""
 
     __slots__ = ("_memory",)
