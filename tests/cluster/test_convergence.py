@@ -75,8 +75,11 @@ class Replica:
         parameters = list(self.model.parameters())
         self.values = torch.cat([p.detach().flatten() for p in parameters])
         self.gradient = torch.zeros_like(self.values)
+        self.matrices: list[int] = []  # where they begin
         at = 0
         for p in parameters:
+            if p.dim() > 1:
+                self.matrices.append(at)
             p.data = self.values[at : at + p.numel()].view_as(p)
             p.grad = self.gradient[at : at + p.numel()].view_as(p)
             at += p.numel()
@@ -221,7 +224,7 @@ def delayed(run: Run) -> None:
 
 def streaming(run: Run) -> None:
     """Two fragments in turns, half a round apart, used one inner step late. Their Deltas travel as whole vectors."""
-    edges = [0, *(start for start, shape in run.theta.entries if len(shape) > 1)][1:]
+    edges = run.theta.matrices
     fragments = strided([*zip(edges, [*edges[1:], run.theta.values.numel()], strict=True)], 2)
     turns = taking_turns(2, INNER)
     rule = StreamingRule(run.theta.values, fragments, LocalStepsConfig(learning_rate=0.7, momentum=0.5))
