@@ -150,7 +150,7 @@ def _leaf_loss(ids: Sequence[int]) -> float:
 class IntegerEngine:
     """What ``compute.engine.Engine`` is to a worker; forward and backward are the sums above, in virtual time."""
 
-    def __init__(self, job: Job, *, bucket_bytes: int, **_: Any) -> None:
+    def __init__(self, job: Job, _: object = None, *, bucket_bytes: int, **__: Any) -> None:
         host = HOST.get()
         assert host is not None
         self._host, self._loop = host, host.loop
