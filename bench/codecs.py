@@ -13,15 +13,19 @@ bucket alone, again and again; ``cnn_``: the CNN's.
 - ``{codec}_error``: |decoded - gradient| / |gradient|
 - ``feedback_{codec}_gb_s``: gradient to encoding with a residual, verdicts included
 - ``lz4..._gain``: the codec inside's bytes over lz4's, each bucket compressed whether that pays or not
+- ``batch_{what}_gain``, ``batch_{what}_gb_s``: the bytes of a batch over those of ``lz4-shuffle``, and its speed: what
+  compressing a LEASE would save, and cost
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lz4.block
 import torch
 from torch import Tensor, nn
 
@@ -155,6 +159,42 @@ def with_feedback(report: Report, name: str, buckets: list[Tensor], repeats: int
     return report.add(f"feedback_{name}_gb_s", samples)
 
 
+def batches() -> dict[str, Tensor]:
+    """What leases carry, a few MiB of each."""
+    text = "".join(path.read_text() for path in sorted(Path(torch.__file__).parent.glob("*.py")))[: 1 << 21]
+    words = text.split(" ")
+    numbers = {word: number for number, (word, _) in enumerate(Counter(words).most_common())}
+    found = {
+        "bytes_as_int64": torch.tensor(list(text.encode()[: 1 << 18])),
+        "words_as_int64": torch.tensor([numbers[word] for word in words]),
+        "words_as_int32": torch.tensor([numbers[word] for word in words], dtype=torch.int32),
+        "noise_as_float32": torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)),
+    }
+    try:
+        import sklearn.datasets as data
+    except ImportError as error:
+        print(f"without images: {error}", file=sys.stderr)
+        return found
+    found["digits_as_float32"] = torch.tensor(data.load_digits().data / 16, dtype=torch.float32)
+    found["photos_as_uint8"] = torch.from_numpy(data.load_sample_images().images[0].copy())
+    return found
+
+
+def of_batches(report: Report, repeats: int) -> Iterator[str]:
+    """What lz4 would make of batches."""
+    for name, tensor in batches().items():
+        data = tensor.contiguous().flatten().view(torch.uint8)
+        word = tensor.element_size()
+
+        def pack(data: Tensor = data, word: int = word) -> list[bytes]:
+            pieces = data.split(256 << 10)
+            return [lz4.block.compress(piece.view(-1, word).T.contiguous().numpy().tobytes()) for piece in pieces]
+
+        gain = report.add(f"batch_{name}_gain", [data.numel() / sum(map(len, pack()))])
+        speeds = [data.numel() / timed(pack, torch.device("cpu")) / 1e9 for _ in range(repeats)]
+        yield f"| {name} | {gain:.1f} | {report.add(f'batch_{name}_gb_s', speeds):.2f} |"
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--codecs", default=CODECS, help="names, separated by commas")
@@ -194,8 +234,11 @@ def main() -> None:
             for name in FEEDBACK:
                 print(f"with feedback, {name}: {with_feedback(report, name, buckets, repeats):.2f} GB/s")
     for name, value in report.figures.items():
-        if name.endswith("_gain"):
+        if name.startswith("lz4") and name.endswith("_gain"):
             print(f"{name}: {value:.3f}")
+    print("\nBatches under lz4-shuffle\n| batch | gain | encode GB/s |\n|---|---|---|")
+    for row in of_batches(report, repeats):
+        print(row, flush=True)
     print(f"medians of {repeats} sweeps")
     report.write(given.json)
 
