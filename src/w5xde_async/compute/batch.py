@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgpack
+import msgspec
 import torch
-from msgspec import DecodeError, Raw, msgpack
+from msgspec import DecodeError, Raw
 from torch import Tensor
 
 from w5xde_async.errors import MalformedFrame
@@ -64,7 +66,7 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
         )
 
     try:
-        structure = msgpack.encode(walk(batch, "", 0))
+        structure: bytes = msgpack.packb(walk(batch, "", 0))
     except UnicodeEncodeError as error:
         raise TypeError(f"the batch holds a string that is not Unicode text: {error.object!r:.60}") from None
     if len(structure) > _MAX_STRUCTURE_BYTES:
@@ -82,7 +84,7 @@ def joined(structures: Sequence[bytes]) -> bytes:
     """
     if all(structure == structures[0] for structure in structures):
         return structures[0]
-    return msgpack.encode((_EACH, [Raw(structure) for structure in structures]))
+    return msgspec.msgpack.encode((_EACH, [Raw(structure) for structure in structures]))
 
 
 def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -92,7 +94,7 @@ def unflatten(structure: bytes, tensors: Sequence[Tensor]) -> Any:
 
 def _parse(structure: bytes) -> Any:
     try:
-        return msgpack.decode(structure)
+        return msgspec.msgpack.decode(structure)
     except (DecodeError, ValueError, RecursionError) as error:
         raise MalformedFrame(f"batch structure: {type(error).__name__}") from None
 

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
+import msgpack
+import msgspec
 import torch
-from msgspec import DecodeError, Meta, msgpack
+from msgspec import DecodeError, Meta
 from torch import Tensor
 
 from w5xde_async.compute.program.operators import (
@@ -147,7 +149,7 @@ def encode(program: Program) -> Document:
     ]
     constants = [[_name(DTYPES, constant.dtype), list(constant.shape)] for constant in program.constants]
     head = (FORM, program.fingerprint, program.structure, program.metrics, program.statistics)
-    text = msgpack.encode((*head, list(operators), constants, graphs))
+    text: bytes = msgpack.packb((*head, list(operators), constants, graphs))
     return Document(text, program.constants)
 
 
@@ -187,7 +189,7 @@ _Graph = tuple[
     tuple[int, tuple[Any, ...]],
 ]
 #: A text as it lies: what sizes and arguments are is left to ``_Reader``.
-_TEXT = msgpack.Decoder(
+_TEXT = msgspec.msgpack.Decoder(
     tuple[
         int,
         bytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msgspec import msgpack
+import msgpack
 
 from w5xde_async.compute.inner import Schedule, describe_inner
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -38,7 +38,7 @@ def make_strategy(spec: RunSpec, config: CoordinatorConfig, update: UpdateConfig
     schedule = Schedule(rule.optimizer, rule.scheduler)
     described = describe_inner(rule.optimizer, spec.layout, spec.model, scheduled=schedule.scheduled)
     streaming = [update.fragments, update.overlap, update.mixing] if update.rule == "streaming" else None
-    inner = msgpack.encode({**described, "clip": job.gradient_clip_val, "streaming": streaming})
+    inner: bytes = msgpack.packb({**described, "clip": job.gradient_clip_val, "streaming": streaming})
     return Strategy(update=update, rule=outer, schedule=schedule, inner=inner)
 
 
