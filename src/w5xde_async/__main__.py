@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode
 
-__all__ = ["main"]
-
 _USAGE = """\
 usage: w5xde coordinator JOB [options]
        w5xde worker --server HOST:PORT [options]

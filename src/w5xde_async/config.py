@@ -17,11 +17,6 @@ from typing import Any, NamedTuple
 
 from w5xde_async.errors import need
 
-__all__ = [
-    "FOLDER", "NAME", "PATH", "TIME", "TIME_OR_0", "YES_OR_NO", "Config", "Kind", "Setting", "duration_s", "number",
-    "one_of", "same_as", "setting", "setting_of", "size", "size_bytes", "text", "whole",
-]  # fmt: skip
-
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _PLAIN = re.compile(r"\d+(?:\.\d+)?")

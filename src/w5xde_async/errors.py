@@ -30,34 +30,6 @@ import os
 import traceback
 from enum import IntEnum
 
-__all__ = [
-    "CheckpointCorrupt",
-    "CheckpointMismatch",
-    "DiskHangs",
-    "ExitCode",
-    "FrameTooLarge",
-    "JobError",
-    "LeafFailed",
-    "LinkLost",
-    "LocalError",
-    "MalformedFrame",
-    "PortInUse",
-    "ProgramKilled",
-    "ProgramRefused",
-    "ProtocolViolation",
-    "RefusalCode",
-    "Refused",
-    "RemoteError",
-    "RunDirBusy",
-    "StoreError",
-    "UnexpectedMessage",
-    "Unreachable",
-    "UpdateFailed",
-    "UsageError",
-    "W5xdeError",
-]
-
-
 _TRACEBACK = "Traceback (most recent call last):"
 _HEADLINE = 500  # characters of what was raised
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -25,11 +25,6 @@ from w5xde_async.errors import JobError
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
-__all__ = [
-    "ENDLESS", "Job", "Precision", "StepFunction", "build_model", "load_job", "loss_of", "made_by", "shown_end",
-    "step_function",
-]  # fmt: skip
-
 Precision = Literal["fp32", "bf16", "fp16"]
 _T = TypeVar("_T")
 StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]

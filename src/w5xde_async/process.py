@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
 
-__all__ = ["attach", "launch", "listening", "memory_reports", "signals"]
-
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:

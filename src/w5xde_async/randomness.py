@@ -16,8 +16,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-__all__ = ["draws_random", "random_state", "seed_all"]
-
 _TURN = threading.RLock()  # a job's own code may build models and load jobs
 
 # ``random.seed`` without its handling of strings: what it does for a number, at half the time. Once a leaf counts.

@@ -22,8 +22,6 @@ from w5xde_async.net import endpoint
 from w5xde_async.net.link import Link
 from w5xde_async.store.filesystem import Filesystem
 
-__all__ = ["Listening", "Runtime", "loop_factory", "thread_pool"]
-
 
 class Listening(Protocol):
     """What ``listen`` returns: it accepts links until it is told to stop."""

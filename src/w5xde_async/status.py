@@ -26,8 +26,6 @@ from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
-__all__ = ["main", "parser"]
-
 _LINK = "W5XDE_DASHBOARD_LINK"  # the link as it was printed, with its token
 _DEFAULT_PORT = 5556
 _TIMEOUT_S = 5.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-__all__ = ["is_interrupt", "users_code"]
-
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether ``error``, met in code of the user's, came from outside of that code: Ctrl-C in the main thread.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,6 @@ def test_the_public_names_are_frozen() -> None:
         w5xde_async.Nothing  # noqa: B018
 
 
-def test_the_parts_say_what_they_export() -> None:
-    for path in ROOT.rglob("*.py"):
-        if path.name in ("__main__.py", "__init__.py"):
-            continue
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        module = import_module(".".join(parts))
-        assert module.__all__, path
-        assert sorted(set(module.__all__)) == sorted(module.__all__)
-        for name in module.__all__:
-            assert hasattr(module, name), f"{path}: {name}"
-
-
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, w5xde_async; assert w5xde_async.__version__; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=20)
@@ -47,7 +34,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
 def test_every_error_is_of_one_tree() -> None:
     from w5xde_async import errors
 
-    for name in errors.__all__:
-        found = getattr(errors, name)
-        if issubclass(found, Exception):
-            assert issubclass(found, errors.W5xdeError), name
+    ours = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+    wrong = [kind for kind in ours if issubclass(kind, Exception) and not issubclass(kind, errors.W5xdeError)]
+    assert len(ours) > 10
+    assert not wrong

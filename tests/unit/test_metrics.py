@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.events import FINISHED, STARTED, committed, joined, left, reported, run_reported
 
-from w5xde_async.telemetry import events, metrics
+from w5xde_async.telemetry import metrics
 from w5xde_async.telemetry.events import CheckpointFailed, CheckpointSaved, Evaluated, JournalFailed, ResultHeld
 from w5xde_async.telemetry.metrics import Metrics
 
@@ -124,11 +124,3 @@ def test_the_page_lists_them_all():
     named = re.findall(r'_(?:gauge|counter)\("(\w+)"', Path(metrics.__file__).read_text(encoding="utf-8"))
     assert len(named) > 20
     assert {f"w5xde_{name}" for name in named} <= {name.removesuffix("_total") for name, _, _ in found}
-
-
-def test_every_event_is_public():
-    kinds = [events.Event]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    ours = {kind.__name__ for kind in kinds if kind.__module__ == events.__name__}
-    assert ours <= set(events.__all__)

@@ -24,8 +24,6 @@ from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.worker.config import WorkerConfig
 
-__all__ = ["LocalCluster"]
-
 
 class LocalCluster:
     """Trains ``job`` with ``n_workers`` workers of ``threads`` threads each; the first step waits for all of them.

@@ -14,9 +14,8 @@ from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.runtime import Runtime
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.service import RunFailed, Worker
-
-__all__ = ["TaskWorkers", "with_own_model"]
+from w5xde_async.worker.connection.connection import RunFailed
+from w5xde_async.worker.service import Worker
 
 logger = logging.getLogger(__name__)
 

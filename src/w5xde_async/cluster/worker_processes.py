@@ -25,8 +25,6 @@ from typing import Self
 
 from w5xde_async.errors import ExitCode
 
-__all__ = ["LocalWorkers"]
-
 logger = logging.getLogger(__name__)
 
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from w5xde_async.codecs.codec import Codec, pieces, scratch_for
 
-__all__ = ["Int4", "Int8", "Sign", "pack", "unpack"]
-
 _TINY = 2.0**-120  # below it the reciprocals overflow
 
 

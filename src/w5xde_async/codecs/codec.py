@@ -28,8 +28,6 @@ from torch import Tensor
 
 from w5xde_async.errors import FrameTooLarge, MalformedFrame
 
-__all__ = ["CHUNK", "BytePool", "Codec", "Encoded", "as_view", "pieces"]
-
 CHUNK = 1 << 16
 """Elements worked on at once on a CPU: 256 KiB of float32 and its temporaries stay in a core's own cache."""
 _DEVICE_CHUNK = 1 << 24  # elsewhere the start of a kernel is what costs

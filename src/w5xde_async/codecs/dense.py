@@ -17,8 +17,6 @@ from torch import Tensor
 
 from w5xde_async.codecs.codec import Codec, pieces, scratch_for
 
-__all__ = ["Bf16", "Fp16", "Raw"]
-
 
 class Raw(Codec):
     """float32 as it lies in memory: 4 bytes a value. Who sends raw alone has no need of a copy here."""

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded, check_values
 
-__all__ = ["Dropped", "Feedback"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dropped:

@@ -24,8 +24,6 @@ from w5xde_async.codecs.codec import BytePool, Codec, Encoded, as_view
 from w5xde_async.codecs.dense import Raw
 from w5xde_async.errors import MalformedFrame
 
-__all__ = ["Lz4"]
-
 _PIECE = 256 << 10
 _PROBE = 128 << 10  # shuffled planes shrink less in shorter pieces
 _WORTH = 0.97  # of the inner length

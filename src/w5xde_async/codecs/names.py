@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NAMES"]
-
 #: Every form of a name that ``registry.codec`` knows.
 NAMES = (
     "raw", "bf16", "fp16", "int8", "int4", "sign", "sparseloco", "topk:FRACTION", "lz4[:CODEC]",

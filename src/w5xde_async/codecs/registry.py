@@ -10,8 +10,6 @@ from w5xde_async.codecs.names import NAMES
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import UsageError
 
-__all__ = ["NAMES", "codec", "refuse_divergence"]
-
 _PLAIN: dict[str, type[Codec]] = {
     "raw": Raw, "bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "sign": Sign, "sparseloco": SparseLoco,
 }  # fmt: skip

@@ -31,8 +31,6 @@ from w5xde_async.codecs.blocks import pack, unpack
 from w5xde_async.codecs.codec import CHUNK, Codec, pieces, scratch_for
 from w5xde_async.errors import MalformedFrame
 
-__all__ = ["SparseLoco", "TopK"]
-
 _MAGNITUDE = 0x7FFFFFFF  # of float32; as integers magnitudes keep their order, and NaN is above infinity
 _SAMPLE_STRIDE = 61  # prime: no row length of a matrix is in step with it
 

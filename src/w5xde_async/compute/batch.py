@@ -19,8 +19,6 @@ from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES
 
-__all__ = ["flatten", "joined", "leaves_of", "map_tensors", "rows", "unflatten"]
-
 _MAX_DEPTH = 32
 _MAX_TENSORS = 2048
 _MAX_STRUCTURE_BYTES = 256 << 10  # it travels in a header, which has 1 MiB for everything

@@ -17,8 +17,6 @@ from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Bucket
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = ["Block", "ComputedBlock", "Emit", "LeafSpec", "MetricNames", "Task", "autocast", "described"]
-
 logger = logging.getLogger(__name__)
 
 Emit = Callable[[int, ResultVector], None]

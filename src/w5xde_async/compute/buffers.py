@@ -25,8 +25,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from w5xde_async.params.flat import ResultVector, isfinite, ordered, state_of
 from w5xde_async.params.layout import Layout
 
-__all__ = ["BufferMerge", "change", "statistics"]
-
 
 class BufferMerge:
     """Restores and collects one replica's buffers. ``origin`` holds one tensor per entry: the step's values."""

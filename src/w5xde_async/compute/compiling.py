@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CompiledStep"]
-
 logger = logging.getLogger(__name__)
 
 _TIMED_CALLS = 8  # of each way

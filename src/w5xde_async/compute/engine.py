@@ -37,8 +37,6 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
-__all__ = ["Engine", "LeafError", "choose_device"]
-
 _MAX_TRACEBACK = 8000
 _TOO_FEW = "Expected more than 1 value per channel"
 

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["counting_flops"]
-
 _T = TypeVar("_T")
 
 

@@ -24,8 +24,6 @@ from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.users_code import users_code
 
-__all__ = ["INNER_OPTIMIZERS", "Schedule", "build_inner", "describe_inner", "set_scheduled"]
-
 _ALL = ("lr", "weight_decay", "foreach", "maximize")
 _ADAM = (*_ALL, "betas", "eps", "decoupled_weight_decay")
 #: Torch's class and the options of it that are sent. LBFGS needs a closure and SparseAdam sparse gradients.

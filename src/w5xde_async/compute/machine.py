@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
-__all__ = ["machine_memory_bytes"]
-
 _UNKNOWN = 16 << 30
 
 

@@ -19,8 +19,6 @@ from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
 
-__all__ = ["Lent", "Transfer"]
-
 _cuda: Any = torch.cuda  # its streams and events are untyped
 
 

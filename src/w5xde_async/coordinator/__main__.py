@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.settings import CoordinatorSettings
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.coordinator") -> int:
     """Train; the result is the exit code."""

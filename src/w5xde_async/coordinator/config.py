@@ -14,8 +14,6 @@ from w5xde_async.errors import need
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.updates.config import UpdateConfig
 
-__all__ = ["CoordinatorConfig"]
-
 _SAMPLES = whole(1)
 _BATCH = Kind(
     f"auto or {_SAMPLES.accepts}", "N", lambda told: told if told == "auto" else int(told),

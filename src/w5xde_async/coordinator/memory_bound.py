@@ -7,8 +7,6 @@ from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.net.stock import BUFFERED_BYTES
 
-__all__ = ["EXTRA_LINKS", "memory_bound_bytes", "most_held", "most_vectors"]
-
 #: Result vectors of a recomputation under way: the most that an engine holds for a few leaves.
 _RECOMPUTATION_VECTORS = 3
 EXTRA_LINKS = 64  #: connections beside the workers': of strangers, and of who comes back before its old link is found

@@ -9,8 +9,6 @@ from pathlib import Path
 from w5xde_async.telemetry.events import WorkerShare
 from w5xde_async.telemetry.notebook import html_table
 
-__all__ = ["RunResult"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:

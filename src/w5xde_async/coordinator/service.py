@@ -43,9 +43,6 @@ from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
-__all__ = ["Coordinator", "RunResult", "memory_bound_bytes"]
-
-
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 

@@ -35,22 +35,6 @@ from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.telemetry.events import Bus, Waiting, Warned
 from w5xde_async.wire.messages import Done, VerdictCode
 
-__all__ = [
-    "Commit",
-    "Counts",
-    "History",
-    "Hooks",
-    "Lifecycle",
-    "NonFinite",
-    "Parameters",
-    "Phase",
-    "RunContext",
-    "Training",
-    "lease_terms",
-    "reason_of_network",
-    "reason_of_standing",
-]
-
 _T = TypeVar("_T")
 
 

@@ -8,8 +8,6 @@ from w5xde_async.config import Config, number, same_as, setting, whole
 from w5xde_async.plan.audit import AuditConfig
 from w5xde_async.updates.norm_gate import NormGateConfig
 
-__all__ = ["VerificationConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationConfig(Config):

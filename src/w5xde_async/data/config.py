@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from w5xde_async.config import Config, setting, whole
 
-__all__ = ["DataConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Config):

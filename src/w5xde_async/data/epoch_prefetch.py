@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from w5xde_async.plan.sampler import Steps
 
-__all__ = ["EpochPrefetch"]
-
 
 class EpochPrefetch:
     """Has orders computed half an epoch ahead of need, one at a time."""

@@ -40,8 +40,6 @@ from w5xde_async.runtime import thread_pool
 from w5xde_async.users_code import users_code
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
 
-__all__ = ["BlockData", "Loader"]
-
 _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 _MAX_BUFFERS = 2048

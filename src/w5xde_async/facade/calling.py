@@ -27,9 +27,8 @@ from w5xde_async.net.token import find_token
 from w5xde_async.runtime import loop_factory
 from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
-from w5xde_async.worker.service import Departure, Worker
-
-__all__ = ["LogMode", "block_on", "shown", "token_of", "where_to_join", "working"]
+from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.service import Worker
 
 _T = TypeVar("_T")
 _EXIT_S = 30.0  #: how long a program that ends waits for calls in daemon threads

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from w5xde_async.job import loss_of
 
-__all__ = ["BatchLoss", "token_loss"]
-
 Criterion = Callable[[Any, Any], Tensor]
 
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from w5xde_async.compute.engine import choose_device
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, shown, token_of, where_to_join, working
 from w5xde_async.facade.reading import BatchLoss
@@ -39,8 +40,6 @@ from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.hooks import LeaseAnswered, WorkerHooks
 from w5xde_async.worker.service import Worker
-
-__all__ = ["CentralServer", "LossCallback", "NetworkCallback", "TrainingNode"]
 
 logger = logging.getLogger(__name__)
 

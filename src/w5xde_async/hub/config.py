@@ -14,8 +14,6 @@ from w5xde_async.net.tls import SecurityConfig, is_loopback
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
 
-__all__ = ["NetworkConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig(SecurityConfig):

@@ -27,8 +27,6 @@ from w5xde_async.net.transport import TransportChannel
 from w5xde_async.net.tuning import tune, tune_listener
 from w5xde_async.wire.frame import HANDSHAKE_CAPS
 
-__all__ = ["DASHBOARD_PORT", "DEFAULT_PORT", "Listener", "connect", "format_address", "listen", "parse_address"]
-
 DEFAULT_PORT, DASHBOARD_PORT = 5555, 5556
 #: A TLS handshake that takes longer is dropped.
 HANDSHAKE_S = 10.0

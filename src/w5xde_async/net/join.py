@@ -24,8 +24,6 @@ from w5xde_async.errors import UsageError
 from w5xde_async.net.endpoint import format_address, parse_address
 from w5xde_async.net.tls import write_private
 
-__all__ = ["Invitation", "check_strength", "new_secret", "read_secret_file", "worker_secret", "write_private_line"]
-
 _SCHEME = "w5xde"
 _LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
 _IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -23,8 +23,6 @@ from w5xde_async.net.tuning import Figures, figures
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message
 
-__all__ = ["CLOSED_BY_PEER", "CLOSED_HERE", "CLOSED_MID_FRAME", "Accept", "Link", "Received"]
-
 Accept = Callable[[Message, tuple[BufferSpec, ...]], Sequence[memoryview]]
 """Called once a header with buffers is parsed, before any payload byte is stored. Returns one writable flat ``B``
 view per spec, of exactly ``spec.nbytes``; raises RemoteError to refuse."""

@@ -16,8 +16,6 @@ from w5xde_async.net.link import Link
 from w5xde_async.net.tuning import BUFFER_BYTES
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["Outbox"]
-
 _SEND_BYTES = 1 << 20  # frames are gathered up to this into one send
 
 

@@ -33,8 +33,6 @@ from w5xde_async.net.stream import (
 )
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["BULK_BYTES", "PUMP_IDLE_S", "SocketChannel"]
-
 #: A payload with this much left is worth a thread (a hop costs about 55 us, 512 KiB about 100 us).
 BULK_BYTES = 512 * 1024
 #: The loop takes this much itself first; only a link that has more at hand gets the thread, a slow one stays here.

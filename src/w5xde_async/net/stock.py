@@ -27,8 +27,6 @@ from w5xde_async.net.stream import (
 )
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["BUFFERED_BYTES", "StockChannel", "our_pair", "peer_of"]
-
 PIECE_BYTES = 64 * 1024
 BUFFERED_BYTES = 512 * 1024  #: that a pair holds at most, in and out (above)
 

@@ -21,20 +21,6 @@ from typing import Any, SupportsIndex
 from w5xde_async.errors import LinkLost
 from w5xde_async.wire.frame import Buffer
 
-__all__ = [
-    "CLOSED_BY_PEER",
-    "CLOSED_HERE",
-    "FILL_BYTES",
-    "LINGER_S",
-    "READ_AHEAD_BYTES",
-    "Channel",
-    "Reader",
-    "StreamLost",
-    "Writer",
-    "ended_by",
-    "in_pieces",
-]
-
 #: ``LinkLost.reason`` where this side ended the link, and where the peer did.
 CLOSED_HERE = "closed by this side"
 CLOSED_BY_PEER = "closed by peer"

@@ -18,17 +18,6 @@ from pathlib import Path
 from w5xde_async.config import PATH, YES_OR_NO, Config, setting
 from w5xde_async.errors import StoreError, UsageError, need
 
-__all__ = [
-    "SecurityConfig",
-    "TlsFiles",
-    "certificate_hash",
-    "client_context",
-    "is_loopback",
-    "own_certificate",
-    "server_context",
-    "write_private",
-]
-
 _CERTIFICATE, _KEY = "cert.pem", "key.pem"
 _VALID_DAYS = 3650
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")

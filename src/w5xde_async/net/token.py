@@ -11,8 +11,6 @@ from pathlib import Path
 
 from w5xde_async.net.join import read_secret_file
 
-__all__ = ["find_token"]
-
 
 def find_token(token_file: Path | None, *, given_as_argument: bool, environment: Mapping[str, str]) -> str:
     """The token, or "" where there is none. Raises UsageError for a file that is missing, empty or open to others."""

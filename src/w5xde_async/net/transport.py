@@ -29,8 +29,6 @@ from w5xde_async.net.stream import (
 )
 from w5xde_async.wire.frame import Buffer
 
-__all__ = ["TransportChannel"]
-
 PIECE_BYTES = 256 * 1024
 #: A transport may push this much after it was told to pause (the proactor's read size).
 PUSH_BYTES = 64 * 1024

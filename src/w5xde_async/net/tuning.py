@@ -11,8 +11,6 @@ import struct
 import sys
 from typing import NamedTuple
 
-__all__ = ["BUFFER_BYTES", "Figures", "figures", "tune", "tune_listener"]
-
 BUFFER_BYTES = 4 << 20
 #: Keepalive: first probe after, then every, and given up after so many. The heartbeat is faster; this is the backstop.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 20, 5, 4

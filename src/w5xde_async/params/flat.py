@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Layout, named_state
 
-__all__ = ["FlatState", "ResultVector", "bytes_of", "digest", "isfinite", "named_digest", "state_of"]
-
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, uncopied, format ``B``."""

@@ -32,8 +32,6 @@ from torch import Tensor, nn
 
 from w5xde_async.errors import MalformedFrame
 
-__all__ = ["ALIGN_BYTES", "MAX_LAYOUT_BYTES", "Bucket", "Entry", "Group", "Layout", "named_state"]
-
 ALIGN_BYTES = 64
 MAX_LAYOUT_BYTES = 64 << 20  #: of a layout's description
 # Of a layout that came over a network:

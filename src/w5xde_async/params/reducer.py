@@ -19,8 +19,6 @@ from torch import Tensor
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 
-__all__ = ["Halves", "Reducer", "VectorPool"]
-
 #: Squares are added up in float32 within so many elements, in float64 beyond: below torch's grain for threads, so the
 #: bits do not depend on their number, and in the cache.
 _PIECE = 1 << 14

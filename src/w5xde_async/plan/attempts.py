@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-__all__ = ["Places"]
-
 _REMEMBERED = 4096  # places of workers, those that have left among them
 
 

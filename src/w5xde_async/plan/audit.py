@@ -25,8 +25,6 @@ from typing import NamedTuple
 from w5xde_async.config import Config, number, setting, whole
 from w5xde_async.plan.tree import Block
 
-__all__ = ["AuditConfig", "Auditor", "Choice", "Deviation", "HeldBlock", "Why"]
-
 _NEWCOMER = 16.0  # a worker whose work was never compared is sampled that much more often
 
 

@@ -30,8 +30,6 @@ import numpy as np
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import right_half
 
-__all__ = ["BatchPlan", "Stretch", "halves"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:

@@ -13,8 +13,6 @@ from typing import Generic, TypeVar
 
 from w5xde_async.plan.attempts import Places
 
-__all__ = ["FailedWork", "Grant", "LeaseTable", "LeaseTerms"]
-
 _REMEMBERED = 4096  # leases that ended, by which late results are told from noise
 
 

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from w5xde_async.plan.leases import FailedWork, Grant, LeaseTable, LeaseTerms
 from w5xde_async.plan.tree import Block, aligned_block
 
-__all__ = ["COORDINATOR", "BlockGrant", "Ledger", "OpenStep", "Slot"]
-
 COORDINATOR = ""  #: the worker whose leases the coordinator computes itself
 _MOST_OPEN = 2  # steps
 

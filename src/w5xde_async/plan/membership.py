@@ -10,8 +10,6 @@ from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Member", "Membership", "Standing"]
-
 
 class Standing(Enum):
     """What a member is to the scheduler."""

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field, replace
 from w5xde_async.config import Config, setting, whole
 from w5xde_async.errors import need
 
-__all__ = ["Pacing", "PacingConfig"]
-
 _ALIKE = 1.5  # speeds that differ by less count as equal
 _MOST_OVERRUN = 4096  # workers whose overrun leases are remembered, those that have left among them
 

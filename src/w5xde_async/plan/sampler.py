@@ -14,8 +14,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["QUICK_SAMPLES", "Orders", "Sampler", "StepPlan", "Steps", "epoch_order", "seed_for"]
-
 #: The order of so many samples is computed in less than a millisecond.
 QUICK_SAMPLES = 10_000
 

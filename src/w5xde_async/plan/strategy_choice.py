@@ -20,8 +20,6 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["CODECS", "LADDER", "PAIRS", "Choice", "CodecCost", "Figures", "Situation", "Targets", "choose", "predict"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCost:

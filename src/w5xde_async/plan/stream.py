@@ -22,8 +22,6 @@ from typing import Any
 
 from w5xde_async.plan.leases import FailedWork, Grant, LeaseTable, LeaseTerms
 
-__all__ = ["DoneSteps", "StreamLedger"]
-
 
 class DoneSteps:
     """A set of steps that is dense from below: all up to ``floor``, and some above."""

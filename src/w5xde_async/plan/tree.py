@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Block", "Frontier", "Merge", "aligned_block", "carries", "right_half"]
-
 
 class Block(NamedTuple):
     """Leaves ``start`` (inclusive) to ``stop`` (exclusive) of one step."""

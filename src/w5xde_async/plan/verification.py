@@ -23,24 +23,6 @@ from typing import NamedTuple
 
 from w5xde_async.plan.audit import Deviation, HeldBlock, Why
 
-__all__ = [
-    "Audit",
-    "Count",
-    "Decision",
-    "Discard",
-    "Measured",
-    "Quarantine",
-    "Recompute",
-    "Size",
-    "is_far_larger",
-    "when_compared",
-    "when_finished",
-    "when_nobody_else_can",
-    "when_not_recomputed",
-    "when_recomputed",
-    "when_recomputed_beside_a_lossy_result",
-]
-
 _LOSSY_FACTOR = 10.0  # an odd result in a lossy codec may be that much larger than the gradient and than usual ones
 _MOST_STRIKES = 3  # of those that are larger, in a row
 

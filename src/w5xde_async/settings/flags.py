@@ -22,8 +22,6 @@ from w5xde_async.config import FOLDER, PATH, TIME, YES_OR_NO, Config, Setting, o
 from w5xde_async.errors import UsageError
 from w5xde_async.store.toml import to_toml
 
-__all__ = ["Answer", "Declared", "Program", "declared", "flag_names", "read", "to_mapping"]
-
 _PREFIX = "W5XDE_"
 _TABLES = ("coordinator", "worker")
 _NOT_IN_TOML = ("config", "join")

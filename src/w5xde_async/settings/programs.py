@@ -17,8 +17,6 @@ from w5xde_async.telemetry.progress import ProgressConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
 
-__all__ = ["PROGRAMS", "CoordinatorSettings", "WorkerSettings"]
-
 _PRECEDENCE = """\
 In brackets: the default, and the environment variable of the same setting.
 Arguments win over the environment, the environment over --config, that over

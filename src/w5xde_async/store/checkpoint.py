@@ -30,8 +30,6 @@ from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, tempo
 from w5xde_async.store.state import JSON
 from w5xde_async.store.tensors import read_tensors, write_tensors
 
-__all__ = ["CheckpointStore", "Record", "SavedCheckpoint", "Skipped", "is_record"]
-
 logger = logging.getLogger(__name__)
 
 FORMAT = 1

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 
 from w5xde_async.errors import UsageError
 
-__all__ = ["ACTIONS", "FAILPOINTS", "arm", "disarm", "failpoint"]
-
 #: Every place, in the order of one start and one step.
 FAILPOINTS: Mapping[str, str] = {
     "replay.after": "the journal's steps are applied again; nothing of this start is stored yet",

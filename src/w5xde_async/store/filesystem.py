@@ -19,11 +19,6 @@ from typing import IO, BinaryIO
 
 from w5xde_async.errors import StoreError
 
-__all__ = [
-    "TEMPORARY", "FencedFilesystem", "Filesystem", "disk_errors", "explain", "replace_file", "temporary_beside",
-    "unused",
-]  # fmt: skip
-
 TEMPORARY = ".tmp-"
 
 _WRITE_BUFFER_BYTES = 1 << 20

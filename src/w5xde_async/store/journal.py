@@ -33,8 +33,6 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.filesystem import Filesystem, disk_errors, explain, temporary_beside, unused
 from w5xde_async.store.state import JSON
 
-__all__ = ["Entry", "Gap", "Journal", "Position", "Replay"]
-
 logger = logging.getLogger(__name__)
 
 FORMAT = 1

@@ -23,8 +23,6 @@ from w5xde_async.store.filesystem import FencedFilesystem, Filesystem, disk_erro
 from w5xde_async.store.tensors import write_tensors
 from w5xde_async.store.toml import to_toml
 
-__all__ = ["RunDir", "RunDirUnusable", "Superseded", "export_model"]
-
 _LOCK = ".lock"
 _IDENTITY = "run.json"
 # What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 from w5xde_async.store.tensors import DTYPE_NAMES
 
-__all__ = ["JSON", "pack_state", "unpack_state"]
-
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
 _MAX_DEPTH = 100

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from w5xde_async.errors import CheckpointCorrupt, StoreError
 
-__all__ = ["DTYPE_NAMES", "read_tensors", "write_tensors"]
-
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

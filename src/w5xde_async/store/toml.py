@@ -14,8 +14,6 @@ from pathlib import PurePath
 
 from w5xde_async.errors import StoreError
 
-__all__ = ["to_toml"]
-
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 

@@ -15,32 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from w5xde_async.users_code import users_code
 
-__all__ = [
-    "Audited",
-    "BatchGrown",
-    "Bus",
-    "CheckpointFailed",
-    "CheckpointSaved",
-    "Evaluated",
-    "Event",
-    "JournalFailed",
-    "JournalRestored",
-    "ResultHeld",
-    "RunFinished",
-    "RunReported",
-    "RunStarted",
-    "Sample",
-    "StepCommitted",
-    "Subscriber",
-    "Waiting",
-    "Warned",
-    "WorkerJoined",
-    "WorkerLeft",
-    "WorkerQuarantined",
-    "WorkerReported",
-    "WorkerShare",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LINK_FILE", "DashboardLink"]
-
 #: In the run directory while the dashboard answers. Mode 0600: the link holds the token.
 LINK_FILE = "dashboard"
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceMemory", "MemoryReport", "Usage", "device_memory", "host_bytes", "usage_of"]
-
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = "/proc/self/statm"
 _MOST_EVENTS = 100_000  # of CUDA's allocator, the newest

@@ -24,8 +24,6 @@ from prometheus_client.registry import Collector
 from w5xde_async.telemetry import events
 from w5xde_async.telemetry.events import Event, RunReported, RunStarted, StepCommitted, WorkerReported
 
-__all__ = ["Metrics"]
-
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PREFIX = "w5xde_"
 #: Of each worker: what is exported, what it means, and the field of WorkerReported that it is.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-__all__ = ["html_table"]
-
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
     """``rows`` below ``title``, escaped. Rows whose value is None or "" are left out; http addresses become links."""

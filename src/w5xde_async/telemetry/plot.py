@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_loss"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_SLICES = 1000

@@ -27,8 +27,6 @@ from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.events import Event, RunFinished, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_line, to_record
 
-__all__ = ["Progress", "ProgressConfig"]
-
 _ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHARACTER}": "?"})
 #: What is shown in silent mode too, as is a run that fails.
 _ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined)

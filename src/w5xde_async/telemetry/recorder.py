@@ -27,8 +27,6 @@ from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.telemetry.events import Event
 from w5xde_async.telemetry.records import SECRETS, read_records, to_line, to_record
 
-__all__ = ["Recorder", "last_step"]
-
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20

@@ -19,8 +19,6 @@ from typing import Any
 
 from w5xde_async.telemetry.events import Event
 
-__all__ = ["SECRETS", "number", "plain_fields", "plain_value", "read_records", "to_line", "to_record"]
-
 #: Fields of events that may hold a secret: what is kept or passed on goes without them.
 SECRETS = ("worker_command", "dashboard_link")
 

@@ -27,8 +27,6 @@ from w5xde_async.telemetry.events import Evaluated, Event, RunFinished, RunRepor
 from w5xde_async.telemetry.records import SECRETS, plain_fields
 from w5xde_async.users_code import users_code
 
-__all__ = ["TRACKERS", "Tracker", "Tracking", "check_trackers"]
-
 logger = logging.getLogger(__name__)
 
 _CAPACITY = 4096

@@ -15,11 +15,6 @@ from operator import add
 from w5xde_async.telemetry import events
 from w5xde_async.telemetry.events import RunFinished, RunStarted, StepCommitted
 
-__all__ = [
-    "Paint", "brief", "clean", "colored", "duration", "header", "line", "phases", "plain", "short", "size", "status",
-    "summary", "table",
-]  # fmt: skip
-
 Paint = Callable[[str, str], str]
 
 _CODES = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "accent": "36"}

@@ -20,8 +20,6 @@ from torch import Tensor
 from w5xde_async.updates.norm_gate import NormGate
 from w5xde_async.wire.messages import VerdictCode
 
-__all__ = ["Admission", "Outcome", "check_vector", "restore_", "staleness_weight"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

@@ -26,8 +26,6 @@ from w5xde_async.updates.admission import Admission, Outcome, check_vector
 from w5xde_async.updates.averages import Average, WeightedMean
 from w5xde_async.updates.norm_gate import NormGate
 
-__all__ = ["MAX_MOMENTUM", "AsynchronousConfig", "AsynchronousRule", "delay_warning"]
-
 #: Momentum beta multiplies the step by 1 / (1 - beta) with a delay of its own on top of the results'.
 MAX_MOMENTUM = 0.5
 

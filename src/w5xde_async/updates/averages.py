@@ -16,8 +16,6 @@ from torch import Tensor
 
 from w5xde_async.updates.admission import restore_
 
-__all__ = ["Average", "CoordinateMedian", "RadialDirectionalAverage", "WeightedMean"]
-
 # Elements of each row: in cache, and too few for torch to use other threads, whose barriers stall on a busy machine.
 _CHUNK = 1 << 12
 

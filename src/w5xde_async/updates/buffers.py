@@ -15,8 +15,6 @@ from torch import Tensor
 from w5xde_async.params.flat import FlatState, ResultVector, isfinite, of_ordered, ordered
 from w5xde_async.params.layout import Bucket, Layout
 
-__all__ = ["BufferState"]
-
 _UNCHANGED = torch.iinfo(torch.int64).min  # the maximum's neutral element
 _COUNTER = "num_batches_tracked"
 _CALLS = 1024  # of one layer, at most, for one sample

@@ -6,8 +6,6 @@ import torch
 
 from w5xde_async.params.layout import Layout
 
-__all__ = ["coded_down", "coded_up"]
-
 
 def coded_up(layout: Layout) -> dict[int, int]:
     """Bucket -> values, of results: sums of gradients, which are float32 whatever their parameters are."""

@@ -12,8 +12,6 @@ from w5xde_async.errors import need
 if TYPE_CHECKING:
     from w5xde_async.codecs.codec import Codec
 
-__all__ = ["AVERAGES", "LOCAL_RULES", "RULES", "UpdateConfig"]
-
 RULES = ("sync", "async", "local", "streaming", "async-local")
 #: Rules whose workers run the optimizer themselves and submit how far they went.
 LOCAL_RULES = ("local", "streaming", "async-local")

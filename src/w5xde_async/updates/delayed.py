@@ -27,8 +27,6 @@ from torch import Tensor
 from w5xde_async.updates.admission import Admission, Outcome, check_vector, restore_
 from w5xde_async.updates.norm_gate import NormGate
 
-__all__ = ["DelayedNesterovConfig", "DelayedNesterovRule", "inner_steps"]
-
 
 def inner_steps(speed: float, fastest: float, most: int) -> int:
     """H_w = floor(speed / fastest * most), at least 1. Speeds in any one unit of work per second, as measured."""

@@ -12,8 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Fragment"]
-
 
 @dataclass(frozen=True)
 class Fragment:

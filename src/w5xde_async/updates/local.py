@@ -29,8 +29,6 @@ from w5xde_async.updates.admission import Admission, Outcome, check_vector, rest
 from w5xde_async.updates.averages import Average, WeightedMean
 from w5xde_async.updates.norm_gate import NormGate
 
-__all__ = ["LocalStepsConfig", "LocalStepsRule", "nesterov_"]
-
 
 def nesterov_(parameters: Tensor, momentum: Tensor, direction: Tensor, learning_rate: float, beta: float) -> None:
     """m <- beta m + D; theta <- theta - eta (D + beta m), in place. As torch.optim.SGD(nesterov=True) does."""

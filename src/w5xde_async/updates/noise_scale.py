@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GradientNoiseScale", "GrowthRule", "GrowthRuleConfig", "learning_rate_factor"]
-
 
 class GradientNoiseScale:
     """Running estimates of |G|^2, S and B_noise. State: two numbers and a count."""

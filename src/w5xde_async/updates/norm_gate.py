@@ -41,8 +41,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-__all__ = ["BlockGate", "NormGate", "NormGateConfig", "median_and_mad"]
-
 _Known = tuple[float, int]  # a norm, and of how many samples
 _FIRST = 10.0  # times the median that the first results may have
 

@@ -37,8 +37,6 @@ from w5xde_async.updates.streaming import StreamingRule
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.messages import VerdictCode
 
-__all__ = ["Contribution", "OuterRule", "bucket_fragments", "check_trainable", "make_rule"]
-
 _ROWS = 64  # results that an average which keeps them all has room for
 _LOCAL_SPREAD = 0.5
 _REMEMBERED = 1024  # versions by which a fragment's staleness is told

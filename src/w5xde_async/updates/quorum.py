@@ -24,8 +24,6 @@ from itertools import cycle, islice
 
 from w5xde_async.updates.norm_gate import median_and_mad
 
-__all__ = ["Decision", "Quorum", "QuorumConfig"]
-
 #: The grace goes through all ages that are known: where a round has more workers than this, not with every result.
 _NEWS = 16
 

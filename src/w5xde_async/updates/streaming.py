@@ -32,8 +32,6 @@ from w5xde_async.updates.fragments import Fragment
 from w5xde_async.updates.local import LocalStepsConfig, LocalStepsRule
 from w5xde_async.updates.norm_gate import NormGate
 
-__all__ = ["StreamingReplica", "StreamingRule"]
-
 
 class StreamingRule:
     """The coordinator's side: an outer optimizer per fragment over ``parameters``, changed in place at ``close``.

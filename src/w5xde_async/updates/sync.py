@@ -27,8 +27,6 @@ from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.buffers import BufferState
 
-__all__ = ["Applied", "LossScale", "SyncRule"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:

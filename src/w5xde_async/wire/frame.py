@@ -21,20 +21,6 @@ from msgspec import DecodeError, Meta, Raw
 from w5xde_async.errors import FrameTooLarge, MalformedFrame, ProtocolViolation
 from w5xde_async.wire.messages import MESSAGES, Message
 
-__all__ = [
-    "DTYPE_BYTES",
-    "HANDSHAKE_CAPS",
-    "LENGTH_BYTES",
-    "MAX_AXES",
-    "SESSION_CAPS",
-    "Buffer",
-    "BufferSpec",
-    "Caps",
-    "decode_header",
-    "encode",
-    "header_length",
-]
-
 Buffer = bytes | bytearray | memoryview
 """Anything sent as it lies in memory; memoryviews are flat, format ``B``."""
 

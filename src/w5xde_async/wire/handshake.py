@@ -19,8 +19,6 @@ from w5xde_async.errors import UnexpectedMessage
 from w5xde_async.wire import messages
 from w5xde_async.wire.messages import Bye, Heartbeat, Message, Refusal
 
-__all__ = ["COORDINATOR", "NONCE_BYTES", "WORKER", "State", "Table", "advance", "member_id", "prove", "verify"]
-
 NONCE_BYTES = 32
 
 

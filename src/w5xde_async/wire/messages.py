@@ -17,36 +17,6 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-__all__ = [
-    "MESSAGES",
-    "PROTOCOL_VERSION",
-    "Accepted",
-    "Bye",
-    "ByeCode",
-    "Challenge",
-    "Done",
-    "Drain",
-    "Failed",
-    "Heartbeat",
-    "Hello",
-    "Introduction",
-    "Lease",
-    "Message",
-    "Params",
-    "Program",
-    "ProgramRequest",
-    "Proof",
-    "Ready",
-    "Refusal",
-    "Report",
-    "Result",
-    "Revoke",
-    "Submit",
-    "Verdict",
-    "VerdictCode",
-    "Welcome",
-]
-
 PROTOCOL_VERSION = 3
 
 #: Most metrics that a job may report of a leaf, and characters of the name of one.

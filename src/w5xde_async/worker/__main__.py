@@ -19,8 +19,6 @@ from w5xde_async.process import attach, launch, memory_reports, signals
 if TYPE_CHECKING:
     from w5xde_async.settings import WorkerSettings
 
-__all__ = ["main"]
-
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
@@ -51,7 +49,8 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
-    from w5xde_async.worker.service import RunFailed, Worker
+    from w5xde_async.worker.connection.connection import RunFailed
+    from w5xde_async.worker.service import Worker
 
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     handler = Progress(settings.make(ProgressConfig, color=color)).handler()

@@ -23,8 +23,6 @@ from w5xde_async.config import (
 from w5xde_async.errors import need
 from w5xde_async.net.tls import SecurityConfig
 
-__all__ = ["WorkerConfig"]
-
 _DEVICE = text("auto, cpu, cuda, cuda:N or mps", "DEVICE", r"(?:auto|cpu|cuda|mps)(?::.*)?")
 _SHORT = TIME._replace(
     accepts="a time from 0 to 100ms", in_python="seconds from 0 to 0.1", holds=number("", lambda x: 0 <= x <= 0.1).holds

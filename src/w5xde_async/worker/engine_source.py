@@ -24,8 +24,6 @@ from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.handshake import Receive, fetch_program
 from w5xde_async.worker.executors.in_place import is_plain
 
-__all__ = ["EngineSource"]
-
 logger = logging.getLogger(__name__)
 
 

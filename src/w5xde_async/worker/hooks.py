@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from w5xde_async.wire.messages import Welcome
 
-__all__ = ["LeaseAnswered", "WorkerHooks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswered:

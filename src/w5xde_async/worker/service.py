@@ -35,8 +35,6 @@ from w5xde_async.worker.executors.in_place import InPlaceExecutor, is_plain
 from w5xde_async.worker.hooks import WorkerHooks
 from w5xde_async.worker.uplink.uplink import Uplink
 
-__all__ = ["Departure", "RunFailed", "Worker"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -25,7 +25,8 @@ def main() -> int:
     torch.set_num_threads(1)
 
     from w5xde_async.compute.program.carriage import buffers_of, digest_of
-    from w5xde_async.compute.program.tracing import NotTraceable, trace_job
+    from w5xde_async.compute.program.converting import NotTraceable
+    from w5xde_async.compute.program.tracing import trace_job
     from w5xde_async.errors import RefusalCode, W5xdeError
     from w5xde_async.job import build_model, load_job
     from w5xde_async.params.layout import Layout

@@ -13,8 +13,6 @@ from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import Buffer, BufferSpec
 
-__all__ = ["Unloading", "buffers_of", "digest_of"]
-
 
 def digest_of(document: Document) -> bytes:
     """32 bytes over the text and the constants."""

@@ -29,12 +29,6 @@ from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
-__all__ = [
-    "NUM_SLOTS", "Answer", "Build", "Compute", "Done", "Emit", "Failed", "Load", "Place", "Ready", "Refused", "Region",
-    "Sealed", "SlotPool", "Unsealed", "Warm", "aligned", "answer_of", "order_of", "put", "receive_regions", "send",
-    "send_regions", "slot_bytes",
-]  # fmt: skip
-
 #: Result vectors that both sides have: those of a block under way (one a level of its tree) and those that still leave.
 NUM_SLOTS = 96
 _MAX_ANSWER, _MAX_ORDER = 8 << 20, 1 << 30  # bytes of what the child says at once, and of what the worker does

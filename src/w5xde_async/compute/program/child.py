@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _DESCRIPTORS = 64
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from w5xde_async.compute.program.operators import Operator
 
-__all__ = ["MAX_RESULTS", "check"]
-
 #: Tensors that one call may give: each takes memory of its own, even without elements.
 MAX_RESULTS = 1 << 15
 

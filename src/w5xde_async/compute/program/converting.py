@@ -16,8 +16,6 @@ from w5xde_async.compute.program.operators import SCALARS, SET_GRAD, find, name_
 from w5xde_async.errors import W5xdeError
 from w5xde_async.params.flat import bytes_of
 
-__all__ = ["Converter", "NotListed", "NotTraceable", "renumbered", "same_bits", "users_line"]
-
 _OURS = (str(Path(torch.__file__).parent), str(Path(w5xde_async.__file__).parent))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

@@ -35,10 +35,6 @@ from w5xde_async.compute.program.operators import (
 from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.layout import Layout
 
-__all__ = [
-    "DEVICE", "FORM", "LIMITS", "Document", "Graph", "Input", "Limits", "Node", "Program", "Ref", "encode", "parse",
-]  # fmt: skip
-
 FORM = 1
 
 # Tags of what is not a plain literal: [tag, value].

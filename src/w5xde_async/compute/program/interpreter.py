@@ -23,8 +23,6 @@ from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
 from w5xde_async.compute.program.operators import SET_GRAD, Operator
 from w5xde_async.errors import ProgramRefused
 
-__all__ = ["Bound", "Scale", "bind", "example", "fits", "measure", "run"]
-
 _MAX_ELEMENTS = 1 << 40  # of one tensor, views that repeat an element included
 _MAX_TENSORS = 1 << 18  # that all nodes give together: each takes memory of its own, about a KiB
 _CHECK_S = 60.0  # to check one graph at one size

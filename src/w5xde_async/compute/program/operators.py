@@ -19,11 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DTYPES", "LAYOUTS", "MEMORY_FORMATS", "NAMES", "SCALARS", "SET_GRAD", "STRINGS", "Operator", "Parameter", "find",
-    "name_of",
-]  # fmt: skip
-
 #: ``name: overloads`` of ``torch.ops.aten``, one operator after the other; a bare name has the overload ``default``.
 _ATEN = """
 abs abs_ acos acosh asin asinh atan atanh ceil cos cosh deg2rad rad2deg digamma erf erf_ erfc erfinv exp exp_ exp2

@@ -20,8 +20,6 @@ from w5xde_async.errors import ProgramRefused
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
-__all__ = ["ProgramJob", "ProgramStep", "device_memory_bytes", "skeleton"]
-
 _PART = re.compile(r"[A-Za-z0-9_]{1,120}")
 _MAX_PARTS = 64
 _MAX_MODULES = 1 << 17  # some 2 KiB of memory each

@@ -28,8 +28,6 @@ from w5xde_async.errors import ProgramRefused, W5xdeError
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 
-__all__ = ["serve", "warm_up"]
-
 
 def warm_up(device: str, threads: int, precision: str) -> None:
     """Whatever opens files, loads libraries or starts threads at its first use is used once."""

@@ -36,8 +36,6 @@ from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import VectorPool
 
-__all__ = ["Computing", "Sandbox", "Sandboxed", "unsupported"]
-
 logger = logging.getLogger(__name__)
 
 #: Names of the environment that the child gets: they change how fast or in which bits it computes.

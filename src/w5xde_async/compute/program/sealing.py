@@ -26,8 +26,6 @@ try:
 except ImportError:  # not on Windows, where nothing is sealed
     resource = None  # type: ignore[assignment]
 
-__all__ = ["close_descriptors", "filter_calls", "hide", "landlock_abi", "limit", "restrict_files", "unsupported"]
-
 # -- calls to the kernel -----------------------------------------------------------------------------------------
 
 # Tables of calls: name -> number on x86-64 and on arm64; None where that machine has no such call.

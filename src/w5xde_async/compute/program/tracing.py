@@ -39,8 +39,6 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
-__all__ = ["NotTraceable", "microbatch_sizes", "probe_batches", "trace", "trace_job"]
-
 _NOISY = (
     "torch.__trace",
     "torch.fx.experimental.symbolic_shapes",

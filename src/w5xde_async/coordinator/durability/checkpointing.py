@@ -23,8 +23,6 @@ from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved
 from w5xde_async.users_code import users_code
 
-__all__ = ["CheckpointPolicy", "Checkpointing", "RunState"]
-
 _Copied = tuple[Record, float, int]  # a checkpoint, the seconds that copying took, and the state's version
 
 

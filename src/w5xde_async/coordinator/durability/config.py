@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from w5xde_async.config import YES_OR_NO, Config, one_of, setting, text, whole
 
-__all__ = ["DurabilityConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DurabilityConfig(Config):

@@ -24,8 +24,6 @@ from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.telemetry.events import Bus, Evaluated, Warned
 from w5xde_async.users_code import users_code
 
-__all__ = ["Evaluation", "Evaluator"]
-
 
 class Evaluator:
     """The job's ``evaluate`` and the model that it is given, which belongs to this object."""

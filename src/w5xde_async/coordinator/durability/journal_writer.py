@@ -35,8 +35,6 @@ from w5xde_async.telemetry.events import Bus, JournalFailed, JournalRestored, St
 from w5xde_async.telemetry.records import number, to_record
 from w5xde_async.updates.sync import Applied, SyncRule
 
-__all__ = ["MOST_AHEAD", "REMIND_S", "RETRY_S", "AppliedStep", "JournalWriter", "Replayed", "apply_entry"]
-
 #: Steps that may be applied and not durable yet. Each holds one result vector.
 MOST_AHEAD = 4
 #: A failed disk is tried again that long after, and a person is reminded so often that it still fails.

@@ -8,8 +8,6 @@ from w5xde_async.config import Config, Kind, setting, text
 from w5xde_async.net.endpoint import parse_address
 from w5xde_async.telemetry.trackers import check_trackers
 
-__all__ = ["MonitoringConfig"]
-
 _NAMES = Kind(
     "names of trackers with commas between them", "NAMES",
     lambda names: tuple(name.strip() for name in names.split(",") if name.strip()),

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from w5xde_async.telemetry.dashboard.server import Dashboard
     from w5xde_async.telemetry.dashboard.view import LogHandler
 
-__all__ = ["Outputs"]
-
 _LOGGER = "w5xde_async"
 
 

@@ -17,8 +17,6 @@ from w5xde_async.plan.membership import Member
 from w5xde_async.telemetry.events import RunReported, WorkerReported
 from w5xde_async.telemetry.memory import host_bytes
 
-__all__ = ["StatusSampler"]
-
 _SPEED_S = 10.0  # a worker's speed is that of the last seconds,
 _SPEED_LEASES = 3  # or of its last leases, where these take longer
 

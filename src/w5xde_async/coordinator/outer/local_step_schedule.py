@@ -13,8 +13,6 @@ from w5xde_async.plan.pacing import Pacing
 from w5xde_async.updates.delayed import inner_steps
 from w5xde_async.updates.quorum import Quorum, QuorumConfig
 
-__all__ = ["LocalStepSchedule", "Pace"]
-
 
 @dataclass(slots=True)
 class Pace:

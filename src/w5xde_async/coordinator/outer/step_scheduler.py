@@ -24,8 +24,6 @@ from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.updates.quorum import QuorumConfig
 from w5xde_async.wire.messages import Lease, Submit
 
-__all__ = ["StepScheduler"]
-
 
 class StepScheduler:
     """Grants leases of steps and sends them, with their data, to the members of ``roster``."""

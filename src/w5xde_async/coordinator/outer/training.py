@@ -47,8 +47,6 @@ from w5xde_async.updates.sync import Applied
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode
 
-__all__ = ["OuterTraining"]
-
 _MOST_SHOWN = 32  # sample indices in a warning
 
 

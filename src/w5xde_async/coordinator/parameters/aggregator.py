@@ -26,8 +26,6 @@ from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.users_code import users_code
 from w5xde_async.wire.messages import Done
 
-__all__ = ["Aggregator", "Committed", "StepState"]
-
 #: Additions of at most this much are done on the loop: they take about as long as the way to a thread and back, and a
 #: bucket is added while it is still in the cache.
 _INLINE_ADD_BYTES = 4 << 20

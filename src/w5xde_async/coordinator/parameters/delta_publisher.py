@@ -34,8 +34,6 @@ from w5xde_async.updates.coded import coded_down
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
-__all__ = ["CatchUp", "DeltaPublisher"]
-
 _MOST_QUEUED = 1024  # versions that may wait for one worker, where there is next to nothing in them
 
 

@@ -20,8 +20,6 @@ from w5xde_async.updates.outer import Contribution, OuterRule
 from w5xde_async.updates.sync import Applied
 from w5xde_async.users_code import users_code
 
-__all__ = ["OuterAggregator", "Submission"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:

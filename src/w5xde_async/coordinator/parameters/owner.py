@@ -19,8 +19,6 @@ from torch import Tensor
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.errors import UpdateFailed
 
-__all__ = ["ParameterOwner"]
-
 _T = TypeVar("_T")
 
 

@@ -18,8 +18,6 @@ from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
 
-__all__ = ["LivePublisher", "Piece", "Publisher"]
-
 
 class Piece(NamedTuple):
     """One bucket of a version, as it is sent."""

@@ -21,8 +21,6 @@ from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Result
 
-__all__ = ["Part", "ReceiveBuffers"]
-
 
 class Part(NamedTuple):
     """One bucket as it came. ``codec`` None: as it lies in memory."""

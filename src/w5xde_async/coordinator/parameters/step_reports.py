@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.wire.messages import Done
 
-__all__ = ["StepReports", "Summary", "known_mean"]
-
 
 def known_mean(values: Iterable[tuple[int, float]]) -> tuple[float, int]:
     """The mean of a metric over the samples that have it, and their number. ``values``: samples and value.

@@ -34,8 +34,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import SyncRule
 
-__all__ = ["KeptState", "take_up"]
-
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
     """The run that lies in ``directory``, or ``fresh`` where nothing lies there. Raises StoreError."""

@@ -34,8 +34,6 @@ from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Welcome
 
-__all__ = ["Run", "RunEnvironment", "RunHooks", "gone", "make_training"]
-
 
 async def gone(training: Training) -> None:
     """Workers close when they have read the last message; nobody waits long for one that does not."""

@@ -25,8 +25,6 @@ from w5xde_async.telemetry.plot import draw_loss
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
-__all__ = ["Shutdown", "ShutdownDeadline", "deadline_s"]
-
 _T = TypeVar("_T")
 
 #: A disk that is slower than this counts as one that hangs.

@@ -23,8 +23,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import SyncRule
 
-__all__ = ["Prepared", "ResumePoint", "RunFiles", "RunSpec", "Strategy"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.program.converting import NotTraceable
 from w5xde_async.compute.program.form import Document
-from w5xde_async.compute.program.tracing import NotTraceable, trace_job
+from w5xde_async.compute.program.tracing import trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.coordinator.run.resume import take_up
@@ -32,8 +33,6 @@ from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state
 from w5xde_async.updates.asynchronous import delay_warning
-
-__all__ = ["prepare"]
 
 
 def prepare(

@@ -19,8 +19,6 @@ from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule, check_trainable, make_rule
 from w5xde_async.updates.sync import SyncRule
 
-__all__ = ["change_strategy", "make_strategy", "possible_choices"]
-
 _MOST_LEAVES = 1 << 15  # losses and metrics of so many fit into a header
 
 

@@ -13,8 +13,6 @@ from w5xde_async.coordinator.training import Training
 from w5xde_async.plan.strategy_choice import PAIRS, Choice, Figures, Situation, choose, predict
 from w5xde_async.updates.config import UpdateConfig
 
-__all__ = ["StrategyChooser", "chosen"]
-
 _PROBE_STEPS = 3
 _PROBE_S = 5.0  # of a step: then one is enough
 _LEAST_S = 1e-6

@@ -19,8 +19,6 @@ from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.telemetry.events import BatchGrown
 from w5xde_async.updates.noise_scale import GradientNoiseScale, GrowthRule, GrowthRuleConfig
 
-__all__ = ["AHEAD", "BatchGrowth"]
-
 #: Steps that are planned, and may be leased, beyond the current one.
 AHEAD = 1
 #: The book of a step is kept leaf by leaf, by the ledger, the loader and the tree of every bucket.

@@ -11,8 +11,6 @@ from w5xde_async.hub.work.block_store import BlockStore
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.sampler import Steps
 
-__all__ = ["SyncContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class SyncContext:

@@ -11,8 +11,6 @@ from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.audit import Deviation
 
-__all__ = ["compare", "with_words"]
-
 
 def compare(
     layout: Layout, mine: ResultVector, mine_present: frozenset[int], theirs: ResultVector,

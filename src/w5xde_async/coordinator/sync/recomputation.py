@@ -27,8 +27,6 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec
 
-__all__ = ["Recomputation", "ReferenceResult"]
-
 logger = logging.getLogger(__name__)
 
 _LONGEST_S = 600.0  # a block takes, on the coordinator's CPU

@@ -29,8 +29,6 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
 
-__all__ = ["Results"]
-
 _MOST_NAMED = 1024
 
 

@@ -47,8 +47,6 @@ from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result
 
-__all__ = ["StepJournal", "SyncTraining"]
-
 
 class StepJournal(Protocol):
     """Where each step is written before it is told. It is told, by the journal, once it is durable."""

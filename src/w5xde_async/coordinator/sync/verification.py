@@ -46,9 +46,6 @@ from w5xde_async.telemetry.events import Audited, ResultHeld
 from w5xde_async.updates.norm_gate import BlockGate
 from w5xde_async.wire.messages import Done
 
-__all__ = ["FinishedBlock", "Machine", "Numerics", "Ruling", "Verification"]
-
-
 #: Blocks of at most this much are weighed and compared on the loop: that takes about as long as the way to a thread.
 INLINE_WEIGH_BYTES = 4 << 20
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease

@@ -12,8 +12,6 @@ from w5xde_async.plan.membership import Member
 if TYPE_CHECKING:
     from w5xde_async.coordinator.sync.training import SyncTraining
 
-__all__ = ["reason_to_wait"]
-
 _MOST_NAMES = 3
 
 

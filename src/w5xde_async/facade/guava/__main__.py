@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode, W5xdeError
 
-__all__ = ["main", "parser"]
-
 _PROG = "python -m w5xde_async.facade.guava"
 
 

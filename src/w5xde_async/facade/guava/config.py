@@ -17,8 +17,6 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
 from w5xde_async.plan.pacing import PacingConfig
 
-__all__ = ["DistributedConfig", "ParallelismMissing"]
-
 logger = logging.getLogger(__name__)
 
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)

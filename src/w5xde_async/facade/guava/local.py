@@ -19,8 +19,6 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job
 from w5xde_async.worker.config import WorkerConfig
 
-__all__ = ["local_workers"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
 
-__all__ = ["NetworkWorker"]
-
 logger = logging.getLogger(__name__)
 
 

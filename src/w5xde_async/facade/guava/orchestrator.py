@@ -30,7 +30,8 @@ from torch.utils.data import (
 )
 
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, shown, token_of
 from w5xde_async.facade.guava.config import DistributedConfig
@@ -42,8 +43,6 @@ from w5xde_async.store.rundir import export_model
 from w5xde_async.telemetry.events import Bus, CheckpointFailed, CheckpointSaved, Event, StepCommitted
 from w5xde_async.telemetry.memory import MemoryReport
 from w5xde_async.telemetry.progress import Progress
-
-__all__ = ["Mode", "Orchestrator"]
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,6 @@ from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
-__all__ = ["Access", "reachable"]
-
 _QUARANTINED = "quarantined: "
 _CERTIFIED = "w5xde coordinator"  # strangers read it: it says nothing of the run
 

@@ -8,8 +8,6 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.plan.membership import Member
 from w5xde_async.telemetry.events import WorkerShare
 
-__all__ = ["Contributions"]
-
 _MAX_SHARES = 512
 
 

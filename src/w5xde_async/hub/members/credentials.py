@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from w5xde_async.errors import UsageError
 from w5xde_async.net.join import worker_secret
 
-__all__ = ["Credentials"]
-
 
 class Credentials:
     """``binding`` is what proofs are bound to: the hash of the coordinator's certificate, empty without TLS."""

@@ -16,8 +16,6 @@ from w5xde_async.plan.membership import Membership, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.wire.messages import Heartbeat
 
-__all__ = ["Liveness", "Scheduling"]
-
 
 class Scheduling(Protocol):
     """What the roster needs of whoever hands out work: a training, or a relay."""

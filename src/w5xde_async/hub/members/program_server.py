@@ -24,8 +24,6 @@ from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
 
-__all__ = ["ProgramServer"]
-
 logger = logging.getLogger(__name__)
 
 _AFTER_S = 2.0  # before a child is started that nobody has asked for

@@ -38,8 +38,6 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Greeting", "Roster"]
-
 #: A worker whose link has ended tries again every 2.5 s at most, once it has found that.
 _RETURN_S = 5.0
 _MOST_LOST = 512

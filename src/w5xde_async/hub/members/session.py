@@ -48,8 +48,6 @@ from w5xde_async.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Admission", "Session", "WorkSource", "quarantined"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_MESSAGES = 256  # small ones that may wait for one worker

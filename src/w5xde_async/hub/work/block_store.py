@@ -30,8 +30,6 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.params.reducer import Halves, Reducer, VectorPool
 from w5xde_async.plan.tree import Block, Frontier, Merge, right_half
 
-__all__ = ["Addition", "AuditKey", "BlockStore", "Destination", "Root", "SlotKey", "Supplier"]
-
 #: Result vectors of so much are kept for the next blocks: making a small one takes longer than filling it.
 _SPARE_BYTES = 16 << 20
 

@@ -15,8 +15,6 @@ from w5xde_async.errors import RemoteError
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import MOST_METRICS, Done
 
-__all__ = ["Claims", "seen"]
-
 _MOST_NAMES = 16 * MOST_METRICS  # of metrics in one run, whoever says them
 _MOST_WORKERS = 4096  # whose metrics are remembered
 

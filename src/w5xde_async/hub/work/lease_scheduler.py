@@ -24,8 +24,6 @@ from w5xde_async.plan.tree import Block, right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import Lease
 
-__all__ = ["LeaseScheduler", "Sendable"]
-
 
 class Sendable(NamedTuple):
     """A LEASE with its data."""

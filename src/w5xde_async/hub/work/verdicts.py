@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from w5xde_async.wire.messages import Verdict, VerdictCode
 
-__all__ = ["Verdicts"]
-
 _MOST_GONE = 512  # workers that have left and whose verdicts are kept for their return
 
 

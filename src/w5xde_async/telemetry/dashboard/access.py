@@ -16,8 +16,6 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Access"]
-
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _OPEN_PATHS = {"/health"}  # says nothing about the run
 _HEADERS: Mapping[bytes, bytes] = {

@@ -13,8 +13,6 @@ from collections.abc import AsyncGenerator
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.records import plain_value
 
-__all__ = ["Feed", "sse"]
-
 _MOST_WAITING = 8
 #: A proxy or a sleeping laptop is noticed by a comment that nobody reads.
 _KEEPALIVE_S = 15.0

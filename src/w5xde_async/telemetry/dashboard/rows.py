@@ -11,8 +11,6 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Literal
 
-__all__ = ["Merge", "Row", "Rows"]
-
 Row = tuple[float | None, ...]
 Merge = Literal["last", "mean", "low", "high"]
 

@@ -30,8 +30,6 @@ from w5xde_async.telemetry.dashboard.feed import Feed
 from w5xde_async.telemetry.dashboard.view import View
 from w5xde_async.telemetry.metrics import Metrics
 
-__all__ = ["Dashboard"]
-
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 0.5

@@ -28,8 +28,6 @@ from w5xde_async.telemetry.events import (
 )
 from w5xde_async.telemetry.records import SECRETS, number, plain_fields, plain_value, read_records
 
-__all__ = ["SERIES", "TIMELINE", "LogHandler", "View", "recorded_rows"]
-
 #: Columns of ``series``: one row an update, merged over long runs.
 SERIES = ("step", "time", "loss", "loss_low", "loss_high", "samples_per_s", "num_workers", "stale_share")
 #: Columns of a worker's timeline: shares of the time since the row before, from 0 to 1.

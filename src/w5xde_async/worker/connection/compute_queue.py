@@ -24,8 +24,6 @@ from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor, Vers
 if TYPE_CHECKING:
     from w5xde_async.worker.connection.leases import Leases
 
-__all__ = ["ComputeQueue", "ComputeThread", "Item"]
-
 _STALL, _STALL_S = 5.0, 1.0  # a block that takes so many times what a leaf took before, and longer than that
 _LISTEN_S = 0.05  # for what came while the process stood still
 _IDLE = "waiting for work"

@@ -28,8 +28,6 @@ from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import LeaseExecutor
 from w5xde_async.worker.hooks import WorkerHooks
 
-__all__ = ["Connection", "Departure", "Prepare", "RunFailed"]
-
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent

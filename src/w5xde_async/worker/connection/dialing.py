@@ -35,8 +35,6 @@ from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.handshake import Joined, join
 from w5xde_async.worker.connection.metering import Traffic
 
-__all__ = ["Dialer"]
-
 _TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
 _HUNG_UP = 3
 #: Before it connects again after links that ended, one after the other, without a lease that was applied.

@@ -19,8 +19,6 @@ from w5xde_async.wire import messages
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.handshake import NONCE_BYTES, WORKER, State, advance, prove, verify
 
-__all__ = ["Dismissed", "Joined", "Receive", "fetch_program", "join", "refused"]
-
 _MAX_INNER_BYTES = 1 << 20
 
 Receive = Callable[[Accept], Awaitable[Received]]

@@ -17,8 +17,6 @@ from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease, Params, Submit
 from w5xde_async.worker.executors.executor import HeldLease, ParameterReceiver, Version
 
-__all__ = ["Inbox", "OverMemoryLimit"]
-
 #: Samples of a lease that may be smaller than a byte each: what a lease says is what its computing takes.
 _SAMPLES_OF_NOTHING = 1 << 20
 

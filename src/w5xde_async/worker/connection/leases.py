@@ -22,8 +22,6 @@ from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
-__all__ = ["Leases"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_NOT_BEGUN = 4096

@@ -10,8 +10,6 @@ from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Lease, Message
 from w5xde_async.worker.hooks import LeaseAnswered
 
-__all__ = ["Meter", "Traffic"]
-
 
 class Traffic:
     """The totals of one worker over all its links."""

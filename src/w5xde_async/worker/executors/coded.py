@@ -24,8 +24,6 @@ from w5xde_async.worker.executors.published import DeltaReceiver, Published
 from w5xde_async.worker.executors.replicas import FollowingReplica, Replica, SteppingReplica
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
-__all__ = ["CodedExecutor"]
-
 _NOTHING = ComputedBlock(
     losses=(), metric_names=(), metrics=(), untouched=(), absent=(), splits=0, compute_s=0.0, vectors=()
 )  # fmt: skip

@@ -22,18 +22,6 @@ from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Lease, Params, Submit, Verdict
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
-__all__ = [
-    "BucketUpdate",
-    "Computed",
-    "HeldLease",
-    "LeaseExecutor",
-    "ParameterReceiver",
-    "Send",
-    "Version",
-    "bucket_of",
-    "check_raw",
-]
-
 Send = Callable[[BucketResult], None]
 """Takes one bucket's result as soon as it is complete. May be called from any thread."""
 

@@ -17,8 +17,6 @@ from w5xde_async.wire.messages import Params, Submit, Verdict, Welcome
 from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version, bucket_of, check_raw
 from w5xde_async.worker.uplink.result_encoder import BucketResult, raw_specs
 
-__all__ = ["InPlaceExecutor", "InPlaceReceiver", "is_plain"]
-
 _TOGETHER_BYTES = 64 << 10  # a block's result of at most this leaves with its DONE
 
 

@@ -18,8 +18,6 @@ from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Params
 from w5xde_async.worker.executors.executor import BucketUpdate, Version, bucket_of, check_raw
 
-__all__ = ["DeltaReceiver", "Published"]
-
 _MOST_UPDATES = 2  # of a bucket in one version: its values and a delta to them
 
 

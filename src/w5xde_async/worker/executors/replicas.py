@@ -26,8 +26,6 @@ from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.worker.executors.published import Published
 
-__all__ = ["FollowingReplica", "Replica", "SteppingReplica"]
-
 _MOST_INNER = 1 << 20  # bytes of a description
 
 

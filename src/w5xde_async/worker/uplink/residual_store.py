@@ -19,8 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
-__all__ = ["forget", "keep", "take_up"]
-
 logger = logging.getLogger(__name__)
 
 _STALE_S = 14 * 86400.0

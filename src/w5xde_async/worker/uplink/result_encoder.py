@@ -20,8 +20,6 @@ from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import VerdictCode
 
-__all__ = ["BucketResult", "ResultEncoder", "raw_specs"]
-
 
 class BucketResult(NamedTuple):
     """One bucket's result, ready for a RESULT. ``sent`` is to be called when the bytes have left or are dropped."""

@@ -13,8 +13,6 @@ from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
-__all__ = ["Uplink"]
-
 
 class Uplink:
     """Belongs to the event loop; what reads and writes files goes to threads."""
