@@ -4,7 +4,7 @@
 
 Digits, an MLP, five workers in one process, every attack of tests/support/attacks.py, from the first step on and
 ("late") from half of the steps on, after as many honest ones. Shown: accuracy on held-out digits, its part of the
-honest run's, the step in which the liar was put out, honest workers put out, blocks that were computed twice. ``off``:
+honest run's, the step in which the liar was quarantined, honest workers quarantined, blocks that were computed twice. ``off``:
 no check at all; ``default``: as it comes.
 
 Then what it costs honest workers: a coordinator and two worker processes, exact float32 over loopback, with no check,

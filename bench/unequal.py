@@ -7,7 +7,7 @@ Figures: ``over_sum_of_solo`` (aim 0.9): samples/s of the three over the sum of 
 only worker of a run of its own, whose steps have as many leaves as its fair share of the 96 (so that a step takes as
 long). Rates are from the third commit on: the first steps find out who is how fast. ``over_ddp``: over DDP with the
 same throttles, where each of three ranks computes a third of every step and all wait for the slowest. ``vain``: leaves
-computed in vain over leaves applied, in %.
+computed for nothing over leaves applied, in %.
 """
 
 from __future__ import annotations

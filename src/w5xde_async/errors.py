@@ -21,7 +21,7 @@ W5xdeError
         CheckpointCorrupt   a record that does not match its own digests
         CheckpointMismatch  a whole record of another model or job
         RunDirBusy          another coordinator holds the run directory
-        DiskHangs           the end of a run waited for it in vain: end the process, threads of it may hang
+        DiskHangs           the end of a run waited too long for it: end the process, threads of it may hang
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class RunDirBusy(StoreError):
 
 
 class DiskHangs(StoreError):
-    """The end of a run waited in vain, and goes on without. Fields: ``path``, ``what`` hangs."""
+    """The end of a run has waited long enough, and goes on without. Fields: ``path``, ``what`` hangs."""
 
     def __init__(self, path: str, what: str) -> None:
         self.what = what

@@ -272,7 +272,7 @@ def _summary(found: dict[str, Any]) -> list[str]:
         parts.append(f"{wording.short(float(status['samples_per_s']))} samples/s")
     vain, leaves = status.get("leaves_in_vain") or 0, status.get("leaves") or 0
     if vain:
-        parts.append(f"{100 * vain / (vain + leaves):.1f} % in vain")
+        parts.append(f"{100 * vain / (vain + leaves):.1f} % wasted")
     parts.append(f"up {wording.duration(float(status.get('uptime_s') or 0))}")
     lines.append(" · ".join(parts))
     if status.get("waits_for"):

@@ -143,7 +143,7 @@ def digits(steps: int) -> Job:
 
 @dataclass(kw_only=True)
 class Found:
-    """What a run came to. ``found_at``: the step in which the bad worker was put out, -1 for never."""
+    """What a run came to. ``found_at``: the step in which the bad worker was quarantined, -1 for never."""
 
     accuracy: float
     finished: bool

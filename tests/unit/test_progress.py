@@ -177,7 +177,7 @@ def test_the_header_says_what_runs_and_how_to_join() -> None:
 
 def test_work_done_in_vain_is_shown_where_there_was_some() -> None:
     some = replace(FINISHED, leaves=990, leaves_in_vain=10, leases_stale=2, leases_duplicate=3)
-    assert "in vain" not in Shown()(START, FINISHED)
+    assert "wasted" not in Shown()(START, FINISHED)
     assert "1.0% of the leaves" in Shown()(START, some)
     assert "2 late leases, 3 backed up" in Shown()(START, some)
 

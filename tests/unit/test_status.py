@@ -47,7 +47,7 @@ async def test_the_run_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatc
     async with served() as (dashboard, _):
         assert await run("--server", f"127.0.0.1:{dashboard.port}") == ExitCode.OK
         shown = capsys.readouterr().out
-        for part in ("digits: running, step 2 of 100 (2 %)", "20.0 % in vain", "name-a", "2 ms", "lost", "killed"):
+        for part in ("digits: running, step 2 of 100 (2 %)", "20.0 % wasted", "name-a", "2 ms", "lost", "killed"):
             assert part in shown, part
         assert await run("--server", dashboard.address, "--json") == ExitCode.OK
         assert json.loads(capsys.readouterr().out)["run"]["run_name"] == "digits"

@@ -211,7 +211,7 @@ class Coordinator:
         self._training.roster.drop(worker, reason)
 
     def _keep_out(self, name: str, reason: str) -> None:
-        """A worker was put out of the run: it stays out until ``revoked`` does not name it any more."""
+        """A worker was quarantined: it stays out until ``revoked`` does not name it any more."""
         assert self._access is not None
         self._access.lock_out(name, reason)
         self._keep_revoked()

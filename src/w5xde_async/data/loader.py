@@ -124,7 +124,7 @@ class Loader:
         self._opened: dict[int, _Opened] = {}
         self._unread: list[int] = []  # heap of steps with chunks that nobody has asked for yet, closed ones among them
         self._chunks: dict[tuple[int, int], _Chunk] = {}
-        self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for in vain -> chunks yet to come
+        self._missing: dict[tuple[int, Block], int] = {}  # block that was asked for too early -> chunks yet to come
         self._came: list[tuple[int, Block]] = []
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
         self._reading = 0

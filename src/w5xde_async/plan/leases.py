@@ -55,7 +55,7 @@ G = TypeVar("G", bound=Grant)
 
 
 class LeaseTable(Generic[G]):
-    """Open leases, those that ended not long ago, and who has tried which work in vain."""
+    """Open leases, those that ended not long ago, and who has failed on which work."""
 
     def __init__(self, terms: LeaseTerms, allowed_s: Callable[[G], float]) -> None:
         """``allowed_s``: how long a lease may take, by what is known of its worker now."""

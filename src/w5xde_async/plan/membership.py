@@ -17,7 +17,7 @@ class Standing(Enum):
     READY = "ready"
     LATE = "late"  # leases were taken from it, and it has not said of all of them what became of them
     DRAINING = "draining"
-    OUT = "put out"  # its results were wrong; its link is about to end
+    OUT = "quarantined"  # its results were wrong; its link is about to end
 
 
 @dataclass(slots=True, kw_only=True)

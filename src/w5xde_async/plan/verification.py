@@ -2,8 +2,8 @@
 
 Every finished block is looked at before anything of it counts. Most count at once. The others are **held**
 (``plan.audit.Why`` names the reasons): another worker computes them too (``Audit``), and where the two do not agree, or
-nobody else can, the coordinator does (``Recompute``), whose word is not in question. Who is proven wrong is put out of
-the run (``Quarantine``); what does not hold is computed again (``Discard``).
+nobody else can, the coordinator does (``Recompute``), which is trusted. A worker that is proven wrong is quarantined
+(``Quarantine``); a block that does not hold is computed again (``Discard``).
 
 A block that counts, counts as it came: nothing is scaled or left out, so an honest run has the same bits with and
 without this.
@@ -62,7 +62,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The worker was proven wrong: it is put out of the run."""
+    """The worker was proven wrong: it is quarantined."""
 
     worker: str
     reason: str

@@ -151,7 +151,7 @@ def line(event: object, paint: Paint) -> str | None:
             text = f"{sign} {_name(event.name)} left: {clean(event.reason, limit=200)}{returned}"
             return f"{text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
         case events.WorkerQuarantined():
-            done = "put out of the run" if event.put_out else "wrong, and kept"
+            done = "quarantined" if event.put_out else "wrong, and kept"
             return f"{paint('bad', '!')} {_name(event.name)} {done}: {clean(event.reason, limit=300)}"
         case events.BatchGrown():
             text = f"the batch grows from {event.batch_size_before:,} to {event.batch_size:,} samples"
@@ -243,7 +243,7 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     if event.leaves_in_vain:
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
         leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
-        lines.append(row("in vain", f"{share:.1%} of the leaves", leases))
+        lines.append(row("wasted", f"{share:.1%} of the leaves", leases))
     places = {"model": event.model_path, "metrics": event.metrics_path, "plot": event.plot_path}
     lines += [row(label, clean(path)) for label, path in places.items() if path]
     if event.digest:

@@ -312,7 +312,7 @@ class Verification:
         rulings = []
         for block in (*self._held, *self._unweighed, *self._waiting, *self._given_up):
             if worker == block.grant.worker or worker in block.workers.values():
-                rulings.append(self._rule(block, Discard("it was put out of the run")))
+                rulings.append(self._rule(block, Discard("it was quarantined")))
             elif block.held is not None and block.held.second == worker:
                 rulings.append(Ruling(block, (), self._end_audit(block.held)))
                 block.other = None
@@ -340,7 +340,7 @@ class Verification:
     async def _weigh(self, block: FinishedBlock) -> Ruling | None:
         norms = await self._context.aggregator.submit(lambda: self._store.norms(block.grant.block, block.suppliers))
         if block not in self._unweighed:
-            return None  # a worker that had a hand in it was put out of the run meanwhile
+            return None  # a worker that had a hand in it was quarantined meanwhile
         self._unweighed.remove(block)
         return self._weighed(block, norms)
 
@@ -363,7 +363,7 @@ class Verification:
         mine, theirs = self._store.vector(held.block), self._store.vector(AuditKey(held.lease))
         between = await self._run(lambda: self._deviation(block, mine, theirs, other))
         if block not in self._held or block.other is not other:
-            return None  # a worker that had a hand in it was put out of the run meanwhile
+            return None  # a worker that had a hand in it was quarantined meanwhile
         alike = self._alike(held.worker, held.second)
         equal_cpus = alike and self._machines[held.worker].device.startswith("cpu")
         may_overflow = self._precision == "fp16" and not alike

@@ -3,7 +3,7 @@
 Off loopback everything is encrypted unless ``insecure`` says otherwise. What was not given is made at the first start
 and kept in the run directory (``tls/``, ``secret``: mode 0600), so that join strings outlive restarts. ``reload`` takes
 a changed secret and the list of revoked workers (``revoked``: a name a line) into a running coordinator. Who was
-revoked, or put out for wrong results (with the reason), is added to that list; without its line it may come back.
+revoked, or quarantined for wrong results (with the reason), is added to that list; without its line it may come back.
 
 A token that was given goes before the directory's ``secret``, which is then neither read nor written.
 """

@@ -1,7 +1,7 @@
 """Who may join: the run's secret, each worker's own, and the names that are locked out.
 
 Whoever has the run's secret may join, nameless: names are proved by secrets of their own (``net.join.worker_secret``),
-which nobody can make of the run's. So locking that name out keeps it out; so it does for one that was put out because
+which nobody can make of the run's. So locking that name out keeps it out; so it does for one that was quarantined because
 its results were wrong, which is told why. Changing the run's secret locks everybody out who joins anew;
 who is in stays in until it is dropped.
 """
@@ -56,7 +56,7 @@ class Credentials:
         self._quarantined[name] = reason
 
     def quarantined(self, *names: str) -> str:
-        """Why a worker of one of these names was put out; "" where none was."""
+        """Why a worker of one of these names was quarantined; "" where none was."""
         return next((self._quarantined[name] for name in names if name in self._quarantined), "")
 
     def revoked(self, *names: str) -> bool:

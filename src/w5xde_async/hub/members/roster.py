@@ -227,17 +227,17 @@ class Roster:
             if other is not session:  # the same name on another link: what it says is worth no more
                 if other.worker_id in self.sessions:
                     self._quarantined.add(other.worker_id)
-                other.abort(f"put out of the run: {reason}")
+                other.abort(f"quarantined: {reason}")
         member = self.membership.members.get(worker_id)
         if session is None or self.sessions.get(worker_id) is not session or member is None:
             return True
         if session.receiving is not None or session.state is not State.READY:
-            session.abort(f"put out of the run: {reason}")  # it is told why when it comes back
+            session.abort(f"quarantined: {reason}")  # it is told why when it comes back
         else:
             member.standing = Standing.OUT
             self._scheduling.take_back(session)
             session.refuse(quarantined(reason))
-            asyncio.get_running_loop().call_later(1.0, session.abort, f"put out of the run: {reason}")
+            asyncio.get_running_loop().call_later(1.0, session.abort, f"quarantined: {reason}")
         return True
 
     # -- Admission -----------------------------------------------------------------------------------------

@@ -399,7 +399,7 @@ def quarantined(reason: str) -> Refusal:
     """What a worker is told whose results were wrong."""
     return Refusal(
         RefusalCode.QUARANTINED,
-        f"this worker was put out of the run: {reason}"[:500],
+        f"this worker was quarantined: {reason}"[:500],
         "check its memory, its drivers and its versions; whoever runs the coordinator can let it in again (revoked)",
     )
 

@@ -195,7 +195,7 @@ class View:
             self._drop(self._gone.popleft())
 
     def _forget_joining(self) -> None:
-        """Of those that end before they are members nobody tells: they are not reported any more."""
+        """Drop workers that left before they were members: no event says so, they are just not reported any more."""
         for key in [key for key, worker in self._workers.items() if worker.shown.get("state") == "joining"]:
             if key not in self._joining:
                 self._drop(key)

@@ -103,7 +103,7 @@ const drawStatus = () => {
   const most = Math.max(...phases.map(([, seconds]) => number(seconds) || 0), 1e-9);
   by("phases").replaceChildren(...(phases.length ? phases.map(([name, seconds]) => bar(name, seconds / most, brief(seconds)))
     : [element("p", { class: "empty shown" }, "No step yet.")]));
-  const verdicts = [["applied", leaves, "leaves"], ["in vain", vain, "leaves"], ["stale", status.leases_stale, "leases that came too late"],
+  const verdicts = [["applied", leaves, "leaves"], ["wasted", vain, "leaves"], ["stale", status.leases_stale, "leases that came too late"],
     ["duplicate", status.leases_duplicate, "leases that another had done"], ["rejected", status.leases_rejected, "leases that the rule refused"],
     ["backed up", status.leases_backed_up, "leases given to a second worker"],
     ...[["held", status.results_held, "odd results, computed by another too"], ["agreed", status.audits_agreed, "audits"],
