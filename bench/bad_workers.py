@@ -4,8 +4,8 @@
 
 Digits, an MLP, five workers in one process, every attack of tests/support/attacks.py, from the first step on and
 ("late") from half of the steps on, after as many honest ones. Shown: accuracy on held-out digits, its part of the
-honest run's, the step in which the liar was quarantined, honest workers quarantined, blocks that were computed twice. ``off``:
-no check at all; ``default``: as it comes.
+honest run's, the step in which the liar was quarantined, honest workers quarantined, blocks that were computed twice.
+``off``: no check at all; ``default``: as it comes.
 
 Then what it costs honest workers: a coordinator and two worker processes, exact float32 over loopback, with no check,
 with the norms alone, and as it comes, in turn (A B C A B C) in processes that stay; all must end in equal parameters.

@@ -1,8 +1,8 @@
 """Who may join: the run's secret, each worker's own, and the names that are locked out.
 
 Whoever has the run's secret may join, nameless: names are proved by secrets of their own (``net.join.worker_secret``),
-which nobody can make of the run's. So locking that name out keeps it out; so it does for one that was quarantined because
-its results were wrong, which is told why. Changing the run's secret locks everybody out who joins anew;
+which nobody can make of the run's. So locking that name out keeps it out; so it does for one that was quarantined
+because its results were wrong, which is told why. Changing the run's secret locks everybody out who joins anew;
 who is in stays in until it is dropped.
 """
 
