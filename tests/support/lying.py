@@ -60,6 +60,8 @@ def lies(kind: type[Message], *, everything: bool) -> Iterator[Lie]:
                 yield Lie(kind, index, value)
 
 
+#: Messages that every worker says on each link on its own.
+_ALWAYS_SAID = {"Hello", "Proof", "Introduction", "Ready", "Result", "Done"}
 #: Messages that a worker at work says now and then, as it would say them. ``None`` stands for its lease.
 _SAMPLES: dict[str, tuple[Any, ...]] = {
     "Failed": (None, 0, "ValueError: no", "Traceback"),
@@ -138,6 +140,8 @@ async def tell(told: Sequence[Lie], server: str, job: Job, config: WorkerConfig)
     Where a lie is borne and the worker gets nothing to do any more, it goes: another has the next one. Raises
     Unreachable once nobody listens there any more.
     """
+    for name in sorted({lie.kind.__name__ for lie in told} - _ALWAYS_SAID):
+        assert name in _SAMPLES, f"no sample of {name}: add one to _SAMPLES in tests/support/lying.py"
     tongue = Tongue(told)
 
     async def connect(*arguments: Any, **named: Any) -> Any:

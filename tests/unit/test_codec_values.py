@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import lz4.block
 import numpy as np
 import pytest
 import torch
+from tests.generated.scenario import CODECS as GENERATED
+from tests.unit.test_codec_contract import NAMES as CONTRACT_NAMES
 from tests.unit.test_codec_contract import as_tensor, bits, decoded, gradient, repetitive
 from torch import Tensor
 
+from w5xde_async.codecs import registry
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded
 from w5xde_async.codecs.lossless import Lz4
 from w5xde_async.codecs.registry import NAMES, codec, refuse_divergence
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import FrameTooLarge, MalformedFrame, UsageError
 
+_ROOT = Path(__file__).parents[2]
+_BENCH = (_ROOT / "bench/codecs.py").read_text()
 EDGES = [1, 255, 256, 257, 1024, 1025, 65537]
 
 
@@ -304,11 +312,36 @@ def test_wrong_names_are_explained(name: str, says: str) -> None:
         codec(name)
 
 
+def _family(name: str) -> str:
+    return re.split("[:[]", name)[0]
+
+
 def test_every_family_is_listed() -> None:
-    assert len(NAMES) == 10
+    known = {*registry._PLAIN, *registry._WRAPPERS, "topk"}
+    listed = {_family(name) for name in NAMES}
+    assert listed == known, f"codecs/names.py and codecs/registry.py differ in {sorted(listed ^ known)}"
     for name in NAMES:
         made = name.replace("FRACTION", "0.01").replace("[:CODEC]", "")
         assert codec(made).name.split(":")[0] == name.split(":")[0].split("[")[0]
+
+
+def _rows(document: str) -> list[str]:
+    return re.findall(r"^\| `([^`]+)` \|", document.split("## What holds for all of them")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        ("tests/unit/test_codec_contract.py: NAMES", lambda: CONTRACT_NAMES),
+        ("tests/generated/scenario.py: CODECS", lambda: GENERATED),
+        ("docs/codecs.md: the table of all codecs", lambda: _rows((_ROOT / "docs/codecs.md").read_text())),
+        ("bench/codecs.py: CODECS", lambda: re.findall(r'[^",\s]+', _BENCH.split("CODECS = (")[1].split(")")[0])),
+    ],
+    ids=["contract", "generated", "document", "bench"],
+)
+def test_every_codec_is_where_all_codecs_are(place: str, names: Callable[[], Iterable[str]]) -> None:
+    missing = {_family(name) for name in NAMES} - {_family(name) for name in names()}
+    assert not missing, f"add {', '.join(sorted(missing))} to {place}"
 
 
 @pytest.mark.parametrize("name", ["topk:0.01", "sign", "sparseloco", "lz4:sign"])

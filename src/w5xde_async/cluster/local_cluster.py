@@ -66,7 +66,8 @@ class LocalCluster:
     async def start(self) -> Self:
         """Begin, for who cannot use ``async with`` (the cells of a notebook); ``aclose`` is then theirs to call.
 
-        Raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises.
+        Raises JobError for a reference that cannot be loaded, and what ``Coordinator.start`` raises. Raises UsageError
+        where it was started before.
         """
         if self._coordinator is not None:
             raise UsageError("this cluster was started before; make a new LocalCluster for another run")
@@ -93,7 +94,7 @@ class LocalCluster:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The coordinator, once the cluster was entered."""
+        """The coordinator, once the cluster was entered. Raises UsageError before."""
         if self._coordinator is None:
             raise UsageError("the cluster has not been started; use async with, or await start() first")
         return self._coordinator
@@ -114,13 +115,19 @@ class LocalCluster:
         return self.coordinator.num_workers
 
     async def scale(self, n: int) -> None:
-        """Have ``n`` workers of our own: new ones are started, the youngest leave in good order."""
+        """Have ``n`` workers of our own: new ones are started, the youngest leave in good order.
+
+        Raises UsageError where the cluster is not running.
+        """
         if self._workers is None:
             raise UsageError("the cluster is not running; use async with, or await start() first")
         await self._workers.scale(n)
 
     async def wait_for_workers(self, n: int, timeout_s: float = 60.0) -> None:
-        """Return when ``n`` workers have joined. Raises TimeoutError, and what ended the run if that comes first."""
+        """Return when ``n`` workers have joined. Raises TimeoutError, and what ended the run if that comes first.
+
+        Raises LocalError where the run has ended without an error of its own.
+        """
         ended = asyncio.ensure_future(self.wait())
         try:
             async with asyncio.timeout(timeout_s):

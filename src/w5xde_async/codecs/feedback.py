@@ -31,8 +31,8 @@ from w5xde_async.codecs.codec import BytePool, Codec, Encoded, check_values
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Residuals lost. ``norm``: of all of them as one vector; ``num_buckets`` had one, ``num_pending`` submissions none
-    of whose verdicts had come."""
+    """Residuals lost. ``norm``: of all of them as one vector; ``num_buckets``: buckets that had one.
+    ``num_pending``: submissions without a verdict."""
 
     norm: float = 0.0
     num_buckets: int = 0

@@ -78,7 +78,11 @@ class MetricNames:
         self._told = False
 
     def taken(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Those of ``metrics`` that are reported: at most MOST_METRICS in the life of this object."""
+        """Those of ``metrics`` that are reported: at most MOST_METRICS in the life of this object.
+
+        Raises TypeError where the metrics are no dict with str keys or too many, ValueError for a name too long or not
+        printable.
+        """
         if not isinstance(metrics, Mapping):
             raise TypeError(f"a step returns a loss, or (loss, {{name: number}}), not (loss, {described(metrics)})")
         if len(metrics) > MOST_METRICS:

@@ -31,8 +31,12 @@ def most_vectors(num_leaves: int, config: CoordinatorConfig) -> int:
 
 
 def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, config: CoordinatorConfig) -> int:
-    """Most bytes that a coordinator holds for its workers, beside model, optimizer and samples that wait for a lease:
-    those of two steps under the synchronous rule, of as many as there are leases and one more under others.
+    """Most bytes that a coordinator holds for its workers, beside model, optimizer and samples that wait for a lease.
+
+    Those samples belong to
+
+    - two steps under the synchronous rule,
+    - as many steps as there are leases, plus one, under the others.
 
     Result vectors (``most_vectors``), and those of a recomputation, which meanwhile also holds a model; for each
     connection 256 KiB of read-ahead, the buffers of a pair of asyncio's own, and one scratch bucket; for each worker

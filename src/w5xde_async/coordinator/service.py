@@ -135,7 +135,8 @@ class Coordinator:
         """The run's end. Cancelling leaves it running.
 
         Raises what ended it where it failed (LeafFailed, NonFinite, UpdateFailed), StoreError where the last
-        checkpoint could not be written, and W5xdeError where it was stopped because its workers had failed.
+        checkpoint could not be written, and W5xdeError where it was stopped because its workers had failed. Raises
+        UsageError before the start.
         """
         if self._main is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
@@ -203,7 +204,10 @@ class Coordinator:
             )
 
     def revoke(self, worker: str, reason: str = "its access was revoked") -> None:
-        """Drop a worker, by its own name or its id, and let it in no more: its name is added to ``revoked``."""
+        """Drop a worker, by its own name or its id, and let it in no more: its name is added to ``revoked``.
+
+        Raises UsageError before the start.
+        """
         if self._access is None or self._training is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
         self._access.lock_out(worker)

@@ -93,7 +93,7 @@ class History:
 
 
 def _nobody(*_: object) -> None:
-    """For whom nothing is to be done."""
+    """A callback that does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,6 +156,7 @@ class CentralServer:
 
     @running.setter
     def running(self, value: bool) -> None:
+        """False stops. Raises UsageError for True."""
         if value:
             raise UsageError("a server is started by start()")
         self.stop()
@@ -302,7 +303,7 @@ class TrainingNode:
         before and after compression. Ctrl-C finishes the piece under way, then raises KeyboardInterrupt.
 
         Raises Unreachable (no server in ``timeout_s``), Refused (another model, no secret, ...), RunFailed, and what a
-        callback raises.
+        callback raises. Raises UsageError where the node trains already.
         """
         if network_callback is not None and not self.collect_metrics:
             logger.warning("network_callback is not called: give the node collect_metrics=True")

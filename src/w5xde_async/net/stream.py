@@ -226,7 +226,10 @@ class Reader(asyncio.StreamReader):
         return bytes(data)
 
     async def readuntil(self, separator: Any = b"\n") -> bytes:
-        """As asyncio's, with a limit of FILL_BYTES; what is over it stays unread."""
+        """As asyncio's, with a limit of FILL_BYTES; what is over it stays unread.
+
+        Raises ``asyncio.LimitOverrunError`` then, and ValueError for an empty separator.
+        """
         if not separator:
             raise ValueError("Separator should be at least one-byte string")
         while True:

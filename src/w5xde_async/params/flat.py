@@ -122,8 +122,8 @@ _LEAST = torch.iinfo(torch.int64).min
 def ordered(value: Tensor) -> Tensor:
     """Integers or flags as a result holds them: int64 of the same order.
 
-    uint64 lies 2^63 lower there, so that its zero is the maximum's neutral element: of all values the one that can be
-    missed, where every leaf sets it in place of a larger one (``compute.buffers`` refuses that).
+    uint64 lies 2^63 lower there. Its zero is then the smallest int64, the neutral element of the maximum: a maximum
+    cannot tell a zero that every leaf set, in place of a larger value, from nothing (``compute.buffers`` refuses that).
     """
     return value.view(torch.int64) ^ _LEAST if value.dtype == torch.uint64 else value.to(torch.int64)
 

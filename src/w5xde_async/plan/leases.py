@@ -1,6 +1,6 @@
 """Leases: their numbers, who holds which, when they are overdue, and on whom their work has failed.
 
-What a lease is of is for the two ledgers over this table: blocks of one step after the other (``plan.ledger``), or
+The two ledgers over this table decide what a lease covers: blocks of one step after the other (``plan.ledger``), or
 whole steps (``plan.stream``). Time is an argument.
 """
 

@@ -93,7 +93,10 @@ class Ledger(LeaseTable[BlockGrant]):
         return list(self._steps)
 
     def open(self, step: int, num_leaves: int, now: float) -> None:
-        """Begin ``step``; all its leaves are free."""
+        """Begin ``step``; all its leaves are free.
+
+        Raises ValueError where the step is open already, or too many are open.
+        """
         if step in self._steps or len(self._steps) >= _MOST_OPEN:
             raise ValueError(f"step {step} cannot be opened beside {self.open_steps}")
         self._steps[step] = OpenStep(step, num_leaves, now, [Block(0, num_leaves)], num_leaves)
@@ -187,7 +190,10 @@ class Ledger(LeaseTable[BlockGrant]):
         return lease not in self._audits and not self._slot(self._grants[lease]).contested
 
     def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> BlockGrant:
-        """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid."""
+        """Lease the block of ``lease`` to a second worker too; whoever has it done first is paid.
+
+        Raises ValueError where the worker cannot back it up.
+        """
         grant = self._grants[lease]
         slot = self._slot(grant)
         if slot.contested or grant.worker == worker:
@@ -208,7 +214,10 @@ class Ledger(LeaseTable[BlockGrant]):
         return lease in self._audits
 
     def reopen(self, step: int, block: Block, worker: str) -> None:
-        """A finished block of ``worker`` did not hold: its leaves are for others first."""
+        """A finished block of ``worker`` did not hold: its leaves are for others first.
+
+        Raises ValueError where the block is not finished.
+        """
         opened = self._steps[step]
         slot = opened.slots.pop(block.start)
         if not slot.finished:

@@ -45,7 +45,7 @@ class Member:
 
     @property
     def standing(self) -> Standing:
-        """What it is to the scheduler; whose member it is sees to who takes work."""
+        """What it is to the scheduler; setting it tells the Membership."""
         return self._standing
 
     @standing.setter

@@ -169,7 +169,10 @@ class StreamLedger(LeaseTable[Grant]):
         return grant.worker != worker and worker not in tried
 
     def back_up(self, lease: int, worker: str, *, now: float, deadline_s: float) -> Grant:
-        """Lease the step of ``lease`` to a second worker too; whose result comes first has it."""
+        """Lease the step of ``lease`` to a second worker too; whose result comes first has it.
+
+        Raises ValueError where the worker cannot back it up.
+        """
         grant = self._grants[lease]
         if grant.step < 0 or lease in self._twins or grant.worker == worker:
             raise ValueError(f"lease {lease} of {grant.worker} cannot be backed up by {worker}")

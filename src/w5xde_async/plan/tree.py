@@ -66,6 +66,7 @@ class Frontier:
     __slots__ = ("_complete", "_level", "num_leaves")
 
     def __init__(self, num_leaves: int) -> None:
+        """Raises ValueError for less than one leaf."""
         if num_leaves < 1:
             raise ValueError("a step has at least one leaf")
         self.num_leaves = num_leaves

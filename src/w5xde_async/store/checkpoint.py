@@ -75,6 +75,7 @@ class CheckpointStore:
     """The checkpoints of one run, newest first by step; holds no file open and no state of its own."""
 
     def __init__(self, directory: Path, *, keep: int = 3, filesystem: Filesystem | None = None) -> None:
+        """``keep``: newest checkpoints that are kept. Raises ValueError where it is less than 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self._directory = directory

@@ -290,7 +290,10 @@ class Journal:
             return self._open_segment(step)
 
     def append(self, entry: Entry) -> None:
-        """Write one step behind the last; durable after ``sync``. Raises OSError; then ``close`` and ``rotate``."""
+        """Write one step behind the last; durable after ``sync``. Raises OSError; then ``close`` and ``rotate``.
+
+        Raises ValueError where the step does not follow the last.
+        """
         file, write = self._file, self._filesystem.write
         assert file is not None
         if entry.step != self._step + 1:

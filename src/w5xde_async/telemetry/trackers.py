@@ -85,6 +85,7 @@ class Wandb(Tracker):
     quiet: ClassVar[Mapping[str, str]] = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
     def begin(self, name: str, config: Config) -> None:
+        """Raises ValueError where the target is neither online nor offline."""
         if self.target not in ("", "online", "offline"):
             raise ValueError(f"wandb:{self.target}: the target is online or offline")
         wandb: Any = import_module("wandb")

@@ -85,6 +85,7 @@ class WeightedMean:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of another average."""
         if state["average"] != self.name:
             raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
         restore_(self._sum, state["sum"], "the sum")
@@ -103,6 +104,7 @@ class RadialDirectionalAverage:
     name = "radial"
 
     def __init__(self, numel: int, tensors: Sequence[tuple[int, int]]) -> None:
+        """Raises ValueError where a tensor's range lies outside the vector."""
         self._tensors = tuple(tensors)
         if not all(0 <= start < stop <= numel for start, stop in self._tensors):
             raise ValueError("a tensor's range lies outside the vector")
@@ -148,6 +150,7 @@ class RadialDirectionalAverage:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of another average."""
         if state["average"] != self.name:
             raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
         restore_(self._directions, state["directions"], "the sum of directions")
@@ -168,7 +171,7 @@ class CoordinateMedian:
     name = "median"
 
     def __init__(self, numel: int, rows: int) -> None:
-        """``rows``: most results that it has room for, at least 1."""
+        """``rows``: most results that it has room for, at least 1. Raises ValueError for less."""
         if rows < 1:
             raise ValueError("a buffer has room for at least one result")
         self._rows = torch.zeros(rows, numel)
@@ -184,6 +187,7 @@ class CoordinateMedian:
         return self._count == len(self._rows)
 
     def add(self, vector: Tensor, *, samples: int, weight: float) -> None:
+        """Raises ValueError where there is no room for another result."""
         if self.full:
             raise ValueError(f"more than {self._count} results in one buffer")
         self._rows[self._count].copy_(vector)
@@ -202,6 +206,7 @@ class CoordinateMedian:
         return {"average": self.name, "rows": self._rows[: self._count], "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of another average."""
         if state["average"] != self.name:
             raise ValueError(f"the checkpoint has the average {state['average']!r}, not {self.name!r}")
         count = int(state["count"])

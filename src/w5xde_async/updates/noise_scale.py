@@ -26,7 +26,7 @@ class GradientNoiseScale:
     """Running estimates of |G|^2, S and B_noise. State: two numbers and a count."""
 
     def __init__(self, decay: float = 0.95) -> None:
-        """``decay`` of both averages per step."""
+        """``decay`` of both averages per step. Raises ValueError where it is not in [0, 1)."""
         if not 0 <= decay < 1:
             raise ValueError("decay lies in [0, 1)")
         self.decay = decay
@@ -36,7 +36,8 @@ class GradientNoiseScale:
     def observe(self, leaf_squares: Sequence[float], leaf_samples: Sequence[int], step_square: float) -> bool:
         """Take in one step: |g_i|^2 of its leaves' mean gradients, their samples, |g|^2 of the step's mean gradient.
 
-        False, and nothing is changed, for a step that says nothing: one leaf, or a number that is not finite.
+        False, and nothing is changed, for a step that says nothing: one leaf, or a number that is not finite. Raises
+        ValueError where there are not as many norms as sample counts.
         """
         if len(leaf_squares) != len(leaf_samples):
             raise ValueError("as many norms as sample counts are needed")

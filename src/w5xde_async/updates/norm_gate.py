@@ -1,8 +1,8 @@
 """A gate against results of an unusual size, learned from those that were accepted.
 
 A norm over median + k * MAD of the last accepted norms is refused; an accepted one over the median is scaled down to
-it. Results are not of one length, so like is compared with like: each known norm counts as long as it may be for the
-samples of the one that is judged, and as it came where that is shorter. With n samples here and n_i there:
+it. Results are not of one length, so like is compared with like: each known norm is first scaled up to
+the judged result's sample count, and never down. With n samples in the judged result and n_i in the known one:
 
     mean gradients   norm_i max(1, sqrt(n_i / n))    fewer samples have more noise in their mean
     pseudo-gradients norm_i max(1, n / n_i)          more steps go further, at most in proportion; a walk that turns
@@ -17,18 +17,19 @@ wrong direction (a sign flip): for those, the median of ``averages``, or re-exec
 Every sender has one vote: the norms that are known of it weigh as much, all together, as those of any other, however
 fast it is. Those that have left have one vote together. Where the votes are divided equally the larger norms have it.
 
-What more than half of those present found over the bound for the same work counts, scaled down (``vouched``): then it
-is the work that is unusual, not who did it.
+If more than half of the workers that are present exceed the bound on the same step, it counts, scaled down
+(``vouched``): then the work is unusual, not the worker.
 
-Three limits, on purpose. The first result of all is compared with nothing; those up to ``warmup`` with ten times the
-(lower) median of the ones before. Training may change its gradients' size for good, after which a gate that learns only
-from what it accepts would refuse for ever: once more than half of those present have been refused again and again,
-``reopen_after`` times in all and each its share of that, it learns anew from the last norm of each of them. And where
-half of those present lie, the gate protects nobody.
+The gate has three limits, on purpose. First, the first result of all is compared with nothing, and those up to
+``warmup`` with ten times the (lower) median of the ones before. Second, training may change its gradients' size for
+good, and a gate that learns only from what it accepts would then refuse for ever. So the gate learns anew once more
+than half of the workers that are present have been refused together at least ``reopen_after`` times, each an equal part
+of that; it learns from the last norm of each of them. Third, where half of those present lie, it protects nobody.
 State: ``window`` pairs of numbers, and a pair for each sender that is refused.
 
-``BlockGate`` is the same test for the synchronous tree, where nothing may be scaled down or left out (the bits of an
-honest run are the same with and without it): it only says which blocks somebody else should compute too.
+``BlockGate`` gives the bound for blocks of the synchronous tree. It compares logarithms, allows at least a factor of
+four, and has no votes. It refuses nothing and scales nothing down, so the bits of an honest run are the same with and
+without it: it only says which blocks somebody else should compute too (``plan.verification``).
 """
 
 from __future__ import annotations

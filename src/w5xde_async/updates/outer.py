@@ -46,9 +46,9 @@ _REMEMBERED = 1024  # versions by which a fragment's staleness is told
 class Contribution:
     """What one worker submits. ``vector`` is used up; ``present`` per result bucket; ``version``: computed with.
 
-    ``fragment``: which one its buckets are (0 where there is but one). ``steps`` of the sampler are in it that were in
-    nothing before, ``counted`` samples; ``samples`` are what it weighs. ``sender``: who submits it, of
-    ``workers`` that are present. ``vouched``: the norm that it may have by what others made of the same steps.
+    ``fragment``: the one that its buckets belong to (0 where there is but one). ``steps``: sampler steps that no
+    earlier contribution holds; ``counted``: their samples. ``samples``: what it weighs. ``sender``: who submits it;
+    ``workers`` are present. ``vouched``: the norm that it may have by what others made of the same steps.
     """
 
     steps: tuple[int, ...]

@@ -102,7 +102,7 @@ class Quorum:
         return False
 
     def counted(self, worker: str) -> None:
-        """A late result is in the open round, and what its worker does next is for the one after: nobody waits."""
+        """A late result counts in the open round; its worker's next one counts in the following round. Nobody waits."""
         self._look_again = None
         self._expected.add(worker)
         self._arrived.add(worker)

@@ -10,12 +10,13 @@ Douillard et al. 2025, arXiv:2501.18512, algorithm 2. For fragment p due after i
 tau 1 hides a round trip behind one inner step and is safe to about 5; alpha 0 forgets the tau steps taken meanwhile,
 alpha 0.5 keeps half of them. Versions and staleness are counted per fragment.
 
-Holds: each sample at most once in each fragment's pseudo-gradients (G1 by fragment). A worker that dies between turns
-has counted in some fragments and not in others: leasing its work again would count it twice in the former, so up to H
-of its inner steps are lost to the latter, to be counted by whoever leases. A step counts as done when its worker's
-first pseudo-gradient with it was judged, accepted or not, for other fragments' pseudo-gradients have it too: where that
-one was refused and the worker dies before any other is accepted, its samples are in no fragment. Does not hold: the
-same bits (G3).
+Holds: each sample at most once in each fragment's pseudo-gradients (G1 by fragment). The steps of a worker that dies
+between turns have counted in some fragments and not in others. Leasing them again would count them twice in the former.
+So the latter lose up to H of its inner steps; whoever leases counts what is lost.
+
+A step counts as done when its worker's first pseudo-gradient with it was judged, accepted or not, for other fragments'
+pseudo-gradients have it too. If that one was refused and the worker dies before any other is accepted, the step's
+samples are in no fragment. Does not hold: the same bits (G3).
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class StreamingRule:
         average: Callable[[Fragment], Average] | None = None,
         gate: Callable[[], NormGate] | None = None,
     ) -> None:
-        """``average`` and ``gate`` make one of each fragment's own. Default config: eta 0.4, beta 0.9."""
+        """``average`` and ``gate`` make one of each fragment's own. Default config: eta 0.4, beta 0.9.
+
+        Raises ValueError where the fragments do not hold each element once.
+        """
         check_vector(parameters)
         covered = sorted(piece for fragment in fragments for piece in fragment.ranges)
         edges = [0, *(edge for piece in covered for edge in piece), parameters.numel()]
@@ -193,7 +197,10 @@ class StreamingReplica:
         piece.scatter_(self._base, values)
 
     def deliver(self, fragment: int, values: Tensor) -> None:
-        """The fragment's new values have come; they are kept until it is their time."""
+        """The fragment's new values have come; they are kept until it is their time.
+
+        Raises ValueError where the fragment was not sent.
+        """
         check_vector(values, self.fragments[fragment].numel, device=self.local.device.type)
         if fragment not in self._sent:
             raise ValueError(f"fragment {fragment} was not sent")

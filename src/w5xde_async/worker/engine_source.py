@@ -67,6 +67,7 @@ class EngineSource:
         """Build the model (or keep it) and compare it with the coordinator's, whose layout is ``theirs``.
 
         Raises Refused (MODEL_MISMATCH, NO_PROGRAM), ProgramRefused, UsageError (the job's model cannot be built).
+        Raises MalformedFrame where the layout has not the fingerprint that came with it.
         """
         if theirs.fingerprint != welcome.fingerprint:
             raise MalformedFrame("the layout that came with WELCOME has another fingerprint")

@@ -120,7 +120,7 @@ class StepScheduler:
         self._submitting.forget(worker)
 
     def schedule(self, only: str | None = None) -> None:
-        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+        """Give work to whoever has room for it (``only``: check this worker alone)."""
         self._assign(None if only is None else (only,))
 
     def schedule_after(self, workers: Iterable[str]) -> None:
@@ -234,7 +234,7 @@ class StepScheduler:
         self._waiting.setdefault(worker, deque()).append((grant, 0))
 
     def _ask_the_rest(self, only: Sequence[str] | None = None) -> None:
-        """Where no more steps come, workers submit what they have (``only``: of whom alone that may be new)."""
+        """Where no more steps come, workers submit what they have (``only``: ask this worker alone)."""
         members, over = self._roster.membership.members, self._lifecycle.stopping or self._ledger.exhausted
         before, self._over = self._over, over
         now = self._context.clock()

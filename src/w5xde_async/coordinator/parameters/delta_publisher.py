@@ -4,10 +4,9 @@
 with a lossy one each version sends c = C(theta - published) and published += D(c), so what one delta leaves out is in
 the next, and every worker holds the same bits.
 
-What a worker is being sent is never taken back, however slow its link: a version that has been begun is finished. A
-version that it is not sent leaves its buckets lacking, and once all that is on its way has left, the worker is ``due``:
-it is sent what it lacks of ``published`` as it then is, whole, and follows again. So is one that has come anew, which
-lacks everything.
+What a worker is being sent is never taken back, however slow its link: a version that has been begun is finished. If a
+worker misses a version, the buckets that it missed are marked. Once its link is free the worker is ``due``: it gets
+those buckets of ``published`` whole, as they then are, and follows again. A new worker lacks everything, and is due.
 
 ``advance`` and ``whole`` run in the aggregator's thread, the rest on the loop's. Frames are copies: a later commit does
 not touch what is still being sent. Memory: ``published`` (with a lossy codec); for those that were due at the same time

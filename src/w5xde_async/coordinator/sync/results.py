@@ -104,7 +104,7 @@ class Results:
         """A lease is done. The block that it has finished.
 
         ``owed``: the lease was taken from the worker, and this is the first that it says of it. ``member_s``: since it
-        joined.
+        joined. Raises RemoteError where the worker says done without having sent a bucket.
         """
         grant = self._ledger.held_by(session.worker_id, done.lease)
         if grant is None:

@@ -303,7 +303,7 @@ class SyncTraining:
         self.scheduler.takes_work(worker, does)
 
     def schedule(self, only: str | None = None) -> None:
-        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+        """Give work to whoever has room for it (``only``: check this worker alone)."""
         if not self.phase.may_lease():
             return
         if only is not None and not self.roster.membership.is_ready(only):

@@ -142,7 +142,8 @@ class DistributedConfig(Config):
     def adapt_to_gpus(self, num_gpus: int) -> None:
         """Make the run one of ``num_gpus`` workers, at least one: data parallel unless another kind was asked for.
 
-        One device has nothing to split a model over: then those kinds are switched off.
+        One device has nothing to split a model over: then those kinds are switched off. Raises UsageError for a
+        negative number.
         """
         if num_gpus < 0:
             raise UsageError(f"num_gpus is {num_gpus}; give a number >= 0")

@@ -42,7 +42,7 @@ class Credentials:
         return worker_secret(f"{self._inviting}{self._secret}", identity)
 
     def rotate(self, secret: str) -> None:
-        """From now on this is the run's secret."""
+        """From now on this is the run's secret. Raises UsageError for an empty one."""
         if not secret:
             raise UsageError("the new secret is empty")
         self._secret = secret

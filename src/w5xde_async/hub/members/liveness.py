@@ -39,7 +39,7 @@ class Scheduling(Protocol):
         """A worker has become a member: it lacks the parameters, and the verdicts on the leases ``awaited``."""
 
     def schedule(self, only: str | None = None) -> None:
-        """Give work to whoever has room for it (``only``: the one worker of whom that may be new)."""
+        """Give work to whoever has room for it (``only``: check this worker alone)."""
 
     def revoke(self, grant: Grant, reason: str) -> None:
         """A lease was taken from its worker, which is to be told."""

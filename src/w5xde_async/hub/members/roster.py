@@ -273,7 +273,10 @@ class Roster:
         return self._welcome, [layout, *self._greeting.buffers]
 
     async def make_room(self, session: Session) -> None:
-        """Return when no other connection of the same worker is left."""
+        """Return when no other connection of the same worker is left.
+
+        Raises RemoteError where the same worker has connected anew meanwhile.
+        """
         while (older := self.sessions.get(session.worker_id)) is not None:
             if older.incarnation > session.incarnation:
                 raise RemoteError("the same worker has connected anew since")

@@ -92,7 +92,7 @@ class BlockStore:
         *,
         make: Callable[[Layout], ResultVector] = ResultVector,
     ) -> None:
-        """``make`` allocates a result vector."""
+        """``make`` allocates a result vector. Raises ValueError for buckets that the layout does not have."""
         everything = range(len(layout.result_buckets))
         self.layout, self.buckets = layout, tuple(everything if buckets is None else sorted(set(buckets)))
         if not self.buckets or not set(self.buckets) <= set(everything):
@@ -104,8 +104,8 @@ class BlockStore:
         self._reducer = Reducer(layout, self._pool, self.buckets)
         self._frontiers: dict[int, Frontier] = {}
         self._additions: list[Addition] = []
-        # Of blocks that are not closed and of audits: what is filled, by bucket. None: nothing is there, and that is
-        # all of it.
+        # Of blocks that are not closed and of audits: what is filled, by bucket. None: the bucket is absent (no leaf
+        # changed it).
         self._filled: dict[Block | AuditKey, dict[int, Supplier | None]] = {}
         self._reserved: dict[Hashable, SlotKey] = {}  # writer -> what it receives
         self._receiving: dict[Block | AuditKey, set[int]] = {}  # the same by block: buckets

@@ -43,8 +43,8 @@ class LeaseScheduler:
         self._awaiting: dict[tuple[int, Block], list[BlockGrant]] = {}  # the same by what is being read
         self._most_unread = 64  # more of them are looked through for such as will never be read
         self._workers: dict[str, None] = {}  # that take work
-        # Who may have room: for the current step alone, and for any. By the number of leases that were found to count;
-        # who has got more of them since is put right when it is its turn.
+        # Who may have room: for the current step alone, and for any. Indexed by the worker's lease count when it was
+        # queued; stale entries are moved when they are taken.
         self._current: list[dict[str, None]] = []
         self._any: list[dict[str, None]] = []
         self._refused: dict[str, None] = {}  # who could be given nothing of what there was

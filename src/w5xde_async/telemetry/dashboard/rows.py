@@ -27,6 +27,7 @@ class Rows:
     """``columns`` says how each column is merged; None in a cell is no value."""
 
     def __init__(self, columns: Sequence[Merge], *, capacity: int) -> None:
+        """Raises ValueError where ``capacity`` is odd or less than 2."""
         if capacity < 2 or capacity % 2:
             raise ValueError("capacity is even and at least 2")
         self._columns, self._capacity = tuple(columns), capacity
@@ -35,7 +36,7 @@ class Rows:
         self.stride = 1  #: so many appended rows make one
 
     def append(self, row: Row) -> None:
-        """Add a row at the end."""
+        """Add a row at the end. Raises ValueError where it has another number of cells."""
         if len(row) != len(self._columns):
             raise ValueError(f"a row has {len(self._columns)} cells, not {len(row)}")
         self._open.append(row)

@@ -48,7 +48,10 @@ class Inbox:
         return sum(self._sizes.values())
 
     def params(self, message: Params) -> Version | None:
-        """A bucket has come (or none, where nothing changed). The version, once it is whole."""
+        """A bucket has come (or none, where nothing changed). The version, once it is whole.
+
+        Raises MalformedFrame where the version is older than the last.
+        """
         self._parameters.arrived()
         if message.version != self._receiving:
             if message.version < self._receiving:
@@ -80,7 +83,10 @@ class Inbox:
         return views
 
     def lease(self, message: Lease) -> None:
-        """The lease and its batch are complete."""
+        """The lease and its batch are complete.
+
+        Raises MalformedFrame where it has no samples, came twice, or its bytes do not fit its samples.
+        """
         if not message.samples or any(count < 1 for count in message.samples):
             raise MalformedFrame("LEASE without samples")
         if message.lease in self._sizes:

@@ -75,7 +75,10 @@ class Leases:
         raise MalformedFrame(f"{type(message).__name__} came with buffers")
 
     def params(self, message: messages.Params, specs: Sequence[BufferSpec]) -> None:
-        """A bucket of parameters has come."""
+        """A bucket of parameters has come.
+
+        Raises MalformedFrame where a version without buckets has buffers, or one with buckets has not one.
+        """
         if bool(specs) != bool(message.num_buckets):
             raise MalformedFrame(f"PARAMS of {message.num_buckets} buckets came with {len(specs)} buffers")
         version = self._inbox.params(message)

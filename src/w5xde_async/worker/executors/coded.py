@@ -58,6 +58,7 @@ class CodedExecutor:
         return self._engine.child
 
     def admit(self, message: Verdict | Submit) -> bool:
+        """Raises MalformedFrame where nothing is to be submitted, or a bucket does not exist."""
         if type(message) is Submit:
             if not self._replica.submits:
                 raise MalformedFrame("SUBMIT under a rule that has every lease submitted")

@@ -32,6 +32,7 @@ class DeltaReceiver:
         self._kept: dict[int, list[BucketUpdate]] = {}  # bucket -> what is to be done to it, in order
 
     def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
+        """Raises MalformedFrame where bucket, codec or size are not those of this run."""
         bucket, spec = bucket_of(self._layout, message, specs), specs[0]
         if message.delta or spec.codec != "raw":
             codec, size = self._codecs.get(spec.codec), self._sizes.get(message.bucket)
@@ -47,6 +48,7 @@ class DeltaReceiver:
         return [bytes_of(self._placed.data)]
 
     def arrived(self) -> None:
+        """Raises FrameTooLarge where too many deltas of an unfinished version wait."""
         placed, self._placed = self._placed, None
         if placed is None:  # a version in which nothing changed
             return

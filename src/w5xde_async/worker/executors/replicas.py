@@ -195,7 +195,10 @@ class SteppingReplica:
 
     @torch.no_grad()
     def submission(self, lease: int, buckets: Sequence[int]) -> tuple[ResultVector, int]:
-        """How far the replica has gone in ``buckets``, and from which version."""
+        """How far the replica has gone in ``buckets``, and from which version.
+
+        Raises MalformedFrame where the buckets are no fragment.
+        """
         if self._anew:
             self._begin()
         layout, vector, version = self._layout, ResultVector(self._layout), self.version
