@@ -45,7 +45,11 @@ def autocast(precision: str, device_type: str = "cpu") -> Callable[[], Any] | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One block to compute. ``tensors`` lie in host memory; ``samples`` counts each leaf's samples."""
+    """One block to compute. ``samples`` counts each leaf's samples.
+
+    ``tensors`` lie in host memory: the batch's, in the order of ``structure``. Shapes and dtypes are those of the
+    dataset's batch; the first dimension of one with samples counts them.
+    """
 
     step: int
     start: int

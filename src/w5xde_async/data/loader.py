@@ -48,7 +48,10 @@ _STEADY_SAMPLES = 64
 
 
 class BlockData(NamedTuple):
-    """A block's batch, ready for a LEASE."""
+    """A block's batch, ready for a LEASE.
+
+    ``buffers``: its tensors in the order of ``structure``; each spec has the shape and dtype of its tensor.
+    """
 
     structure: bytes
     packed: bool

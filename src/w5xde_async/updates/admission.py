@@ -49,7 +49,7 @@ class Admission:
     ) -> None:
         """``max_staleness`` in versions, None for no bound; ``exponent`` of the staleness weight.
 
-        ``scale`` False: the gate refuses without scaling. For pseudo-gradients, of which every step is to count.
+        ``scale`` False: the gate refuses without scaling. For pseudo-gradients, whose every step is to count.
         """
         self.max_staleness, self.exponent, self.gate = max_staleness, exponent, gate
         self._scale = scale
@@ -60,7 +60,8 @@ class Admission:
     ) -> Outcome:  # fmt: skip
         """Whether this result counts, and by what weight. The gate may scale ``vector`` down in place.
 
-        ``sender``: whose it is, of ``present`` ones; ``vouched``: the norm that it may have by what others found.
+        ``sender``: who sent it. ``present``: how many workers are here. ``vouched``: the norm that others' results
+        allow it.
 
         Raises ValueError for a result from the future, which only a fault of the caller's can make.
         """
@@ -95,7 +96,7 @@ class Admission:
         return {"gate": None if self.gate is None else self.gate.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Raises ValueError where it was made with a gate and this is without, or so."""
+        """Continue from ``state_dict``. Raises ValueError where only one of the two has a gate."""
         if (state["gate"] is None) != (self.gate is None):
             raise ValueError("the checkpoint and the rule do not agree on whether there is a norm gate")
         if self.gate is not None:

@@ -7,9 +7,9 @@ Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:
     every N-th:   m = beta m + B / N;   theta = theta - eta beta m;   B = 0
 
 and inner steps by speed (DyLU): H_w = floor(v_w / v_max * H), so that all pseudo-gradients come about as often and none
-is old. N is the number of workers, at each arrival those that are there. A pseudo-gradient counts as one, not by its
-samples: there is no sum of n to divide by, and DyLU has made it as long as its share already. Where all N arrive
-against the same parameters, that is one round of ``local``.
+is old. N is the number of workers that are present at the arrival. Each pseudo-gradient has the same weight, however
+many samples it has: there is no sum of n to divide by, and DyLU has already made it as long as its share. If all N
+arrive against the same parameters, that is one round of ``local``.
 
 Holds: each sample is in one accepted pseudo-gradient (G1); no slow worker is waited for (G16). Does not hold: the same
 bits (G3).

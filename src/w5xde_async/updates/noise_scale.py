@@ -2,7 +2,7 @@
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162, appendix A.1. A gradient over n
 samples has E|g|^2 = |G|^2 + S / n: true gradient G, trace S of the samples' covariance. A step's m leaves of n_i
-samples and its gradient over N = sum(n_i) give both, unbiased and for nothing but a norm per leaf:
+samples and its gradient over N = sum(n_i) give unbiased estimates of both, at the cost of one norm per leaf:
 
     small = sum(n_i |g_i|^2) / N     = |G|^2 + S / b in expectation, b = N / m
     big   = |g_step|^2               = |G|^2 + S / N

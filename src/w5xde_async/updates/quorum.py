@@ -4,10 +4,10 @@ From the K-th result on, a round stays open while a worker that has not answered
 
     median + deviations * MAD        of the workers' last results' ages, late ones included
 
-(age: seconds from when the worker's work began to its result; MAD: median absolute deviation). A worker whose own ages
-are mostly over that is not waited for at all (G16). Late ages count, and of every worker as many: otherwise the slow
-ones would vanish from the statistic, or be outvoted by fast ones that answer more often, and the grace would shrink to
-nothing. Before anything is learned the open round's own results are all there is.
+(age: seconds from when the worker's work began to its result; MAD: median absolute deviation). A round does
+not wait at all for a worker whose own ages are mostly over that (G16). Late ages count, and every worker has as many
+ages in the statistic. Otherwise slow workers would vanish from it, or fast ones, which answer more often, would outvote
+them, and the grace would shrink to nothing. Before anything is learned, only the open round's own results are known.
 What becomes of late work is the rule's: ``LocalStepsRule`` with ``max_staleness`` 0 gives its leaves back, with more
 the pseudo-gradient joins the next round. Nothing is lost either way (G1).
 Pure: time is an argument (seconds of one clock), a decision comes with its reason. State: ``window`` numbers a worker.

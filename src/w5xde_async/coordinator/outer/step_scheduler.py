@@ -68,7 +68,7 @@ class StepScheduler:
                 self._send_waiting(worker)
 
     def plan(self, step: int) -> StepPlan:
-        """For its numbers alone: a step that is done has no indices any more."""
+        """The step without its indices, which a step that is done no longer has."""
         plan = self._plans.get(step)
         return self._sampler.size(step) if plan is None else plan
 
@@ -124,9 +124,9 @@ class StepScheduler:
         self._assign(None if only is None else (only,))
 
     def schedule_after(self, workers: Iterable[str]) -> None:
-        """Look at these workers alone, which costs the same among many as among few.
+        """Look at these workers alone: the cost does not grow with the number of workers.
 
-        At all of them where work came back while somebody has none. Each tick looks at all of them too.
+        All workers are looked at where work came back while a worker has none, and at each tick.
         """
         self._assign(None if self._idle and not self._ledger.exhausted else tuple(workers))
 
@@ -201,8 +201,8 @@ class StepScheduler:
     def _back_up(self, ready: Sequence[str], now: float) -> None:
         """Where nothing is left to lease, a worker without work computes what another is late with.
 
-        Not under rules of local steps: a step there is part of what its worker carries. Looked at with every tick, so
-        within a second.
+        This is not done under rules of local steps, where a step is part of what its worker carries. Each tick checks
+        for it, so it happens within a second.
         """
         late = []
         for grant, place in self._ledger.unbacked():

@@ -1,4 +1,6 @@
-"""Results that a codec wrote, on their way in: received into pooled bytes, decoded in the aggregator's thread.
+"""Results that a codec wrote, on their way in: received into pooled bytes, then decoded.
+
+Under ``sync`` they are decoded on the event loop, under the other rules in the aggregator's thread.
 
 Nothing is allocated before the result's lease, bucket, codec and size have been found right. Memory: at most what the
 open leases' buckets come to, each once.

@@ -155,9 +155,9 @@ class Roster:
             session.say_goodbye(code, reason)
 
     async def wait_for_lost(self) -> None:
-        """Return when those whose link has just ended are back for the last word, or have had the time for it.
+        """Return when workers whose link has just ended are back to learn of the end, or have had the time for it.
 
-        Else a worker that loses its link right before the end would look for the coordinator until its patience ends.
+        Otherwise a worker that loses its link right before the end would look for the coordinator until its timeout.
         """
         while (left_s := max(self._lost.values(), default=-math.inf) + _RETURN_S - self._clock()) > 0:
             self._returned.clear()
@@ -187,7 +187,7 @@ class Roster:
         )
 
     def has_credit(self, worker: str) -> bool:
-        """Whether a worker has taken enough of the leases that it was sent to get more of them."""
+        """Whether a worker has read enough of the leases sent to it to get more."""
         return self.sessions[worker].outbox.lease_bytes <= self._config.credit_bytes
 
     def traffic_since(self) -> tuple[int, int]:
@@ -199,7 +199,7 @@ class Roster:
     # -- who is kept out -----------------------------------------------------------------------------------
 
     def _links_of(self, principal: str) -> list[Session]:
-        """Every link of one who has proved who he is, members' and others'."""
+        """All links of one proved identity, those of members and others."""
         return [one for one in (*self.sessions.values(), *self._joining) if one.principal == principal]
 
     def drop(self, name: str, reason: str) -> None:

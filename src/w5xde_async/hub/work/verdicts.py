@@ -1,9 +1,9 @@
 """What workers are told of the results that they have sent: one verdict a lease, once the fate of all of it is known.
 
-A bucket that was received *counts* when its step is committed with it in the sum. Not every bucket of a lease has the
-same fate: of a block on which two workers were, or of which one left a part behind, each slot takes what comes first.
-So a verdict waits until no bucket of its lease is in a sum that is not committed, and names those that counted where
-others did not. A worker whose codec leaves something out commits or takes back the residual of each bucket by that.
+A bucket that was received *counts* when its step is committed with it in the sum. The buckets of one lease may have
+different fates: where two workers compute the same block, or one leaves a part behind, each slot takes what comes
+first. So a verdict waits until no bucket of its lease is in a sum that is not committed. If only some buckets counted,
+it names them. A worker whose codec leaves something out then commits or takes back the residual of each bucket.
 
 Verdicts outlive links. What was said, or would have been, while a worker's link was ending is said again when the
 worker is back and names the lease in READY (``returned``). A verdict is forgotten once the worker has shown that it had
@@ -121,7 +121,7 @@ class Verdicts:
     def presume(self, worker: str) -> None:
         """The worker leaves before its step is committed: what is in the step's sums counts when that is.
 
-        So it is told, and a coordinator that is killed before that breaks the word.
+        The worker is told so now. A coordinator that is killed before the commit breaks that word.
         """
         for lease, known in list(self._leases.items()):
             if known.worker == worker:

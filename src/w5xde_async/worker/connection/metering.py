@@ -37,7 +37,7 @@ class Traffic:
 class Meter:
     """What passes one link between one answered lease and the next. Belongs to the event loop.
 
-    Nothing is estimated, but for frames that share a write: each has its share of the time by its bytes.
+    Everything is measured, with one exception: frames that share a write share its time in proportion to their bytes.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class ResultEncoder:
     def change(self, codec: Codec) -> None:
         """Encode by this codec on the next link; what was left out is added as ever.
 
-        Only a coordinator that was started anew has another codec, and it knows nothing of what is awaited.
+        Only a coordinator that was started anew has another codec. It knows of no awaited verdict.
         """
         if codec.name == self.codec.name:
             return

@@ -41,7 +41,7 @@ class Uplink:
         return encoder
 
     async def close(self, *, finished: bool, kept: bool) -> None:
-        """The worker leaves. ``finished``: the run has no use for residuals any more; ``kept``: another worker of it
+        """The worker leaves. ``finished``: the run needs no residuals any more. ``kept``: another worker of the run
         may have them."""
         if self.encoder is None:
             return
