@@ -165,7 +165,7 @@ class Engine:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The model's own tensors, in layout order."""
+        """The model's own tensors, in layout order, with the model's shapes and dtypes, on its device."""
         return list(self._live)
 
     def keep_results(self) -> None:
@@ -199,7 +199,10 @@ class Engine:
     # -- one block -----------------------------------------------------------------------------------------
 
     def compute(self, task: Task, emit: Emit) -> ComputedBlock:
-        """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError."""
+        """Compute one block; every bucket that changed is given to ``emit`` once. Raises LeafError.
+
+        ``emit`` gets the bucket's number and the block's flat float32 vector of sums, in which the bucket is final.
+        """
         began = self.clock()
         block = self._block = Block(task, emit, self._metric_names)
         while True:

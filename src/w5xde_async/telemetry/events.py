@@ -131,8 +131,8 @@ class StepCommitted(Event):
     """One step is applied. ``step`` counts commits from 1; ``seconds`` is the time since the commit before.
 
     ``phases_s`` holds seconds by name: wait (for results), reduce, apply, publish, journal (waiting for the disk and
-    copying). Bytes are this step's. ``staleness`` is how old its results were on average, in versions; None under rules
-    that take none which is older than the step.
+    copying). Bytes are this step's. ``staleness`` is how old its results were on average, in versions; None under
+    ``sync``, and where no result was judged since the commit before.
     """
 
     step: int

@@ -162,7 +162,7 @@ class OuterTraining:
         return self.ledger.complete and not self.ledger.num_open
 
     async def _sleep(self, look: float | None) -> None:
-        """Until something happens, or ``look`` (on the clock) has come."""
+        """Wait until something happens, or until ``look`` (on the clock)."""
         until = [at for at in (look, self.lifecycle.stop_at if self.lifecycle.stopping else None) if at is not None]
         try:
             async with asyncio.timeout(max(0.0, min(until) - self.context.clock()) if until else None):
@@ -249,12 +249,12 @@ class OuterTraining:
         self.scheduler.schedule_after((given.worker,))
 
     def _most_tries(self, outcome: Outcome) -> int:
-        """Of a step whose results are refused. The norm gate learns anew after a while, and then it may count."""
+        """How often a step's results may be refused. The norm gate learns anew in time; then they may count."""
         most = self.context.checks.max_leaf_failures
         return most if not math.isfinite(outcome.norm) else max(most, NormGateConfig().reopen_after + 1)
 
     async def _give_up(self, steps: Sequence[int], outcome: Outcome) -> None:
-        """Nothing that workers make of these steps can count: the run goes on without them."""
+        """No result of these steps can count: the run goes on without them."""
         await self.aggregator.submit(partial(self.rule.skip, steps))
         for step in steps:
             plan = self.scheduler.whole_plan(step)

@@ -322,7 +322,7 @@ class Session:
                     return
 
     def _talk(self) -> None:
-        """A message that nothing authorizes. Some a second are usual; who keeps the loop busy with them is dropped."""
+        """A message that no lease authorizes. A few a second are usual; a worker that sends many more is dropped."""
         now = self._clock()
         self._talked = max(0.0, self._talked - _TALK_RATE * (now - self._talked_at)) + 1
         self._talked_at = now
@@ -349,7 +349,7 @@ class Session:
     # -- out -----------------------------------------------------------------------------------------------
 
     def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
-        """Queue a message. A worker that makes us say more and more and takes none of it is dropped."""
+        """Queue a message. A worker that makes us say more and more, but reads none of it, is dropped."""
         self.outbox.post(encode(message, buffers))
         if self.outbox.num_messages > _MOST_MESSAGES:
             self.abort(f"it takes none of what it is told ({_MOST_MESSAGES} messages)")
