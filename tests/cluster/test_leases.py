@@ -8,7 +8,7 @@ from tests.support.scripted import LEAVES, Run, Scripted, ready, scripted, settl
 
 from w5xde_async.errors import LinkLost
 from w5xde_async.plan.pacing import PacingConfig
-from w5xde_async.telemetry.events import WorkerLeft
+from w5xde_async.telemetry.events import Waiting, WorkerLeft
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Bye, Done, Drain, Failed, Lease, Verdict, VerdictCode
 
@@ -403,3 +403,19 @@ async def test_workers_that_are_given_up_blame_no_leaf():
         worker = await run.worker("good")
         await first_step(run, worker)
         assert run.applied() == {1.0}
+
+
+async def test_why_nothing_is_leased_is_said_once_not_at_every_look() -> None:
+    async with scripted(min_workers=2) as run:
+        for _ in range(3):
+            await run.pass_time(1.0)
+        await run.worker("builds", ready=False)
+        for _ in range(3):
+            await run.pass_time(1.0)
+        await run.worker("first")
+        for _ in range(3):
+            await run.pass_time(1.0)
+        said = [event.reason for event in run.events if isinstance(event, Waiting)]
+        assert said[0] == "0 of 2 workers"
+        assert said[-1] == "1 of 2 workers, 1 joining"
+        assert len(set(said)) == len(said)

@@ -185,6 +185,7 @@ class Phase:
         self.leaves = self.leaves_wasted = 0  #: computed and used, and not used
         self.refused: Counter[VerdictCode] = Counter()  #: leases whose work was not used, by verdict
         self.begun = False  #: leases are given
+        self._waiting = ""  # what was said last of why they are not
         self._nonfinite = 0
 
     def warn(self, text: str) -> None:
@@ -229,7 +230,11 @@ class Phase:
             return False
         ready, wanted = self.roster.membership.num_ready, self._context.config.min_workers
         if not self.begun and ready < wanted:
-            self._context.bus.publish(Waiting(reason=f"{ready} of {wanted} workers"))
+            joining = len(self.roster.joining)
+            reason = f"{ready} of {wanted} workers" + (f", {joining} joining" if joining else "")
+            if reason != self._waiting:
+                self._waiting = reason
+                self._context.bus.publish(Waiting(reason=reason))
         self.begun = self.begun or ready >= wanted
         return self.begun
 

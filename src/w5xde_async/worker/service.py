@@ -196,7 +196,9 @@ class Worker:
                 return Departure.DRAINED
             if given is not None:
                 raise
-            logger.warning("coordinator lost, connecting again reason=%s was_at=%s", error.reason, connection.heard)
+            logger.warning(
+                "coordinator lost, connecting again reason=%s was_at=%s", error.reason, connection.heard or "joining"
+            )
             failed = True
             return None
         except RemoteError as error:
