@@ -118,7 +118,7 @@ def one_of(*names: str, metavar: str = "HOW") -> Kind:
 
 def text(accepts: str, metavar: str, pattern: str = r"(?s).+") -> Kind:
     """Texts that are not empty and match ``pattern``."""
-    return Kind(accepts, metavar, str, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
+    return Kind(accepts, metavar, str, lambda value: _is_text(value) and bool(re.fullmatch(pattern, value)))
 
 
 def size(accepts: str, holds: Callable[[int], bool]) -> Kind:
@@ -151,6 +151,11 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    """Not so bytes of an argument that are no UTF-8: Python has surrogates in their place."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _yes_or_no(text: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
 Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 _T = TypeVar("_T")
 StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 
@@ -93,7 +94,7 @@ class Job:
             fits = value is None or (type(value) is int and value >= 1)
             need(fits, f"{name} is {value!r}", "give a whole number >= 1")
         need(self.epochs is not None or self.max_steps is not None, "it has no end", "give epochs or max_steps")
-        need(self.precision in ("fp32", "bf16", "fp16"), f"precision is {self.precision!r}", "give fp32, bf16 or fp16")
+        need(self.precision in PRECISIONS, f"precision is {self.precision!r}", "give fp32, bf16 or fp16")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")
         clip = self.gradient_clip_val

@@ -142,8 +142,8 @@ async def test_what_has_grown_is_not_taken_up_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_batch": 0}, "give auto or a number"),
-        ({"target_batch": "all"}, "give auto or a number"),
+        ({"target_batch": 0}, "give auto or a whole number"),
+        ({"target_batch": "all"}, "give auto or a whole number"),
         ({"update": UpdateConfig(rule="local")}, "--update sync alone"),
         ({"update": UpdateConfig(codec="int8")}, "codec int8 is lossy"),
         ({"auto": True}, "--update sync alone"),

@@ -156,3 +156,9 @@ def test_a_declared_setting_is_in_arguments_environment_toml_help_and_documents(
     page = "".join(runpy.run_path(str(ROOT / "docs" / "make_settings.py"))["tables"]((Sleeper,)))
     row = "| `--nap TIME`<br>`W5XDE_NAP`<br>`nap` | 2s | how long it sleeps | a time above 0, like 90, 90s, 5m or 2h |"
     assert row in page
+
+
+def test_bytes_that_are_no_text_are_refused_where_they_are_given() -> None:
+    name = b"\xff\xfe".decode("utf-8", "surrogateescape")  # what Python makes of such an argument
+    with pytest.raises(UsageError, match="name is"):
+        WorkerConfig(name=name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tests.support.memory_links import MemoryLink, memory_pair
 
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.compute.engine import Engine
-from w5xde_async.errors import LinkLost, RemoteError, UsageError
+from w5xde_async.errors import LinkLost, MalformedFrame, RemoteError, UsageError
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.messages import (
@@ -124,15 +126,16 @@ async def served(
     limit: int = 1 << 30,
     ends: type[BaseException] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    pool: Executor | None = None,
 ) -> AsyncIterator[Coordinator]:
-    """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through."""
+    """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through. ``pool`` computes."""
     near, far = memory_pair()
     near.caps = SESSION_CAPS
     engine = Engine(mlp_sgd(), bucket_bytes=64 << 10)
     layout, compute = engine.layout, Held()
     welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, layout.fingerprint, 1e6, 2e6)
     welcome = structs.replace(welcome, update=update)
-    connection = Connection(near, welcome, ComputeThread(pool=compute, clock=clock))
+    connection = Connection(near, welcome, ComputeThread(pool=pool or compute, clock=clock))
 
     async def prepare(*_: Any) -> tuple[LeaseExecutor, Ready]:
         executor: LeaseExecutor = InPlaceExecutor(engine, capacity_bytes=limit)
@@ -286,6 +289,20 @@ async def test_after_standing_still_it_reads_what_came_before_it_goes_on(
         await coordinator.settle()
         assert coordinator.leases.num_stale == 1
         coordinator.compute.let_go()
+
+
+async def test_an_answer_that_cannot_be_given_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody would ever hear of the lease."""
+    compute = Engine.compute
+
+    def of_one_name(self: Engine, *arguments: Any) -> ComputedBlock:
+        return replace(compute(self, *arguments), metric_names=("a", "a"), metrics=(1.0, 2.0))
+
+    monkeypatch.setattr(Engine, "compute", of_one_name)
+    with ThreadPoolExecutor(1) as pool:
+        async with served(pool=pool, ends=MalformedFrame) as coordinator:
+            await coordinator.publish(0)
+            await coordinator.lease(1)
 
 
 async def test_a_revoke_looks_at_a_queue_that_the_compute_thread_takes_from() -> None:

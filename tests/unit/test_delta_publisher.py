@@ -39,7 +39,8 @@ class Worker:
     def __post_init__(self) -> None:
         self.outbox = self
         self.waiting: deque[tuple[list[Any], Callable[[], None], int]] = deque()
-        self.inbox = Inbox(DeltaReceiver(LAYOUT, codec(self.codec)), 1 << 20, exact=False)
+        self.receiver = DeltaReceiver(LAYOUT, codec(self.codec))
+        self.inbox = Inbox(self.receiver, 1 << 20, exact=False)
         self.published = Published(LAYOUT)
 
     @property
@@ -56,7 +57,7 @@ class Worker:
             message, specs = decode_header(memoryview(chunks[0])[4:], SESSION_CAPS)
             assert isinstance(message, Params)
             for spec, data in zip(specs, chunks[1:], strict=True):
-                (view,) = self.inbox.place_params(message, (spec,))
+                (view,) = self.receiver.place(message, (spec,))
                 view[:] = memoryview(data).cast("B")
             whole = self.inbox.params(message)
             if whole is not None:
@@ -253,12 +254,13 @@ def test_what_left_for_one_that_is_gone_wakes_nobody() -> None:
 
 def test_what_overtaken_versions_brought_does_not_pile_up() -> None:
     """The synchronous rule sends the newest version from the start, however often it changes."""
-    inbox = Worker().inbox
+    worker = Worker()
+    inbox, receiver = worker.inbox, worker.receiver
     bucket = LAYOUT.buckets[0]
     spec = BufferSpec("", "float32", (bucket.numel,), "raw", 4 * bucket.numel)
     for version in range(101):
         message = Params(version, 0, 1 if version == 100 else 2, 1.0)
-        inbox.place_params(message, (spec,))
+        receiver.place(message, (spec,))
         whole = inbox.params(message)
         assert (whole is None) == (version < 100)
     assert whole is not None
@@ -266,12 +268,13 @@ def test_what_overtaken_versions_brought_does_not_pile_up() -> None:
 
 
 def test_deltas_without_their_version_are_refused() -> None:
-    inbox, number = Worker().inbox, TRAINED[0]
+    worker, number = Worker(), TRAINED[0]
+    inbox, receiver = worker.inbox, worker.receiver
     spec = Run("int4").advance([number])[0].spec
     for version in range(2):
         message = Params(version, number, 2, 1.0, True)
-        inbox.place_params(message, (spec,))
+        receiver.place(message, (spec,))
         inbox.params(message)
-    inbox.place_params(message, (spec,))
+    receiver.place(message, (spec,))
     with pytest.raises(FrameTooLarge, match="not whole"):
         inbox.params(message)

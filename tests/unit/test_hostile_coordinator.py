@@ -23,7 +23,7 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import DTYPE_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode
 from w5xde_async.wire.messages import PROTOCOL_VERSION, Accepted, Challenge, Introduction, Lease, Params, Proof, Welcome
-from w5xde_async.worker.connection.handshake import join
+from w5xde_async.worker.connection.handshake import Joined, join
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.executors.executor import ParameterReceiver
 from w5xde_async.worker.executors.in_place import InPlaceReceiver
@@ -121,9 +121,8 @@ def test_what_passes_can_be_made() -> None:
 WELCOME = Welcome("0" * 16, "hostile", 1, 0, "fp32", 1, 1, 64, LAYOUT.fingerprint, 1.0, 2.0)
 
 
-@pytest.mark.parametrize("update", ["sync", "local"])
-@pytest.mark.parametrize("names", [(), ("layout",), ("inner",), ("layout", "inner"), ("layout", "inner", "inner")])
-async def test_any_welcome_is_taken_or_refused(update: str, names: tuple[str, ...]) -> None:
+async def joined_by(welcome: Welcome, names: tuple[str, ...] = ("layout",)) -> Joined:
+    """What a worker makes of this WELCOME, with the layout's text in every buffer."""
     near, far = memory_pair()
     text = LAYOUT.describe()
 
@@ -133,21 +132,39 @@ async def test_any_welcome_is_taken_or_refused(update: str, names: tuple[str, ..
         assert type((await far.recv()).message) is Proof
         await far.send(encode(Accepted(b"")))
         assert type((await far.recv()).message) is Introduction
-        welcome = Welcome(*(update if field == "sync" else field for field in structs.astuple(WELCOME)))
-        await far.send(
-            encode(welcome, [(BufferSpec(name, "uint8", (len(text),), "raw", len(text)), text) for name in names])
-        )
+        buffers = [(BufferSpec(name, "uint8", (len(text),), "raw", len(text)), text) for name in names]
+        await far.send(encode(welcome, buffers))
 
     serving = asyncio.create_task(coordinator())
     try:
-        joined = await join(near, key="w", name="w", token="", terms={})
+        return await join(near, key="w", name="w", token="", terms={})
+    finally:
+        await serving
+        near.abort()
+        far.abort()
+
+
+@pytest.mark.parametrize("update", ["sync", "local"])
+@pytest.mark.parametrize("names", [(), ("layout",), ("inner",), ("layout", "inner"), ("layout", "inner", "inner")])
+async def test_any_welcome_is_taken_or_refused(update: str, names: tuple[str, ...]) -> None:
+    try:
+        joined = await joined_by(structs.replace(WELCOME, update=update), names)
     except (RemoteError, Refused):
         assert names != (("layout",) if update == "sync" else ("layout", "inner"))
     else:
         assert joined.layout == LAYOUT
-    await serving
-    near.abort()
-    far.abort()
+
+
+async def test_a_precision_that_is_none_is_refused() -> None:
+    with pytest.raises(RemoteError, match="the precision 'fp8'"):
+        await joined_by(structs.replace(WELCOME, precision="fp8"))
+
+
+@pytest.mark.parametrize("field", ["microbatch_size", "accumulate"])
+@pytest.mark.parametrize("value", [0, 1 << 62])
+async def test_sizes_that_are_none_are_refused(field: str, value: int) -> None:
+    with pytest.raises(RemoteError, match=f"Welcome.{field}"):
+        await joined_by(structs.replace(WELCOME, **{field: value}))
 
 
 async def test_a_worker_says_nothing_of_itself_before_the_coordinator_has_proved_itself() -> None:

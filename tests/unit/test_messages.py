@@ -24,6 +24,8 @@ _seconds = st.floats(0.0, 1e9)
 _counts = st.integers(0, 1 << 60)
 #: Fields whose type alone allows too much.
 BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
+    ("Welcome", "microbatch_size"): st.integers(1, 1 << 31),
+    ("Welcome", "accumulate"): st.integers(1, 1 << 31),
     ("Welcome", "heartbeat_s"): st.floats(1e-3, 1e5),
     ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
     ("Ready", "threads"): st.integers(0, 1 << 16),
@@ -54,7 +56,7 @@ EXTREMES: dict[Any, list[Any]] = {
 FREE = {
     ("Lease", "structure"), ("Lease", "deadline_s"), ("Params", "loss_scale"), ("Hello", "protocol"),
     ("Challenge", "protocol"), ("Refusal", "code"), ("Welcome", "term"), ("Welcome", "seed"),
-    ("Welcome", "microbatch_size"), ("Welcome", "accumulate"), ("Welcome", "bucket_bytes"), ("Params", "version"),
+    ("Welcome", "bucket_bytes"), ("Params", "version"),
     ("Params", "bucket"), ("Params", "num_buckets"), ("Lease", "lease"), ("Lease", "version"), ("Lease", "step"),
     ("Lease", "start"), ("Result", "lease"), ("Result", "bucket"), ("Done", "lease"), ("Done", "version"),
     ("Failed", "lease"), ("Failed", "leaf"), ("Verdict", "code"), ("Revoke", "lease"), ("Bye", "code"),

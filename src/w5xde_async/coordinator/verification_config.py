@@ -15,7 +15,8 @@ class VerificationConfig(Config):
 
     norm_gate: float = setting(
         6.0, "a result larger than the median by so many median deviations is computed by a second worker before it "
-        "counts (sync), or scaled down or refused (other rules); 0: no such check", number(">= 0", lambda x: x >= 0), "bad workers",
+        "counts (sync), or scaled down or refused (other rules); 0: no such check",
+        number(">= 0", lambda x: x >= 0), "bad workers",
     )  # fmt: skip
     audit_fraction: float = same_as(AuditConfig, "fraction")
     audit_tolerance: float = same_as(AuditConfig, "tolerance")

@@ -130,8 +130,8 @@ class Welcome(Message, frozen=True):
     term: _Whole
     seed: _Whole
     precision: _Name
-    microbatch_size: _Whole
-    accumulate: _Whole
+    microbatch_size: Annotated[int, Meta(ge=1, le=1 << 31)]
+    accumulate: Annotated[int, Meta(ge=1, le=1 << 31)]
     bucket_bytes: _Whole
     fingerprint: _Data
     heartbeat_s: Annotated[float, Meta(ge=1e-3, le=1e5)]

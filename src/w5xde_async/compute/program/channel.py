@@ -161,9 +161,14 @@ class Done(_Said):
     metrics: tuple[float, ...]
     untouched: tuple[_Count, ...]
     absent: tuple[_Count, ...]
-    splits: Annotated[int, Meta(ge=0, le=64)]
+    splits: Annotated[int, Meta(ge=0, le=63)]
     slots: _Slots
     flops: _Count
+
+    def __post_init__(self) -> None:
+        names = self.metric_names
+        if len(set(names)) < len(names) or not all(map(str.isprintable, names)):
+            raise ValueError("names of metrics that are no different printable texts")
 
 
 Answer = Sealed | Unsealed | Ready | Refused | Emit | Failed | Done

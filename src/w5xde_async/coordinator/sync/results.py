@@ -244,7 +244,7 @@ class Results:
         failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
         self._phase.warn(
             f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
-            f"{traceback[-300:].strip()}"
+            f"{''.join(traceback.splitlines()[-1:])[:300]}"
         )
         await self._count_own(step, grant, reference)
         return True

@@ -128,7 +128,13 @@ class ComputeQueue:
         if threading.get_ident() == self._loop_thread:
             call(*arguments)
         else:
-            self._loop.call_soon_threadsafe(call, *arguments)
+            self._loop.call_soon_threadsafe(self._answer, call, arguments)
+
+    def _answer(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # an answer that cannot be given: nobody would hear of the lease again
+            self._on_failure(error)
 
     # -- on the compute thread -------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import w5xde_async
 from w5xde_async.compute.program.carriage import Unloading, digest_of
 from w5xde_async.compute.program.form import FORM, Document
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UnexpectedMessage, W5xdeError
+from w5xde_async.job import PRECISIONS
 from w5xde_async.net.link import Accept, Link, Received
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.layout import MAX_LAYOUT_BYTES, Layout
@@ -117,6 +118,8 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
             f"the coordinator is of term {welcome.term} of its run; this worker has served {terms[welcome.run_id]}",
             "a newer coordinator took its place; stop the older one",
         )
+    if welcome.precision not in PRECISIONS:
+        raise MalformedFrame(f"WELCOME has the precision {welcome.precision[:40]!r}")
     if welcome.update not in RULES or (welcome.update in LOCAL_RULES) != (len(texts) == 2):
         raise Refused(
             RefusalCode.PROTOCOL_VERSION,
