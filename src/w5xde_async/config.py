@@ -7,20 +7,22 @@ names a group, the programs' flag with its help, environment variable, TOML key 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import re
 from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from w5xde_async.errors import need
+from w5xde_async.errors import UsageError, need
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_PLAIN = re.compile(r"\d+(?:\.\d+)?")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
+_PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
+_MOST = 2**63 - 1
 _YES, _NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 
 
@@ -43,6 +45,13 @@ class Kind(NamedTuple):
         if value is not None and not self.holds(value):
             raise ValueError(f"give {self.accepts}")
         return value
+
+    def value_at(self, where: str, told: object, shown: str = "") -> Any:
+        """As ``value``, of what was told at ``where`` and is ``shown`` as it stands there. Raises UsageError."""
+        try:
+            return self.value(told)
+        except ValueError:
+            raise UsageError(f"{where}: {shown or repr(told)} will not do; give {self.accepts}") from None
 
 
 class Setting(NamedTuple):
@@ -95,18 +104,26 @@ class Config:
                 need(declared.kind.holds(value), f"{one.name} is {value!r}; give {wanted}")
 
 
+class Parser(argparse.ArgumentParser):
+    """Of a command line. Raises UsageError, in one line that begins with the flag."""
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r": ignored explicit argument .*", " takes no value", message, flags=re.DOTALL)
+        raise UsageError(message.replace("argument -", "-"))
+
+
 # -- kinds
 
 
-def whole(least: int, most: float = math.inf) -> Kind:
+def whole(least: int, most: int = _MOST) -> Kind:
     """Whole numbers in a range."""
-    bounds = f">= {least}" if most == math.inf else f"from {least} to {most}"
-    return Kind(f"a whole number {bounds}", "N", int, lambda value: _is_whole(value) and least <= value <= most)
+    bounds = f">= {least}, below 2^63" if most == _MOST else f"from {least} to {most}"
+    return Kind(f"a whole number {bounds}", "N", _whole, lambda value: _is_whole(value) and least <= value <= most)
 
 
 def number(bounds: str, holds: Callable[[float], bool]) -> Kind:
     """Finite numbers; ``bounds`` in words."""
-    return Kind(f"a number {bounds}", "X", float, lambda value: _is_number(value) and holds(value))
+    return Kind(f"a number {bounds}", "X", _number, lambda value: _is_number(value) and holds(value))
 
 
 def one_of(*names: str, metavar: str = "HOW") -> Kind:
@@ -143,6 +160,14 @@ def size_bytes(text: str) -> int:
     if found is None or (found[3] and not found[2]):
         raise ValueError("not a size")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+
+
+def _whole(text: str) -> int:
+    return int(text.encode("ascii"))  # int(text) takes the digits of every script
+
+
+def _number(text: str) -> float:
+    return float(text.encode("ascii"))
 
 
 def _is_whole(value: object) -> bool:

@@ -134,7 +134,7 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
         return (copy.deepcopy(job.model) if replica else job.model).train()
     with random_state():
         seed_all(job.seed)
-        model = made_by("model", job.model, hint="write model=lambda: ..., which returns a torch.nn.Module")
+        model = made_by("model", job.model)
     if not isinstance(model, nn.Module):
         raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
     return model.train()

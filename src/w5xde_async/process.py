@@ -83,14 +83,19 @@ def launch(
         from w5xde_async.net.join import Invitation
         from w5xde_async.net.token import find_token
         from w5xde_async.runtime import loop_factory
-        from w5xde_async.settings import Answer, read
+        from w5xde_async.settings import Answer, misspelt_variables, read
 
         try:
             settings, given = read(kind(), arguments, prog=prog)
         except Answer as answer:
+            for text in misspelt_variables(os.environ):
+                _complain(prog, text, None, False)
             _answer(answer.text)
             return ExitCode.OK
         as_json = settings.values["log_format"] == "json"
+        if not settings.values.get("exit_with_stdin"):  # a parent of this project has said it
+            for text in misspelt_variables(os.environ):
+                _complain(prog, text, None, as_json)
         if settings.profile_memory is not None and hasattr(signal, "SIGUSR2"):
             signal.signal(signal.SIGUSR2, _Early())
         token = find_token(settings.token_file, given_as_argument="token_file" in given, environment=os.environ)
@@ -217,12 +222,14 @@ def _answer(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(prog: str, text: str, code: int, as_json: bool) -> None:
+def _complain(prog: str, text: str, code: int | None, as_json: bool) -> None:
+    """``code`` None: a warning, and the program goes on."""
     from w5xde_async.telemetry.records import to_line
     from w5xde_async.telemetry.wording import clean
 
     if as_json:
-        sys.stderr.write(to_line({"event": "exit", "code": int(code), "message": text}))
+        event = {"event": "warning"} if code is None else {"event": "exit", "code": int(code)}
+        sys.stderr.write(to_line(event | {"message": text}))
     else:
         sys.stderr.write(f"{prog}: {clean(text, limit=100_000)}\n")
     sys.stderr.flush()

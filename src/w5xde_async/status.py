@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError
+from w5xde_async.config import Kind, Parser, duration_s
+from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError, need
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
@@ -40,6 +41,8 @@ _APART = 3  # spaces between columns
 _LEAST_WAITS = 10  # columns of what a worker waits for, which may take several lines
 _WIDE = 160  # columns where no terminal says how many there are: nothing is cut off
 
+_INTERVAL = Kind("a time from 0.1s to 1h, like 2s", "TIME", duration_s, lambda seconds: 0.1 <= seconds <= 3600)
+
 _Worker = dict[str, Any]
 
 
@@ -49,21 +52,16 @@ class _Denied(W5xdeError):
     exit_code = ExitCode.AUTHENTICATION
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def parser(prog: str) -> argparse.ArgumentParser:
     """Of the command line; its ``parse_args`` raises UsageError."""
-    parser = _Parser(prog=prog, description=(__doc__ or "").split("\n\n")[0].split(": ", 1)[-1].capitalize())
+    parser = Parser(prog=prog, description=(__doc__ or "").split("\n\n")[0].split(": ", 1)[-1].capitalize())
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--server", metavar="ADDRESS", help="the dashboard, HOST:PORT; where it needs a token, set W5XDE_DASHBOARD_LINK"
     )
     where.add_argument("--run-dir", metavar="DIR", type=Path, help="directory of the run; default: the newest in runs/")
     parser.add_argument("--watch", action="store_true", help="show it again and again, until the run ends")
-    parser.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="how often, with --watch [2]")
+    parser.add_argument("--interval", metavar="TIME", default="2s", help="how often, with --watch [2s]")
     parser.add_argument("--json", action="store_true", help="print what the dashboard answers, as JSON")
     return parser
 
@@ -72,14 +70,13 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     """Show the run; the result is the exit code."""
     try:
         given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
-        if not 0.1 <= given.interval <= 3600:
-            raise UsageError(f"--interval {given.interval:g}: give seconds from 0.1 to 3600")
+        interval_s = _INTERVAL.value_at("--interval", given.interval)
         link = _of_server(given.server) if given.server else _of_run(given.run_dir)
         dashboard = _Dashboard(link)
         if given.json:
             print(json.dumps(dashboard.read()))  # noqa: T201 - the answer that was asked for
         elif given.watch:
-            _watch(dashboard, given.interval)
+            _watch(dashboard, interval_s)
         else:
             _Screen().show(dashboard.read())
     except W5xdeError as error:
@@ -117,6 +114,7 @@ def _of_run(run_dir: Path | None) -> DashboardLink:
             raise UsageError("no run in ./runs shows a dashboard; give --run-dir DIR or --server HOST:PORT")
         path = found[-1]
     else:
+        need(run_dir.is_dir(), f"--run-dir: there is no directory {run_dir}")
         path = run_dir / LINK_FILE
     try:
         return DashboardLink.parse(path.read_text(encoding="utf-8"))

@@ -255,7 +255,7 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
     [
         ({"codec": "topk:0.01", "feedback": False}, "does not converge without error feedback"),
         ({"rule": "fedavg"}, "give one of auto, sync, async"),
-        ({"codec": "zip"}, "unknown codec"),
+        ({"codec": "zip"}, "codec is 'zip'; give one of raw, bf16"),
         ({"rule": "async-local", "average": "median"}, "several results at once"),
     ],
 )

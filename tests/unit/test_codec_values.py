@@ -20,6 +20,7 @@ from torch import Tensor
 from w5xde_async.codecs import registry
 from w5xde_async.codecs.codec import BytePool, Codec, Encoded
 from w5xde_async.codecs.lossless import Lz4
+from w5xde_async.codecs.names import is_codec
 from w5xde_async.codecs.registry import NAMES, codec, refuse_divergence
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import FrameTooLarge, MalformedFrame, UsageError
@@ -295,6 +296,7 @@ def test_lz4_allocates_nothing_for_an_inner_length_that_cannot_be() -> None:
 @pytest.mark.parametrize("name", ["raw", "bf16", "topk:0.01", "lz4", "lz4-shuffle", "lz4:topk:0.25"])
 def test_names_are_what_they_were_made_from(name: str) -> None:
     assert codec(name).name == name
+    assert is_codec(name)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,7 @@ def test_names_are_what_they_were_made_from(name: str) -> None:
 def test_wrong_names_are_explained(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         codec(name)
+    assert not is_codec(name)
 
 
 def _family(name: str) -> str:
@@ -323,6 +326,16 @@ def test_every_family_is_listed() -> None:
     for name in NAMES:
         made = name.replace("FRACTION", "0.01").replace("[:CODEC]", "")
         assert codec(made).name.split(":")[0] == name.split(":")[0].split("[")[0]
+        assert is_codec(made)
+        for wrapper in ("lz4", "lz4-shuffle"):
+            assert is_codec(f"{wrapper}:{made}") == _is_made(f"{wrapper}:{made}")
+
+
+def _is_made(name: str) -> bool:
+    try:
+        return bool(codec(name))
+    except UsageError:
+        return False
 
 
 def _rows(document: str) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from w5xde_async.config import TIME, Config, duration_s, setting, size_bytes, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
+from w5xde_async.net.tls import TlsFiles
 from w5xde_async.settings import Answer, flag_names, read
 from w5xde_async.settings.flags import Program
 from w5xde_async.updates.config import UpdateConfig
@@ -29,7 +30,7 @@ def test_durations(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "5 m", "5m3", "-5", "1e3", "5y", "nan", "True"])
+@pytest.mark.parametrize("text", ["", "s", "5 m", "5m3", "-5", "1e3", "5y", "nan", "True", "٣s", "٣"])
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ValueError, match="not a duration"):
         duration_s(text)
@@ -44,7 +45,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert size_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "4iB", "4XB", "-1", "1e6", "True"])
+@pytest.mark.parametrize("text", ["", "MiB", "4iB", "4XB", "-1", "1e6", "True", "٣k"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         size_bytes(text)
@@ -64,6 +65,11 @@ def test_what_is_no_size(text: str) -> None:
         (CoordinatorConfig, {"durability": "none"}, "durability is 'none'; give checkpoint or journal"),
         (CoordinatorConfig, {"min_workers": 3, "max_workers": 2}, "--min-workers 3 is more than --max-workers 2"),
         (CoordinatorConfig, {"insecure": True, "join_file": Path("j")}, "contradict each other"),
+        (CoordinatorConfig, {"max_steps": 2**63}, "give a whole number >= 1, below 2^63"),
+        (CoordinatorConfig, {"trackers": ("foo",)}, "give one text of trackers with commas between them: tensorboard"),
+        (CoordinatorConfig, {"dashboard": "here:x"}, "--dashboard-address 'here:x' has no valid port"),
+        (CoordinatorConfig, {"tls": TlsFiles(cert=Path("c"))}, "give --tls-cert and --tls-key, or neither"),
+        (UpdateConfig, {"codec": "foo"}, "codec is 'foo'; give one of raw, bf16"),
         (UpdateConfig, {"mixing": 1.0}, "mixing is 1.0; give a number from 0 to less than 1"),
         (UpdateConfig, {"rule": "auto"}, "auto=True"),
         (WorkerConfig, {"memory_limit_bytes": 1}, "memory_limit_bytes is 1; give "),
@@ -145,7 +151,7 @@ def test_a_declared_setting_is_in_arguments_environment_toml_help_and_documents(
         told("--nap", "never")
     with pytest.raises(UsageError, match=r"^nap_s is -1; give seconds > 0$"):
         Nap(nap_s=-1)
-    with pytest.raises(UsageError, match=r"^depth is -1; give a whole number >= 0$"):
+    with pytest.raises(UsageError, match=r"^depth is -1; give a whole number >= 0, below 2\^63$"):
         Nap(depth=-1)
     assert tomllib.loads(answer("--print-config", "--dreams", "2"))["worker"]["dreams"] == 2
     text = " ".join(answer("--help").split())

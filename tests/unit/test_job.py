@@ -113,6 +113,11 @@ def test_a_factory_that_gives_no_module() -> None:
         build_model(job(model=dict))
 
 
+def test_a_factory_that_raises_is_told_what_it_raised_alone() -> None:
+    with pytest.raises(JobError, match=r"the function raised ZeroDivisionError: [^;]*$"):
+        build_model(job(model=lambda: 1 / 0))
+
+
 # -- the default step
 
 

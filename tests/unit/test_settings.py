@@ -20,6 +20,7 @@ from w5xde_async.settings import (
     CoordinatorSettings,
     WorkerSettings,
     flag_names,
+    misspelt_variables,
     read,
     to_mapping,
 )
@@ -125,6 +126,29 @@ def test_print_config_can_be_read_back_and_holds_no_secret(monkeypatch: pytest.M
     assert "exit_with_stdin" not in answer(WorkerSettings, "--print-config")
 
 
+def test_what_follows_from_other_settings_is_not_written_as_if_it_had_been_given(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(answer(CoordinatorSettings, "some/train.py:job", "--name", "A", "--workers", "2", "--print-config"))
+    text = file.read_text()
+    for name in ("run_dir", "min_workers", "worker_threads", "bulk_threads"):
+        assert f"\n# {name} is not set\n" in text
+    assert 'name = "A"' in text
+    assert "bucket_size = 4194304" in text  # a plain default
+    again = coordinator("--config", str(file), "--name", "B", "--workers", "3")
+    assert (again.run_dir, again.values["min_workers"]) == (Path("runs/B"), 3)
+    told = coordinator("j.py:j", "--run-dir", "there", "--bulk-threads", "1")
+    assert to_mapping(told)["coordinator"] == to_mapping(told)["coordinator"] | {  # type: ignore[operator]
+        "run_dir": Path("there"), "bulk_threads": 1, "name": None,
+    }  # fmt: skip
+
+
+def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
+    known = dict.fromkeys(("W5XDE_PORT", "W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS", "W5XDE_JOIN"), "1")
+    assert list(misspelt_variables(known | {"W5XDE_TEST_LEAF_S": "1", "W5XDE_PROT": "", "PROT": "1"})) == []
+    said = list(misspelt_variables(known | {"W5XDE_PROT": "1", "W5XDE_MY_OWN_THING": "1"}))
+    assert said == ["no program reads W5XDE_PROT; did you mean W5XDE_PORT?"]
+
+
 # -- messages
 
 
@@ -152,6 +176,14 @@ def test_print_config_can_be_read_back_and_holds_no_secret(monkeypatch: pytest.M
         (("j.py:j", "--config", "none.toml"), ("none.toml", "No such file")),
         (("j.py:j", "--token", "hush"), ("W5XDE_TOKEN", "--token-file")),
         (("j.py:j", "--token=hush"), ("W5XDE_TOKEN",)),
+        (("j.py:j", "--codec", "foo"), ("--codec: 'foo' will not do; give one of raw, bf16",)),
+        (("j.py:j", "--codec", "topk", "--print-config"), ("--codec: 'topk' will not do", "topk:FRACTION")),
+        (("j.py:j", "--codec", "topk:2"), ("--codec: 'topk:2' will not do", "at most 0.5")),
+        (("j.py:j", "--downlink", "foo"), ("--downlink: 'foo' will not do; give one of raw",)),
+        (("j.py:j", "--tracker", "wandb,foo"), ("--tracker: 'wandb,foo' will not do", "tensorboard, wandb")),
+        (("j.py:j", "--max-steps", "9" * 20), ("--max-steps", "below 2^63")),
+        (("j.py:j", "--max-steps", "٣"), ("--max-steps", "whole number")),
+        (("j.py:j", "--no-quarantine=yes"), ("--no-quarantine takes no value",)),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_wrong(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
@@ -179,6 +211,10 @@ def test_where_a_wrong_value_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("[corodinator]\n", ("'corodinator'",)),
         ("coordinator = 1\n", ("[coordinator]",)),
         ("[coordinator\n", ("not TOML",)),
+        ("[coordinator]\nport = true\n", (": [coordinator] port: true will not do; give a whole number",)),
+        ("[coordinator]\nmax_time = 00:10:00\n", ("max_time: 00:10:00 will not do; give a time",)),
+        ('[coordinator]\ntracker = ["a", 1]\n', ('tracker: ["a", 1] will not do; give one text of trackers',)),
+        ("[coordinator]\nepochs = {a = 1}\n", ("epochs: {a = 1} will not do",)),
     ],
 )
 def test_mistakes_in_the_toml_file(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
@@ -200,6 +236,9 @@ def test_a_join_string_is_no_server() -> None:
         read(WorkerSettings, ("--server", told), prog="worker")[0].where()
     assert "the-secret" not in str(caught.value)
     assert worker().where() == "here:1"
+    with pytest.raises(UsageError, match=r"^--server 'here:99999' has no valid port"):
+        read(WorkerSettings, ("--server", "here:99999"), prog="worker")[0].where()
+    assert complaint("--compile=maybe", program=WorkerSettings) == "--compile takes no value"
 
 
 # -- help

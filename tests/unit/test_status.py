@@ -99,7 +99,7 @@ async def test_watching_sees_the_end_of_a_dashboard_that_closes_at_once(
     monkeypatch.setenv("COLUMNS", "200")
     async with served(token="hush") as (dashboard, view):
         monkeypatch.setenv("W5XDE_DASHBOARD_LINK", dashboard.link)
-        watching = asyncio.create_task(run("--watch", "--interval", "3600"))
+        watching = asyncio.create_task(run("--watch", "--interval", "1h"))
         while not dashboard.feed.num_viewers:
             assert await asyncio.wait_for(_healthy(dashboard), 5)
         view(joined("late"))
@@ -202,7 +202,10 @@ async def test_what_is_wrong_is_one_line(
         (["--server", "ftp://x"], ExitCode.USAGE, "no address"),
         (["--run-dir", str(tmp_path)], ExitCode.USAGE, "no dashboard"),
         ([], ExitCode.USAGE, "--run-dir"),
-        (["--interval", "0"], ExitCode.USAGE, "--interval"),
+        (["--run-dir", str(tmp_path / "nope")], ExitCode.USAGE, "there is no directory"),
+        (["--interval", "0"], ExitCode.USAGE, "--interval: '0' will not do; give a time from 0.1s to 1h"),
+        (["--interval"], ExitCode.USAGE, "status: --interval: expected one argument"),
+        (["--json=yes"], ExitCode.USAGE, "--json takes no value"),
         (["--quux"], ExitCode.USAGE, "--quux"),
     ):
         assert await run(*arguments) == code, arguments

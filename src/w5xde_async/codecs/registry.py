@@ -6,7 +6,7 @@ from w5xde_async.codecs.blocks import Int4, Int8, Sign
 from w5xde_async.codecs.codec import Codec
 from w5xde_async.codecs.dense import Bf16, Fp16, Raw
 from w5xde_async.codecs.lossless import Lz4
-from w5xde_async.codecs.names import NAMES
+from w5xde_async.codecs.names import LONGEST, NAMES
 from w5xde_async.codecs.sparse import SparseLoco, TopK
 from w5xde_async.errors import UsageError
 
@@ -14,13 +14,12 @@ _PLAIN: dict[str, type[Codec]] = {
     "raw": Raw, "bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "sign": Sign, "sparseloco": SparseLoco,
 }  # fmt: skip
 _WRAPPERS = {"lz4": False, "lz4-shuffle": True}
-_LONGEST = 64
 
 
 def codec(name: str) -> Codec:
     """The codec named ``int8``, ``topk:0.01``, ``lz4:int8`` or the like. Raises UsageError that says what there is."""
     family, colon, argument = name.partition(":")
-    if len(name) > _LONGEST:
+    if len(name) > LONGEST:
         raise UsageError(f"codec name of {len(name)} characters")
     try:
         if family in _WRAPPERS:

@@ -16,7 +16,7 @@ from w5xde_async.updates.config import UpdateConfig
 
 _SAMPLES = whole(1)
 _BATCH = Kind(
-    f"auto or {_SAMPLES.accepts}", "N", lambda told: told if told == "auto" else int(told),
+    f"auto or {_SAMPLES.accepts}", "N", lambda told: told if told == "auto" else _SAMPLES.read(told),
     lambda value: value == "auto" or _SAMPLES.holds(value),
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
             "a journal keeps the gradients of the sync rule; other rules, and auto, have --durability checkpoint",
         )
         if self.target_batch is not None:
-            self._check_growth(f"target_batch is {self.target_batch!r}")
+            self._check_growth(f"--target-batch {self.target_batch}")
 
     def _check_growth(self, target: str) -> None:
         """What a batch that grows goes with. Raises UsageError, beginning with ``target``."""

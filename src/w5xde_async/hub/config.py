@@ -85,7 +85,7 @@ class NetworkConfig(SecurityConfig):
             "--insecure, or set W5XDE_TOKEN or --token-file on both sides",
         )
         if self.advertise:
-            parse_address(format_address(self.advertise, self.port))
+            parse_address(format_address(self.advertise, self.port), place="--advertise")
         if not is_loopback(self.host):
             check_strength(self.token, "the token")
 

@@ -43,25 +43,28 @@ _log = logging.getLogger(__name__)
 _Address = tuple[socket.AddressFamily, Any]
 
 
-def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is ``default_port`` where none is given."""
+def parse_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "address") -> tuple[str, int]:
+    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is ``default_port`` where none is given.
+
+    ``place``: where it was given, for the UsageError.
+    """
     host, port_text = text.strip(), ""
     if host.startswith("["):
         host, closed, rest = host[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")) or ":" not in host:
-            raise UsageError(f"address {text!r} is not [IPv6]:port")
+            raise UsageError(f"{place} {text!r} is not [IPv6]:port")
         port_text, colon = rest[1:], bool(rest)
     elif host.count(":") > 1:
-        raise UsageError(f"address {text!r}: write an IPv6 address in brackets, as in [::1]:{default_port}")
+        raise UsageError(f"{place} {text!r}: write an IPv6 address in brackets, as in [::1]:{default_port}")
     else:
         host, found, port_text = host.partition(":")
         colon = bool(found)
     if not host or any(character.isspace() or character in "/@[]" for character in host):
-        raise UsageError(f"address {text!r} has no valid host; it looks like host:{default_port}")
+        raise UsageError(f"{place} {text!r} has no valid host; it looks like host:{default_port}")
     if not colon:
         return host, default_port
     if not (port_text.isascii() and port_text.isdigit()) or len(port_text) > 5 or int(port_text) > 65535:
-        raise UsageError(f"address {text!r} has no valid port; a port is a number from 0 to 65535")
+        raise UsageError(f"{place} {text!r} has no valid port; a port is a number from 0 to 65535")
     return host, int(port_text)
 
 

@@ -51,7 +51,10 @@ class SecurityConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need((self.tls.cert is None) == (self.tls.key is None), "a TLS certificate and its key go together")
+        need(
+            (self.tls.cert is None) == (self.tls.key is None),
+            "a TLS certificate and its key go together: give --tls-cert and --tls-key, or neither",
+        )
         need(
             not (self.insecure and self.asks_for_tls),
             "--insecure and TLS's settings contradict each other; leave out one of them",

@@ -8,7 +8,7 @@ variable or TOML key, its value and what is accepted. torch is not imported here
 from __future__ import annotations
 
 from w5xde_async.settings.flags import Answer, flag_names, read, to_mapping
-from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings
+from w5xde_async.settings.programs import PROGRAMS, CoordinatorSettings, WorkerSettings, misspelt_variables
 
 __all__ = [
     "PROGRAMS",
@@ -16,6 +16,7 @@ __all__ = [
     "CoordinatorSettings",
     "WorkerSettings",
     "flag_names",
+    "misspelt_variables",
     "read",
     "to_mapping",
 ]

@@ -12,15 +12,15 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import w5xde_async
-from w5xde_async.config import FOLDER, PATH, TIME, YES_OR_NO, Config, Setting, one_of, setting, setting_of
+from w5xde_async.config import FOLDER, PATH, TIME, YES_OR_NO, Config, Parser, Setting, one_of, setting, setting_of
 from w5xde_async.errors import UsageError
-from w5xde_async.store.toml import to_toml
+from w5xde_async.store.toml import to_toml, toml_value
 
 _PREFIX = "W5XDE_"
 _TABLES = ("coordinator", "worker")
@@ -60,6 +60,7 @@ class Program(Config):
     changed: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     values: Mapping[str, Any] = dataclasses.field(repr=False)  #: of all settings, by flag; None: not set
+    told: frozenset[str]  #: the flags of those that were given anywhere
     token_file: Path | None = setting(None, "file with the shared secret, readable by its owner alone", PATH, "network")
     loop: str = setting(
         "auto", "event loop: auto, uvloop or asyncio", one_of("auto", "uvloop", "asyncio", metavar="KIND"), "program"
@@ -103,11 +104,15 @@ def _nested(field: dataclasses.Field[Any]) -> Any:
 
 
 class Declared(NamedTuple):
-    """A setting as one program has it. ``name``: its flag with underscores; ``default`` None: it is not set."""
+    """A setting as one program has it. ``name``: its flag with underscores; ``default`` None: it is not set.
+
+    ``computed``: the default depends on the machine.
+    """
 
     name: str
     default: object
     setting: Setting
+    computed: bool
 
     @property
     def option(self) -> str:
@@ -137,25 +142,22 @@ class Declared(NamedTuple):
             return "yes" if self.default else "no"
         return f"{self.default:g}s" if self.setting.kind.metavar == TIME.metavar else str(self.default)
 
-    def value(self, sources: Sequence[tuple[str, Mapping[str, object]]]) -> object:
-        """Of the first source that has it; each comes with the place's name. Raises UsageError."""
+    def value(self, sources: Sequence[tuple[Callable[[Declared], str], Mapping[str, object]]]) -> object:
+        """Of the first source that has it; each comes with what names the place there. Raises UsageError."""
         for place, source in sources:
             if self.name in source:
                 told = source[self.name]
-                try:
-                    return self.setting.kind.value(told)
-                except ValueError:
-                    where = place.format(option=self.option, variable=self.variable, name=self.name)
-                    raise UsageError(f"{where}: {told!r} will not do; give {self.setting.kind.accepts}") from None
+                shown = repr(told) if isinstance(told, str) else toml_value(told)
+                return self.setting.kind.value_at(place(self), told, shown)
         return self.default
 
 
 def declared(program: type[Program]) -> dict[str, Declared]:
     """All settings of a program by name, group by group in the order of the help."""
     found = [one for part in (program, *program.parts) for one in _declared(part)]
-    for index, (name, default, told) in enumerate(found):
-        told = told._replace(**program.changed.get(name, {}))
-        found[index] = Declared(name, program.defaults.get(name, default), told)
+    for index, one in enumerate(found):
+        told = one.setting._replace(**program.changed.get(one.name, {}))
+        found[index] = one._replace(default=program.defaults.get(one.name, one.default), setting=told)
     first = program.first.split()
     found.sort(key=lambda one: first.index(one.name) if one.name in first else len(first))
     groups = list(dict.fromkeys(one.setting.group for one in found))
@@ -168,8 +170,10 @@ def _declared(part: Any) -> Iterator[Declared]:
         if nested is not None:
             yield from _declared(nested)
         elif told is not None and told.group:
-            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-            yield Declared(told.flag or one.name, default if told.kind.holds(default) else None, told)
+            made = one.default_factory
+            computed = callable(made)
+            default = made() if callable(made) else one.default
+            yield Declared(told.flag or one.name, default if told.kind.holds(default) else None, told, computed)
 
 
 def flag_names(program: type[Program]) -> tuple[str, ...]:
@@ -188,14 +192,16 @@ def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P,
     known = declared(program)
     environment = {name: os.environ[one.variable] for name, one in known.items() if os.environ.get(one.variable)}
     path = given.get("config") or environment.get("config")
+    table = _table(program, Path(path)) if path else {}
     sources = (
-        ("{option}", given), ("{variable}", environment),
-        (f"[{program.table}] {{name}} of the TOML file", _table(program, Path(path)) if path else {}),
+        (lambda one: one.option, given), (lambda one: one.variable, environment),
+        (lambda one: f"{path}: [{program.table}] {one.name}", table),
     )  # fmt: skip
     values = {name: one.value(sources) for name, one in known.items()}
     derived = program.derived(values)
     values |= {name: value for name, value in derived.items() if values[name] is None}
-    settings = _make(program, values, {"values": values})
+    told = frozenset(given) | frozenset(environment) | frozenset(table)
+    settings = _make(program, values, {"values": values, "told": told})
     if printing:
         raise Answer(to_toml(to_mapping(settings)).rstrip("\n"))
     settings.require()
@@ -203,18 +209,20 @@ def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P,
 
 
 def to_mapping(settings: Program) -> dict[str, object]:
-    """The resolved settings as a TOML file takes them; None where something is not set."""
-    shown = [name for name, one in declared(type(settings)).items() if one.in_toml and not one.setting.hidden]
-    values = {name: settings.values[name] for name in shown}
+    """The settings as a TOML file takes them: what was given or has a plain default.
+
+    None stands for what is not set and what follows from others or the machine: read again, it follows from what holds
+    then.
+    """
+    values = {
+        name: settings.values[name] if name in settings.told or not (one.default is None or one.computed) else None
+        for name, one in declared(type(settings)).items()
+        if one.in_toml and not one.setting.hidden
+    }
     return {settings.table: {name: ",".join(v) if isinstance(v, tuple) else v for name, v in values.items()}}
 
 
 # -- arguments
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.replace("argument ", "", 1))
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -226,7 +234,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=prog, usage=f"{prog} {program.usage}", description=program.about, epilog=program.ending, add_help=False,
         allow_abbrev=False, formatter_class=_Formatter, argument_default=argparse.SUPPRESS,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +12,9 @@ from typing import Any, ClassVar
 from w5xde_async.config import NAME, PATH, YES_OR_NO, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
+from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
-from w5xde_async.settings.flags import Program
+from w5xde_async.settings.flags import Program, declared
 from w5xde_async.telemetry.progress import ProgressConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
@@ -96,7 +98,7 @@ class WorkerSettings(Program):
     """Settings of ``w5xde_async.worker``."""
 
     table = "worker"
-    usage = "--join-file FILE [--job JOB] [options]"
+    usage = "(--join-file FILE | --server HOST:PORT)\n       [--job JOB] [options]"
     about = (
         "Compute for the coordinator at --server. It sends what is to be computed; a\n"
         "step that cannot be sent needs --job, read from the current directory.\n\n"
@@ -148,9 +150,20 @@ class WorkerSettings(Program):
                     "--server takes host:port; put a join string into a file of mode 0600 and give --join-file, or "
                     "into W5XDE_JOIN"
                 )
+            parse_address(self.server, place="--server")
             return self.server
         Invitation.parse(text, place=place)
         return text
 
 
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
+_OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
+
+
+def misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """What to say of variables that no program reads and that are spelt nearly as one that is."""
+    known = {*_OTHER_VARIABLES, *(one.variable for program in PROGRAMS for one in declared(program).values())}
+    names = [name.removeprefix("W5XDE_") for name in known]
+    for name in sorted(name for name, value in environment.items() if value and name.startswith("W5XDE_")):
+        if name not in known and (near := difflib.get_close_matches(name.removeprefix("W5XDE_"), names, 1, 0.7)):
+            yield f"no program reads {name}; did you mean W5XDE_{near[0]}?"

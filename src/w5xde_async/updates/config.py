@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from w5xde_async.codecs.names import NAMES
-from w5xde_async.config import YES_OR_NO, Config, number, one_of, setting, text, whole
+from w5xde_async.codecs.names import NAMES, is_codec
+from w5xde_async.config import YES_OR_NO, Config, Kind, number, one_of, setting, whole
 from w5xde_async.errors import need
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _SHORT_ROUND = 100  # inner steps
 #: The averages, and of how many results each makes something else than the mean.
 _FEWEST = {"mean": 1, "radial": 2, "median": 3}
 AVERAGES = tuple(_FEWEST)
-_CODEC = text(f"one of {', '.join(NAMES)}", "CODEC")
+_CODEC = Kind(f"one of {', '.join(NAMES)}, with FRACTION at most 0.5", "CODEC", str, is_codec)
 _BELOW_1 = number("from 0 to less than 1", lambda x: 0 <= x < 1)
 
 
@@ -45,9 +45,9 @@ class UpdateConfig(Config):
         "come; under local, streaming and async-local workers make steps of their own; auto chooses rule, codec and "
         "steps by the links", one_of("auto", *RULES, metavar="RULE"), "updates", flag="update",
     )  # fmt: skip
-    codec: str = setting("raw", "how workers write what they send", _CODEC, "updates")
+    codec: str = setting("raw", f"how workers write what they send: {', '.join(NAMES)}", _CODEC, "updates")
     downlink: str = setting(
-        "", "how changes of the parameters are written for workers", _CODEC, "updates",
+        "", "how changes of the parameters are written for workers; names as of --codec", _CODEC, "updates",
         shown="as --codec where that keeps every value, else int8",
     )  # fmt: skip
     feedback: bool = setting(True, "add what a codec leaves out to the next gradient", YES_OR_NO, "updates")
@@ -76,7 +76,9 @@ class UpdateConfig(Config):
         None, "a result N versions old counts (1 + N)^-X", number(">= 0", lambda x: x >= 0), "updates",
         shown="0.5; async-local 0",
     )  # fmt: skip
-    average: str = setting("mean", "how results of one step are averaged", one_of(*AVERAGES), "updates")
+    average: str = setting(
+        "mean", f"how results of one step are averaged: {', '.join(AVERAGES)}", one_of(*AVERAGES), "updates"
+    )
     quorum: float = setting(
         0.5, "local, streaming: part of the workers after which a round closes, with a learned grace",
         number("above 0, at most 1", lambda x: 0 < x <= 1), "updates",
@@ -100,11 +102,10 @@ class UpdateConfig(Config):
         from w5xde_async.codecs.registry import refuse_divergence  # torch takes seconds, and --help needs none
 
         refuse_divergence(self.uplink_codec, feedback=self.feedback)
-        _codec(self.downlink or self.codec)  # raises UsageError for an unknown name
 
     @property
     def uplink_codec(self) -> Codec:
-        """Of results. Raises UsageError for an unknown name."""
+        """Of results."""
         return _codec(self.codec)
 
     @property

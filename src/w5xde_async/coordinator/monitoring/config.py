@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from w5xde_async.config import Config, Kind, setting, text
 from w5xde_async.net.endpoint import parse_address
-from w5xde_async.telemetry.trackers import check_trackers
+from w5xde_async.telemetry.trackers import TRACKERS
 
 _NAMES = Kind(
-    "names of trackers with commas between them", "NAMES",
+    f"one text of trackers with commas between them: {', '.join(TRACKERS)}", "NAMES",
     lambda names: tuple(name.strip() for name in names.split(",") if name.strip()),
-    lambda names: isinstance(names, tuple) and bool(names),
+    lambda names: isinstance(names, tuple) and bool(names) and all(n.partition(":")[0] in TRACKERS for n in names),
 )  # fmt: skip
 
 
@@ -31,5 +31,4 @@ class MonitoringConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dashboard:
-            parse_address(self.dashboard)
-        check_trackers(self.trackers)
+            parse_address(self.dashboard, place="--dashboard-address")

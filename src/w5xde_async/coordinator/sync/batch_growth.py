@@ -42,7 +42,10 @@ class BatchGrowth:
                 f"{sampler.leaf_samples} samples (microbatch_size x accumulate_grad_batches); change one of them"
             )
         if target != "auto" and target < sampler.batch_size:
-            raise UsageError(f"target_batch is {target}; the job's batch_size is {sampler.batch_size} to begin with")
+            raise UsageError(
+                f"--target-batch {target} is less than the job's batch_size, with which the run begins; give "
+                f"{sampler.batch_size} or more, or auto"
+            )
         most = min(sampler.num_samples, _MOST_LEAVES * sampler.leaf_samples)
         cap = max(sampler.batch_size, most if target == "auto" else min(target, most))
         exponent = 1.0 if isinstance(optimizer, torch.optim.SGD | torch.optim.ASGD) else 0.5
