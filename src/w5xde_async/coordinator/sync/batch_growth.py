@@ -43,7 +43,7 @@ class BatchGrowth:
             )
         if target != "auto" and target < sampler.batch_size:
             raise UsageError(
-                f"--target-batch {target} is less than the job's batch_size, with which the run begins; give "
+                f"--target-batch {target} is too small: the job's batch_size is {sampler.batch_size}; give "
                 f"{sampler.batch_size} or more, or auto"
             )
         most = min(sampler.num_samples, _MOST_LEAVES * sampler.leaf_samples)
