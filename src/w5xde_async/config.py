@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
 
 def whole(least: int, most: int = _MOST) -> Kind:
     """Whole numbers in a range."""
-    bounds = f">= {least}, below 2^63" if most == _MOST else f"from {least} to {most}"
+    bounds = f">= {least}" if most == _MOST else f"from {least} to {most}"
     return Kind(f"a whole number {bounds}", "N", _whole, lambda value: _is_whole(value) and least <= value <= most)
 
 

@@ -181,7 +181,7 @@ def test_a_misspelt_variable_is_named_with_the_near_one() -> None:
         (("j.py:j", "--codec", "topk:2"), ("--codec: 'topk:2' will not do", "at most 0.5")),
         (("j.py:j", "--downlink", "foo"), ("--downlink: 'foo' will not do; give one of raw",)),
         (("j.py:j", "--tracker", "wandb,foo"), ("--tracker: 'wandb,foo' will not do", "tensorboard, wandb")),
-        (("j.py:j", "--max-steps", "9" * 20), ("--max-steps", "below 2^63")),
+        (("j.py:j", "--max-steps", "9" * 20), ("--max-steps", "whole number >= 1")),
         (("j.py:j", "--max-steps", "٣"), ("--max-steps", "whole number")),
         (("j.py:j", "--no-quarantine=yes"), ("--no-quarantine takes no value",)),
     ],
