@@ -151,7 +151,7 @@ def test_a_declared_setting_is_in_arguments_environment_toml_help_and_documents(
         told("--nap", "never")
     with pytest.raises(UsageError, match=r"^nap_s is -1; give seconds > 0$"):
         Nap(nap_s=-1)
-    with pytest.raises(UsageError, match=r"^depth is -1; give a whole number >= 0, below 2\^63$"):
+    with pytest.raises(UsageError, match=r"^depth is -1; give a whole number >= 0$"):
         Nap(depth=-1)
     assert tomllib.loads(answer("--print-config", "--dreams", "2"))["worker"]["dreams"] == 2
     text = " ".join(answer("--help").split())
