@@ -17,6 +17,8 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.oracle import BATCH, PLAIN, applied, job, listening
 from torch import Tensor
 
+from w5xde_async.coordinator.outer.training import OuterTraining
+from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.telemetry.events import CheckpointSaved, Event, RunFinished, Warned
 from w5xde_async.updates.norm_gate import NormGate
@@ -66,6 +68,36 @@ async def test_three_workers(rule: str) -> None:
     with listening() as heard:
         await run(rule, 3)
     assert heard.times() == ONCE
+
+
+@pytest.mark.parametrize("steps", [29, 32])
+async def test_two_turns_of_one_worker_are_two_rounds(
+    steps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both wait to be judged at once, at the end of the data: in one round each would count by its part of it."""
+    offer, together = OuterAggregator.offer, 0
+
+    async def wait_for_all_that_was_asked(aggregator: OuterAggregator, given: Submission, *rest: Any) -> Any:
+        nonlocal together
+        training = coordinator._training
+        assert isinstance(training, OuterTraining)
+        ledger, asked = training.ledger, training.local_steps.fragments_asked
+        while not ledger.exhausted or ledger.num_steps_held(given.worker):  # noqa: ASYNC110 - a count has no event
+            await asyncio.sleep(0)
+        while len(training._inbox) < len(asked(given.worker)) - 1:  # noqa: ASYNC110 - what is judged is among them
+            await asyncio.sleep(0)
+        together += any(one.fragment != given.fragment for one in training._inbox)
+        return await offer(aggregator, given, *rest)
+
+    monkeypatch.setattr(OuterAggregator, "offer", wait_for_all_that_was_asked)
+    made = job(steps * BATCH)
+    async with Coordinator(made, run_dir=tmp_path / "run", config=settings(update=PLAIN["streaming"])) as coordinator:
+        working = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await working
+    assert result.model_path is not None
+    assert together > 0
+    assert applied(result.model_path, steps * BATCH) == [[1.0] * steps * BATCH] * 2
 
 
 async def test_streaming_has_each_sample_at_most_once_in_each_fragment() -> None:

@@ -115,6 +115,10 @@ class LocalStepSchedule:
         else:
             pace.kept.discard(fragment)
 
+    def closes_before(self, worker: str, fragment: int, now: float) -> bool:
+        """Whether the open round has an answer of this worker already, and need not stay open for others."""
+        return self.had_its_turn(worker, fragment) and self.quorums[fragment].decide(now).close
+
     def fragments_asked(self, worker: str) -> frozenset[int]:
         """Fragments whose submission is awaited."""
         return frozenset(self._paces[worker].asked.values())

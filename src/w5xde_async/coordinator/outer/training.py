@@ -123,7 +123,14 @@ class OuterTraining:
             if due := self.publisher.due:
                 await self._catch_up(due)
             elif self._inbox:
-                await self._judge(self._inbox.popleft())
+                given = self._inbox[0]
+                # A round is an average over workers: the next turn of one of them is not for the same round.
+                if self._with_quorum and self.local_steps.closes_before(
+                    given.worker, given.fragment, self.context.clock()
+                ):
+                    await self._commit(given.fragment)
+                else:
+                    await self._judge(self._inbox.popleft())
             else:
                 fragment, look = self.local_steps.closing(self.context.clock()) if self._with_quorum else (None, None)
                 if fragment is not None:
