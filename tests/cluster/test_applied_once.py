@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,11 +17,15 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 from tests.support.oracle import BATCH, PLAIN, applied, job, listening
 from torch import Tensor
 
+from w5xde_async.coordinator.outer.local_step_schedule import LocalStepSchedule
 from w5xde_async.coordinator.outer.training import OuterTraining
 from w5xde_async.coordinator.parameters.outer_aggregator import OuterAggregator, Submission
+from w5xde_async.coordinator.run.resume import KeptState
 from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import CheckpointSaved, Event, RunFinished, Warned
 from w5xde_async.updates.norm_gate import NormGate
+from w5xde_async.updates.outer import OuterRule
 from w5xde_async.worker.service import Worker
 
 SAMPLES = 256
@@ -83,9 +87,9 @@ async def test_two_turns_of_one_worker_are_two_rounds(
         assert isinstance(training, OuterTraining)
         ledger, asked = training.ledger, training.local_steps.fragments_asked
         while not ledger.exhausted or ledger.num_steps_held(given.worker):  # noqa: ASYNC110 - a count has no event
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         while len(training._inbox) < len(asked(given.worker)) - 1:  # noqa: ASYNC110 - what is judged is among them
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         together += any(one.fragment != given.fragment for one in training._inbox)
         return await offer(aggregator, given, *rest)
 
@@ -217,8 +221,46 @@ async def test_stopped_and_resumed(rule: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", PLAIN)
 async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -> None:
+    await resume(rule, await kill(rule, tmp_path / "run"))
+
+
+async def test_killed_while_the_round_of_another_fragment_is_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What that one has accepted is not in the parameters yet at which the workers of the resumed run begin."""
+    closing = LocalStepSchedule.closing
+
+    def close_none_alone(schedule: LocalStepSchedule, now: float) -> tuple[int | None, float | None]:
+        all_close = all(quorum.decide(now).close for quorum in schedule.quorums)
+        return closing(schedule, now) if all_close else (None, None)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStepSchedule, "closing", close_none_alone)
+        killed = await kill("streaming", tmp_path / "run")
+    assert killed.pending
+    await resume("streaming", killed)
+
+
+class Killed(NamedTuple):
+    """What a kill leaves: the run directory, and what the oracle has heard of it."""
+
+    path: Path
+    accepted: list[list[float]]  # by the last checkpoint, by copy and sample
+    pending: bool  # some of it was in an open round, not in the parameters
+    largest: int  # samples of a pseudo-gradient
+
+
+async def kill(rule: str, path: Path) -> Killed:
     """The run directory as it was on the disk in the middle of the run is what a kill leaves."""
-    path, killed = tmp_path / "run", tmp_path / "killed"
+    killed, record = path.with_name("killed"), KeptState.record
+    accepted: dict[int, tuple[list[list[float]], bool]] = {}
+
+    def see(kept: KeptState, step: int, samples: int) -> Any:
+        made = kept.strategy.rule
+        fragments = (0, 1) if rule == "streaming" else (0,)
+        pending = isinstance(made, OuterRule) and any(map(made.pending, fragments))
+        accepted[step] = heard.times(), pending
+        return record(kept, step, samples)
 
     async def until(commits: Commits) -> None:
         saved = asyncio.Event()
@@ -233,20 +275,29 @@ async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -
         # The run went on meanwhile. Steps are told before a checkpoint has them: a kill never leaves fewer.
         await asyncio.to_thread(shutil.copy, path / "metrics.jsonl", killed / "metrics.jsonl")
 
-    with listening() as heard:
+    with pytest.MonkeyPatch.context() as patched, listening() as heard:
+        patched.setattr(KeptState, "record", see)
         await part(path, rule, until)
-    result = await part(killed, rule, None)
+    step = max(await asyncio.to_thread(lambda: CheckpointStore(killed / "checkpoints", keep=100).steps()))
+    return Killed(killed, *accepted[step], heard.largest)
+
+
+async def resume(rule: str, killed: Killed) -> None:
+    result = await part(killed.path, rule, None)
     assert result.model_path is not None
     counts = applied(result.model_path)
     assert result.outcome == "finished"
     if rule == "streaming":  # what counted in one fragment is not computed again for the other
         assert {count for copy in counts for count in copy} <= {0.0, 1.0}
         assert {max(pair) for pair in zip(*counts, strict=True)} == {1.0}
+        for had, has in zip(killed.accepted, counts, strict=True):
+            lost = [sample for sample in range(SAMPLES) if has[sample] < had[sample] - 0.01]
+            assert not lost, "what was accepted counts"
         # Of one fragment is lost, at most, what the lost worker was about to submit: where nobody was killed, it did.
-        assert sum(map(sum, counts)) >= 2 * SAMPLES - heard.largest
+        assert sum(map(sum, counts)) >= 2 * SAMPLES - killed.largest
     else:
         assert counts == ONCE
-    assert told(killed) == (SAMPLES, STEPS)
+    assert told(killed.path) == (SAMPLES, STEPS)
 
 
 def test_the_oracle_tells_twice_from_once() -> None:

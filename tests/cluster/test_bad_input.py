@@ -329,7 +329,7 @@ async def test_peers_that_vanish_with_a_lease_end_no_run_while_one_that_delivere
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if busy.is_set():  # the honest worker is at its leaf for as long as the others come and go
-            release.wait(10.0)
+            release.wait(60)
         return cross_entropy(output, target)
 
     async with started(events=events, min_workers=1) as coordinator:

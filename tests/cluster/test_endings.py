@@ -145,7 +145,7 @@ async def test_a_worker_that_waits_for_its_program_when_the_run_ends_is_done() -
         coordinator._training.roster.programs.ask = lambda session, request: None  # type: ignore[method-assign]
         waiting = asyncio.create_task(Worker(coordinator.address, config=WORKER).run())
         while not coordinator._training.roster.joining:  # noqa: ASYNC110 - joining has no event
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         working = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=WORKER).run())
         await coordinator.wait()
         assert await waiting is Departure.FINISHED

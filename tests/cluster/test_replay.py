@@ -189,7 +189,7 @@ async def test_nor_in_another_run():
     upward, downward, whole = await recorded("one")
     async with Coordinator(mlp_sgd(), name="two", config=settings(max_steps=STEPS, token=TOKEN)) as coordinator:
         while not effect(coordinator)[5]:  # its first steps are open  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         before = effect(coordinator)
         for stream in whole:
             await send(coordinator.port, stream)

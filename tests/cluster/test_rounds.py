@@ -193,7 +193,7 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
         training = coordinator._training
         assert isinstance(training, OuterTraining)
         while not training.ledger.carried(worker.worker_id):  # noqa: ASYNC110 - a count has no event
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         worker.drain("test")
         await task
     assert len(training.rule.done) > 0

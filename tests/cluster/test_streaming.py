@@ -72,8 +72,8 @@ class Scene:
         self.training = training
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():  # noqa: ASYNC110 - a count has no event
-            await asyncio.sleep(0)
+        while not holds():  # noqa: ASYNC110 - a count has no event, and threads want to run
+            await asyncio.sleep(0.001)
 
     def idle(self) -> bool:
         """The worker that goes on has no more to do, and all that it sent is judged."""
@@ -108,7 +108,7 @@ async def scene(told: list[tuple[int, float, int]]) -> AsyncIterator[Scene]:
 
     def hang(replica: SteppingReplica, *arguments: Any) -> ComputedBlock:
         if isinstance(replica._engine.model, Slow):
-            release.wait(10.0)
+            release.wait(60)
         return compute(replica, *arguments)
 
     config = settings(update=STREAMING, min_workers=2, norm_gate=0.0)

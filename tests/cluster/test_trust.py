@@ -273,7 +273,7 @@ async def test_what_is_revoked_by_the_file_reaches_workers_that_build_their_mode
 
         def build() -> nn.Module:
             loop.call_soon_threadsafe(joining.set)
-            released.wait(10)
+            released.wait(60)
             return nn.Linear(1, 1)
 
         job = replace(mlp_sgd(), model=build)
@@ -287,7 +287,7 @@ async def test_what_is_revoked_by_the_file_reaches_workers_that_build_their_mode
         await coordinator.reload_access()
         async with asyncio.timeout(5):
             while training.roster.joining:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
         released.set()
         with pytest.raises(W5xdeError):
             await made

@@ -28,7 +28,7 @@ async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.Monk
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         loop.call_soon_threadsafe(hangs.set)
-        let_go.wait(30)
+        let_go.wait(60)
         return {}
 
     job = replace(jobs.mlp_adamw(), evaluate=evaluate, evaluate_every=1 << 30, max_steps=1)
@@ -62,7 +62,7 @@ async def test_a_recomputation_that_hangs_is_left_to_itself(monkeypatch: pytest.
     class Hangs(Recomputation):
         def _compute(self, task: Any) -> Any:
             loop.call_soon_threadsafe(begun.set)
-            let_go.wait(30)
+            let_go.wait(60)
             raise ValueError("nobody hears this")
 
     class Rule:

@@ -227,7 +227,7 @@ async def test_over_max_links_new_ones_are_closed_at_once_and_that_is_said_once(
     await first.aclose()
     async with asyncio.timeout(5):
         while listener.num_links:  # noqa: ASYNC110 - until the server has seen the end
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     third = await connect("127.0.0.1", listener.port, timeout_s=5)
     await beat(third)
     await asyncio.gather(third.aclose(), listener.aclose())
@@ -332,7 +332,7 @@ async def test_aclose_ends_links_and_may_be_called_twice_and_from_a_handler():
     links = [await connect("127.0.0.1", listener.port, timeout_s=5) for _ in range(3)]
     async with asyncio.timeout(5):
         while listener.num_links < 3:  # noqa: ASYNC110 - until the server has taken them
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     await links[0].send(encode(Heartbeat("close")))
     for link in links:
         with pytest.raises(LinkLost):
@@ -415,7 +415,7 @@ async def test_a_connection_that_was_accepted_elsewhere_has_the_limits_and_the_e
             await asyncio.gather(first.aclose(), late.aclose())
     async with asyncio.timeout(5):
         while returned < 4:  # noqa: ASYNC110 - the handlers end in turns of their own
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -334,7 +334,7 @@ def test_a_step_is_a_batch_for_each_worker_and_clients_need_no_code(tmp_path: Pa
         target=lambda: ended.append(orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 2))
     )
     training.start()
-    assert orchestrator.listening.wait(15)
+    assert orchestrator.listening.wait(60)
 
     async def two() -> None:
         address = f"localhost:{orchestrator.port}"
@@ -368,7 +368,7 @@ def test_checkpoints_on_demand(tmp_path: Path) -> None:
             begun.set()
 
     def ask() -> None:
-        assert begun.wait(10)
+        assert begun.wait(60)
         found["whole"] = orchestrator.save_checkpoint()
         found["alone"] = orchestrator.save_checkpoint(tmp_path / "alone.safetensors")
         orchestrator.stop("seen enough")
@@ -395,7 +395,7 @@ def asking(orchestrator: Orchestrator, ask: Callable[[], None]) -> Any:
 
     def run() -> None:
         try:
-            assert begun.wait(10)
+            assert begun.wait(60)
             ask()
         except BaseException as error:
             raised.append(error)
@@ -440,7 +440,7 @@ def test_a_save_from_before_the_call_is_not_its_answer(tmp_path: Path, monkeypat
     def save(store: CheckpointStore, record: Any) -> Any:
         steps.append(record.step)
         begun.set()
-        assert asked.wait(10)
+        assert asked.wait(60)
         return saving(store, record)
 
     def request(coordinator: Coordinator) -> None:
@@ -451,7 +451,7 @@ def test_a_save_from_before_the_call_is_not_its_answer(tmp_path: Path, monkeypat
     monkeypatch.setattr(Coordinator, "request_checkpoint", request)
 
     def ask() -> None:
-        assert begun.wait(10)
+        assert begun.wait(60)
         saved = orchestrator.save_checkpoint()
         step = int(re.findall(r"\d+", saved.name)[-1])
         assert step > steps[0]

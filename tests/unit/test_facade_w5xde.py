@@ -324,7 +324,7 @@ def test_without_an_end_it_trains_until_it_is_stopped(calls: Any) -> None:
     reached = threading.Event()
     node = node_for(server, timeout_s=0.3)
     working = calls(node.train, lambda loss, batch_id: reached.set() if batch_id.startswith("9_") else None)
-    assert reached.wait(10)
+    assert reached.wait(60)
     server.running = False
     result = running.result(10)
     assert (result.outcome, result.reason) == ("stopped", "stopped")
@@ -434,7 +434,7 @@ def test_a_node_that_is_stopped_leaves_and_the_server_goes_on(calls: Any) -> Non
     reached = threading.Event()
     node = node_for(server, name="brief")
     working = calls(node.train, lambda loss, batch_id: reached.set())
-    assert reached.wait(10)
+    assert reached.wait(60)
     with pytest.raises(UsageError, match="trains already"):
         node.train()
     node.stop()

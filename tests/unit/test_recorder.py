@@ -254,7 +254,7 @@ def test_a_thread_writes_and_ends(tmp_path: Path) -> None:
     recorder.flush = flushed  # type: ignore[method-assign]
     recorder(step(1))
     recorder(step(2))  # half full: woken long before the minute is over
-    assert written.wait(10)
+    assert written.wait(60)
     recorder(step(3))
     recorder.close()
     recorder.close()

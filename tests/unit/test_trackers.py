@@ -95,7 +95,7 @@ def test_one_that_hangs_costs_the_run_nothing(monkeypatch: pytest.MonkeyPatch, t
 
     class Slow(Kept):
         def log(self, step: int, values: Any) -> None:
-            go_on.wait(10)
+            go_on.wait(60)
             super().log(step, values)
 
     use(monkeypatch, slow=Slow)

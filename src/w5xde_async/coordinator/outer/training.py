@@ -115,8 +115,8 @@ class OuterTraining:
 
     async def run(self) -> None:
         self._last_commit = self.context.clock()
-        if self.rule.due:  # the checkpoint was made between a result and its commit
-            await self._commit(0)
+        # What a checkpoint has of open rounds is not in the parameters yet at which the workers of this term begin.
+        await self._commit_pending()
         self.schedule()
         while self.lifecycle.failure is None and not self._ended():
             self.lifecycle.wake.clear()
@@ -151,14 +151,17 @@ class OuterTraining:
             return
         with self.lifecycle.failure_set_aside():
             try:
-                for fragment in range(len(self._fragments)):
-                    if self.rule.pending(fragment):
-                        await self._commit(fragment)
+                await self._commit_pending()
                 if self._accepted:  # steps of which no fragment was left to commit
                     await self._commit(0)
                 self._follow()
             except UpdateFailed as error:
                 self.lifecycle.fail(error)
+
+    async def _commit_pending(self) -> None:
+        for fragment in range(len(self._fragments)):
+            if self.rule.pending(fragment):
+                await self._commit(fragment)
 
     def _ended(self) -> bool:
         if self._inbox:
