@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from w5xde_async.config import Config, setting, whole
 from w5xde_async.errors import need
 
+_ROUNDING = 1e-6  # of sums of speeds
 _ALIKE = 1.5  # speeds that differ by less count as equal
 _MOST_OVERRUN = 4096  # workers whose overrun leases are remembered, those that have left among them
 
@@ -215,16 +216,10 @@ class Pacing:
 
         ``free_leaves`` are left for those that take work, of the step's ``step_leaves``.
         """
-        leaf_s = self._leaf_s.get(worker)
-        if leaf_s is not None:
-            leaf_s = max(leaf_s, self._floor.get(worker, 0.0))
-        else:
-            if not self._speeds:
-                return 1  # nothing is known: find out with one leaf
-            leaf_s = self._speeds[len(self._speeds) // 2]
-        speed = 1 / leaf_s
-        unknown = len(self._workers) - len(self._speeds)  # those are taken to be as fast as this one
-        fair = speed / max(self._leaves_per_s + unknown * speed, speed)
+        leaf_s = self._expected_leaf_s(worker)
+        if leaf_s is None:
+            return 1  # nothing is known: find out with one leaf
+        fair = self._fair_part(leaf_s)
         share = free_leaves * fair
         wanted = max(
             share / 2,
@@ -232,6 +227,25 @@ class Pacing:
             min(step_leaves * fair, self.config.min_lease_s / leaf_s),
         )
         return 1 << max(int(wanted), 1).bit_length() - 1
+
+    def fair_leaves(self, worker: str, step_leaves: int) -> int:
+        """Leaves of a step that are ``worker``'s share of it, rounded up."""
+        leaf_s = self._expected_leaf_s(worker)
+        part = 1 / max(len(self._workers), 1) if leaf_s is None else self._fair_part(leaf_s)
+        return math.ceil(step_leaves * part - _ROUNDING)
+
+    def _expected_leaf_s(self, worker: str) -> float | None:
+        """What a leaf takes ``worker``, or, where that is not known, one in the middle; None where nobody is known."""
+        leaf_s = self._leaf_s.get(worker)
+        if leaf_s is not None:
+            return max(leaf_s, self._floor.get(worker, 0.0))
+        return self._speeds[len(self._speeds) // 2] if self._speeds else None
+
+    def _fair_part(self, leaf_s: float) -> float:
+        """Of the work that all do, the part of one that takes so long for a leaf."""
+        speed = 1 / leaf_s
+        unknown = len(self._workers) - len(self._speeds)  # those are taken to be as fast as this one
+        return speed / max(self._leaves_per_s + unknown * speed, speed)
 
     @property
     def unequal(self) -> bool:

@@ -213,8 +213,10 @@ class LeaseScheduler:
             leaves = min(leaves, max(1, right_half(step_leaves)))
         if current and pacing.unequal:
             leaves = min(leaves, self._most_in_time(worker, step, free, now))
-            if not leaves:
-                return False
+        elif not current:  # more would leave one without work who is still at the step before, and has it done in time
+            leaves = min(leaves, pacing.fair_leaves(worker, step_leaves) - ledger.num_held_leaves(worker, step))
+        if leaves < 1:
+            return False
         deadline_s = pacing.deadline_s(worker, leaves)
         grant = ledger.grant(worker, step, leaves, now=now, deadline_s=deadline_s, others=self._workers.keys())
         if grant is None:
