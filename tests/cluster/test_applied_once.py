@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -239,6 +240,26 @@ async def test_killed_while_the_round_of_another_fragment_is_open(
         killed = await kill("streaming", tmp_path / "run")
     assert killed.pending
     await resume("streaming", killed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rule", ["async", *LOCAL])
+async def test_killed_where_judging_takes_its_time(
+    rule: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Results wait for one another, rounds stay open, the last ones of the data come all at once."""
+    random = Random(seed)
+
+    def late(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def wait(aggregator: OuterAggregator, *given: Any) -> Any:
+            await asyncio.sleep(random.choice((0.0, 0.0, 0.002, 0.01, 0.04)))
+            return await call(aggregator, *given)
+
+        return wait
+
+    for name in ("offer", "commit"):
+        monkeypatch.setattr(OuterAggregator, name, late(getattr(OuterAggregator, name)))
+    await resume(rule, await kill(rule, tmp_path / "run"))
 
 
 class Killed(NamedTuple):
