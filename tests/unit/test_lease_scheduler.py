@@ -124,7 +124,7 @@ def test_a_worker_that_is_early_leaves_the_next_step_to_others_as_well() -> None
     assert farm.seconds[2:] == pytest.approx([LEAF_S] * 6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equal_workers_have_equal_shares_whenever_they_came(data: st.DataObject) -> None:
     workers = data.draw(st.integers(1, 6), "workers")
@@ -138,7 +138,7 @@ def test_equal_workers_have_equal_shares_whenever_they_came(data: st.DataObject)
         assert farm.seconds[16:] == pytest.approx([LEAF_S] * 8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_unequal_workers_are_done_at_about_the_same_time(data: st.DataObject) -> None:
     speeds = data.draw(st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=5), "speeds")
