@@ -50,7 +50,7 @@ def script(text: str) -> str:
             elif "elsewhere" in marks:
                 source = shlex.quote(marks["copy"])
                 lines += [
-                    f"until [ -s {source} ]; do kill -0 $beside; sleep 0.1; done",
+                    f"until [ -s {source} ]; do kill -0 $beside || [ -s {source} ]; sleep 0.1; done",
                     f"mkdir ../elsewhere && cp {source} ../elsewhere/",
                     "(cd ../elsewhere", *block, ")", "wait $beside",
                 ]  # fmt: skip
