@@ -228,7 +228,7 @@ async def test_killed_and_resumed_from_a_checkpoint(rule: str, tmp_path: Path) -
 async def test_killed_while_the_round_of_another_fragment_is_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What that one has accepted is not in the parameters yet at which the workers of the resumed run begin."""
+    """The checkpoint holds that round as a sum; the workers of the resumed run begin at the parameters."""
     closing = LocalStepSchedule.closing
 
     def close_none_alone(schedule: LocalStepSchedule, now: float) -> tuple[int | None, float | None]:

@@ -115,7 +115,7 @@ class OuterTraining:
 
     async def run(self) -> None:
         self._last_commit = self.context.clock()
-        # What a checkpoint has of open rounds is not in the parameters yet at which the workers of this term begin.
+        # A checkpoint may hold open rounds. Workers begin at the parameters, which must have those rounds in them.
         await self._commit_pending()
         self.schedule()
         while self.lifecycle.failure is None and not self._ended():

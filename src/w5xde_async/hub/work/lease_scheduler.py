@@ -213,7 +213,7 @@ class LeaseScheduler:
             leaves = min(leaves, max(1, right_half(step_leaves)))
         if current and pacing.unequal:
             leaves = min(leaves, self._most_in_time(worker, step, free, now))
-        elif not current:  # more would leave one without work who is still at the step before, and has it done in time
+        elif not current:  # leaves beyond its share are for workers that are still busy with the current step
             leaves = min(leaves, pacing.fair_leaves(worker, step_leaves) - ledger.num_held_leaves(worker, step))
         if leaves < 1:
             return False
