@@ -2,11 +2,14 @@
 
 A star: each host is a network namespace whose only link is a TUN device, whose other end is held here. A packet waits
 for its sender's line, then for the delay, then for its receiver's line, and may get lost; a line whose queue is longer
-than ``queue_s`` drops what comes. Real TCP runs on top, so that congestion control, round trips and losses behave as
-they do, for any program. What is not emulated: jitter, reordering, other traffic.
+than ``queue_s`` drops what comes. It takes its place on the receiver's line when it is there, so that a slow sender
+delays nobody else. Real TCP runs on top, so that congestion control, round trips and losses behave as they do, for any
+program. What is not emulated: other traffic.
 
     with Network([Line(rate_mbit=100, round_trip_s=0.04)] * 3) as network:
         ...  # processes that entered ``network.hosts[i].namespace`` (``enter``) reach each other at ``.address``
+        network.hosts[1].line = Line(rate_mbit=1)  # from now on
+        network.hosts[1].away = True  # nothing passes, either way; so do ``forget``, ``rebind`` and ``move``
 
 One thread carries the packets, at a high priority where that is allowed, since a late emulator is a slower network. It
 is Python: about 15 us of one core for a packet of 9000 bytes.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import heapq
+import itertools
 import os
 import random
 import select
@@ -24,7 +28,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -35,6 +39,8 @@ MTU_BYTES = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _EARLY_S = 0.0003  # a packet this early is not worth another wait
+_TCP = 6
+_PORTS, _CHECKSUM = 20, 36  # of TCP in a packet without IP options
 _BURST = 64  # packets taken from one device before the others have their turn
 
 
@@ -63,20 +69,29 @@ class Line:
     """A host's line, each way: ``rate_mbit`` (0: as fast as it goes), half of ``round_trip_s`` as delay, ``loss``.
 
     Between two hosts the delay is the mean of theirs, so that equal lines have the round trip that they say.
+    ``down_mbit``: towards the host, where that is another rate. ``loss``: of packets from the host, and of those to it.
+    ``jitter_s``: what the host sends is late by up to that, each packet by its own time, so that packets overtake.
     """
 
     rate_mbit: float = 0.0
     round_trip_s: float = 0.0
     loss: float = 0.0
+    down_mbit: float | None = None
+    jitter_s: float = 0.0
 
     @property
-    def s_per_byte(self) -> float:
+    def up_s_per_byte(self) -> float:
         return 8e-6 / self.rate_mbit if self.rate_mbit else 0.0
+
+    @property
+    def down_s_per_byte(self) -> float:
+        rate = self.rate_mbit if self.down_mbit is None else self.down_mbit
+        return 8e-6 / rate if rate else 0.0
 
 
 @dataclass(slots=True)
 class Host:
-    """One end of the star. Bytes are those of IP packets, headers included."""
+    """One end of the star. Bytes are those of IP packets, headers included. ``line`` and ``away`` may change."""
 
     line: Line
     namespace: str
@@ -86,6 +101,11 @@ class Host:
     sent_bytes: int = 0
     received_bytes: int = 0
     dropped: int = 0
+    away: bool = False  # nothing passes, either way
+    _ports: set[int] = field(default_factory=set, repr=False)  # its own, of TCP
+    _forgotten: set[int] = field(default_factory=set, repr=False)
+    _outside: dict[int, int] = field(default_factory=dict, repr=False)  # own port -> the one that others see
+    _inside: dict[int, int] = field(default_factory=dict, repr=False)
     _up_free: float = field(default=0.0, repr=False)  # when each direction of the line is next idle
     _down_free: float = field(default=0.0, repr=False)
 
@@ -111,18 +131,21 @@ class Host:
 class Network:
     """The hosts of ``lines``, at 10.88.0.1 and up, while it is open."""
 
+    _number = itertools.count()
+
     def __init__(self, lines: Sequence[Line], *, queue_s: float = 0.2, seed: int = 0) -> None:
-        tag = f"{os.getpid() % (1 << 20):x}"
+        tag = f"{os.getpid() % (1 << 20):x}-{next(self._number)}"
         self.hosts = [
             Host(line, f"netem{tag}-{index}", f"ne{tag}x{index}", f"10.88.0.{index + 1}")
             for index, line in enumerate(lines)
         ]
         self._queue_s = queue_s
         self._random = random.Random(seed)
-        self._by_address = {bytes(map(int, host.address.split("."))): host for host in self.hosts}
-        self._due: list[tuple[float, int, Host, bytes]] = []
-        self._count = 0
-        self._stop, self._stopped = os.pipe()
+        self._by_address = {_packed(host.address): host for host in self.hosts}
+        # (when, in which order, whether it is past its receiver's line, to whom, what)
+        self._due: list[tuple[float, int, bool, Host, bytes]] = []
+        self._count = itertools.count()
+        self._stop, self._stopped = -1, -1
         self._thread = threading.Thread(target=self._carry, name="netem", daemon=True)
 
     def __enter__(self) -> Self:
@@ -135,6 +158,7 @@ class Network:
             for host in self.hosts:
                 host.close()
             raise
+        self._stop, self._stopped = os.pipe()
         self._thread.start()
         return self
 
@@ -144,6 +168,71 @@ class Network:
         os.close(self._stop)
         for host in self.hosts:
             host.close()
+
+    # -- what happens to lines
+
+    def forget(self, host: Host) -> None:
+        """Its connections end without a word to either side, as behind a firewall that has lost its table."""
+        host._forgotten |= host._ports
+
+    def rebind(self, host: Host) -> None:
+        """Its connections come from other ports, as from a NAT that has lost its table: the other side knows none."""
+        for port in set(host._ports):
+            host._outside[port] = (port - 32000) % (1 << 16)  # the kernel gives itself none of these
+            host._inside[host._outside[port]] = port
+
+    def move(self, host: Host) -> None:
+        """It has another address, and the old one is nobody's."""
+        del self._by_address[_packed(host.address)]
+        old, host.address = host.address, f"10.88.0.{int(host.address.rpartition('.')[2]) + 100}"
+        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
+        _ip("-n", host.namespace, "addr", "del", f"{old}/24", "dev", host.device)
+        self._by_address[_packed(host.address)] = host
+
+    # -- packets
+
+    def send(self, now: float, source: Host, packet: bytes) -> None:
+        """``source`` gives a packet to its line."""
+        target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
+        if target is None:
+            return
+        if packet[9] == _TCP:
+            port = int.from_bytes(packet[_PORTS : _PORTS + 2])
+            source._ports.add(port)
+            if port in source._forgotten or int.from_bytes(packet[_PORTS + 2 : _PORTS + 4]) in target._forgotten:
+                return
+            if port in source._outside:
+                packet = _with_port(packet, _PORTS, source._outside[port])
+        up, down = source.line, target.line
+        lost = self._lost(up.loss) or self._lost(down.loss)
+        if lost or source.away or target.away or source._up_free - now > self._queue_s:
+            source.dropped += 1
+            return
+        source._up_free = max(source._up_free, now) + len(packet) * up.up_s_per_byte
+        source.sent_bytes += len(packet)
+        late_s = self._random.random() * up.jitter_s if up.jitter_s else 0.0
+        self._push(source._up_free + (up.round_trip_s + down.round_trip_s) / 4 + late_s, False, target, packet)
+
+    def arrived(self, now: float) -> Iterator[tuple[Host, bytes]]:
+        """What has come through its receiver's line, in that order."""
+        while self._due and self._due[0][0] <= now:
+            at, _, through, target, packet = heapq.heappop(self._due)
+            if through:
+                if packet[9] == _TCP and target._inside:
+                    port = int.from_bytes(packet[_PORTS + 2 : _PORTS + 4])
+                    packet = _with_port(packet, _PORTS + 2, target._inside.get(port, port))
+                yield target, packet
+            elif target.away or target._down_free - at > self._queue_s:
+                target.dropped += 1
+            else:
+                target._down_free = max(target._down_free, at) + len(packet) * target.line.down_s_per_byte
+                self._push(target._down_free, True, target, packet)
+
+    def _push(self, at: float, through: bool, target: Host, packet: bytes) -> None:
+        heapq.heappush(self._due, (at, next(self._count), through, target, packet))
+
+    def _lost(self, share: float) -> bool:
+        return share > 0 and self._random.random() < share
 
     def _carry(self) -> None:
         with suppress(OSError):  # of this thread alone
@@ -163,7 +252,12 @@ class Network:
                     if descriptor == self._stop:
                         return
                     self._take(by_descriptor[descriptor])
-                self._deliver()
+                for target, packet in self.arrived(time.monotonic() + _EARLY_S):
+                    try:
+                        os.write(target.descriptor, packet)
+                        target.received_bytes += len(packet)
+                    except OSError:  # its queue is full, or the device goes down
+                        target.dropped += 1
 
     def _take(self, source: Host) -> None:
         for _ in range(_BURST):
@@ -171,34 +265,23 @@ class Network:
                 packet = os.read(source.descriptor, 1 << 16)
             except BlockingIOError:
                 return
-            target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
-            if target is None:
-                continue
-            now, nbytes = time.monotonic(), len(packet)
-            up, down = source.line, target.line
-            lost = up.loss > 0 and self._random.random() < up.loss
-            if lost or source._up_free - now > self._queue_s:
-                source.dropped += 1
-                continue
-            source._up_free = max(source._up_free, now) + nbytes * up.s_per_byte
-            arrives = source._up_free + (up.round_trip_s + down.round_trip_s) / 4
-            if target._down_free - arrives > self._queue_s:
-                target.dropped += 1
-                continue
-            target._down_free = max(target._down_free, arrives) + nbytes * down.s_per_byte
-            source.sent_bytes += nbytes
-            self._count += 1
-            heapq.heappush(self._due, (target._down_free, self._count, target, packet))
+            self.send(time.monotonic(), source, packet)
 
-    def _deliver(self) -> None:
-        horizon = time.monotonic() + _EARLY_S
-        while self._due and self._due[0][0] <= horizon:
-            _, _, target, packet = heapq.heappop(self._due)
-            try:
-                os.write(target.descriptor, packet)
-                target.received_bytes += len(packet)
-            except OSError:  # its queue is full, or the device goes down
-                target.dropped += 1
+
+def _packed(address: str) -> bytes:
+    return bytes(map(int, address.split(".")))
+
+
+def _with_port(packet: bytes, at: int, port: int) -> bytes:
+    """With another port at that place of its TCP header, and the checksum that goes with it (RFC 1624)."""
+    was, total = int.from_bytes(packet[at : at + 2]), int.from_bytes(packet[_CHECKSUM : _CHECKSUM + 2])
+    total = (~total & 0xFFFF) + (~was & 0xFFFF) + port
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    changed = bytearray(packet)
+    changed[at : at + 2] = port.to_bytes(2)
+    changed[_CHECKSUM : _CHECKSUM + 2] = (~total & 0xFFFF).to_bytes(2)
+    return bytes(changed)
 
 
 def _ip(*arguments: str) -> None:
