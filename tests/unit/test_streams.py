@@ -1,0 +1,303 @@
+"""The engine's CUDA branch on fake streams: whatever the order of events, the bits are the synchronous engine's.
+
+Each planted fault is one that this must find: it says that the harness looks where it should.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from tests.support import fake_cuda as fakes
+from tests.support import jobs
+from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
+from torch import Tensor
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.transfer import Transfer
+from w5xde_async.job import Job
+from w5xde_async.params.flat import FlatState, ResultVector, bytes_of
+
+NAMES = ("mlp_sgd", "cnn_adamw", "gpt_adamw", "odd", "accumulated", "metrics")
+BUCKET_BYTES = 4 << 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Hunger:
+    """Lack of memory at the end of a block's last backward pass, when most of its buckets have left."""
+
+    left = 0  #: passes until then; 0: none
+
+    class _Pass(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            Hunger.left -= 1
+            if Hunger.left == 0:
+                raise torch.OutOfMemoryError("no memory left")
+            return gradient
+
+    class GPT(jobs.GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed.register_forward_hook(lambda module, args, output: Hunger._Pass.apply(output))
+
+
+@dataclass
+class Block:
+    """What an engine gave for one block."""
+
+    outcome: ComputedBlock
+    buckets: dict[int, bytes]
+    order: list[int]
+
+
+class Line:
+    """Takes what an engine emits, as a network does: it reads it at once, or much later, and releases it then."""
+
+    def __init__(self, engine: Engine, late: random.Random | None = None) -> None:
+        self.engine, self._late = engine, late
+        self._held: list[tuple[Block, dict[int, ResultVector]]] = []
+        self.unread = 0
+
+    def block(self, task: Task) -> Block:
+        found: dict[int, ResultVector] = {}
+        order: list[int] = []
+
+        def emit(bucket: int, vector: ResultVector) -> None:
+            assert bucket not in found
+            found[bucket] = vector
+            order.append(bucket)
+
+        block = Block(self.engine.compute(task, emit), {}, order)
+        self._held.append((block, found))
+        while self._held and (self._late is None or self._late.random() < 0.5 or len(self._held) > 3):
+            self._read(*self._held.pop(0))
+        return block
+
+    def close(self) -> None:
+        for held in self._held:
+            self._read(*held)
+        self.engine.close()
+
+    def _read(self, block: Block, found: dict[int, ResultVector]) -> None:
+        for bucket, vector in found.items():
+            block.buckets[bucket] = bytes(bytes_of(vector.buckets[bucket]))
+        for vector in block.outcome.vectors:
+            self.engine.release(vector)
+
+
+def task(job: Job, leaves: int, step: int = 0) -> Task:
+    """A block of a job whose samples are tensors."""
+    count = leaves * job.leaf_samples
+    samples = [job.dataset[(step * 7 + index) % len(job.dataset)] for index in range(count)]
+    batch = tuple(torch.stack([torch.as_tensor(value) for value in column]) for column in zip(*samples, strict=True))
+    structure, tensors = flatten(batch)
+    return Task(
+        step=step, start=0, samples=(job.leaf_samples,) * leaves, loss_scale=1.0, structure=structure, packed=True,
+        tensors=tensors,
+    )  # fmt: skip
+
+
+def new_values(state: FlatState, seed: int) -> None:
+    """A version of the parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    for group in state.groups:
+        if group.is_floating_point():
+            group.mul_(1 + 0.01 * torch.rand(group.shape, generator=generator).to(group.dtype))
+
+
+def spoil(state: FlatState) -> None:
+    """The next version is being received into the same memory."""
+    for group in state.groups:
+        bytes_of(group)[:] = bytes([fakes.GARBAGE]) * (group.numel() * group.element_size())
+
+
+def compare(job: Job, seed: int, *, pace: float, blocks: int = 12) -> tuple[FakeCuda, list[Block], list[Block]]:
+    """The same blocks and versions by an engine on late streams, and by one on the CPU."""
+    draw = random.Random(seed)
+    plan = [(step, draw.choice((1, 1, 2, 3, 4, 5, 8)), draw.random() < 0.4) for step in range(blocks)]
+    hungry = blocks // 2
+    host = Engine(job, device="cpu", bucket_bytes=BUCKET_BYTES)
+    line, expected, states = Line(host), [], []
+    for step, leaves, is_new in plan:
+        if is_new:
+            new_values(host.incoming, step)
+            host.load(range(len(host.layout.buckets)))
+        states.append([group.clone() for group in host.incoming.groups])
+        Hunger.left = leaves if step == hungry else 0
+        expected.append(line.block(task(job, leaves, step)))
+    line.close()
+    actual: list[Block] = []
+    with fake_cuda(seed, pace=pace) as cuda:
+        device = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        line = Line(device, draw)
+        for (step, leaves, is_new), state in zip(plan, states, strict=True):
+            if is_new:
+                for mine, theirs in zip(device.incoming.groups, state, strict=True):
+                    bytes_of(mine)[:] = bytes_of(theirs)
+                device.load(range(len(device.layout.buckets)))
+                spoil(device.incoming)
+            Hunger.left = leaves if step == hungry else 0
+            actual.append(line.block(task(job, leaves, step)))
+        cuda.synchronize()
+        line.close()
+    return cuda, expected, actual
+
+
+def differences(expected: list[Block], actual: list[Block]) -> list[str]:
+    """What differs, to the last bit."""
+    found = []
+    for number, (mine, theirs) in enumerate(zip(expected, actual, strict=True)):
+        fields = ("losses", "metric_names", "metrics", "untouched", "absent", "splits")
+        others = [f for f in fields if repr(getattr(mine.outcome, f)) != repr(getattr(theirs.outcome, f))]
+        found += [f"block {number}: {field}" for field in others]
+        if sorted(mine.order) != sorted(theirs.order):
+            found.append(f"block {number}: other buckets")
+        found += [f"block {number}: bucket {b}" for b in mine.buckets if mine.buckets[b] != theirs.buckets.get(b)]
+    return found
+
+
+def hungry() -> Job:
+    return replace(jobs.gpt_adamw(), model=Hunger.GPT)
+
+
+@pytest.mark.parametrize("make", [*[jobs.ALL[name] for name in NAMES], hungry])
+@pytest.mark.parametrize("pace", [0.0, 0.1, 1.0])
+def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float) -> None:
+    cuda, expected, actual = compare(make(), seed=len(make.__name__), pace=pace, blocks=10)
+    assert differences(expected, actual) == []
+    assert cuda.hazards == []
+    assert cuda.counts.copies_out
+
+
+# -- what it finds -------------------------------------------------------------------------------------------------
+
+
+def found(seeds: int = 4) -> bool:
+    """Whether some order of events shows a fault."""
+    for seed in range(seeds):
+        cuda, expected, actual = compare(hungry(), seed, pace=(0.0, 0.05, 0.3, 0.8)[seed % 4], blocks=4)
+        if cuda.hazards or differences(expected, actual):
+            return True
+    return False
+
+
+def test_without_a_planted_fault_nothing_is_found() -> None:
+    assert not found()
+
+
+def forgets(
+    owner: type, name: str, when: Callable[..., bool] = lambda *_: True
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Plant: a call that is not made."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        made = getattr(owner, name)
+        patch.setattr(owner, name, lambda *arguments: None if when(*arguments) else made(*arguments))
+
+    return plant
+
+
+def gives_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Host memory goes back to the pool when its last copy has begun."""
+    send = Transfer.send
+
+    def sent(self: Transfer, vector: ResultVector, host: ResultVector, bucket: int, emit: Any) -> None:
+        send(self, vector, host, bucket, emit)
+        self.host_pool.give(host)
+
+    patch.setattr(Transfer, "send", sent)
+
+
+def does_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    """A block is done while its copies are under way."""
+    patch.setattr(Transfer, "wait", lambda self: self._copies.clear())
+
+
+def does_not_wait_for_versions(patch: pytest.MonkeyPatch) -> None:
+    """``load`` returns while it copies."""
+    load = Transfer.load
+
+    def loaded(self: Transfer, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            for owner in (fakes.Stream, fakes.Event):
+                meanwhile.setattr(owner, "synchronize", lambda self: None)
+            load(self, *arguments)
+
+    patch.setattr(Transfer, "load", loaded)
+
+
+def overwrites_before_it_waits(patch: pytest.MonkeyPatch) -> None:
+    """The wait for earlier copies comes after the memory was written."""
+    guard = Transfer.guard
+
+    def guarded(self: Transfer, vector: ResultVector) -> None:
+        vector.reset()
+        guard(self, vector)
+
+    patch.setattr(Transfer, "guard", guarded)
+
+
+def records_before_it_copies(patch: pytest.MonkeyPatch) -> None:
+    """A copy's event is recorded before the copy."""
+    copied = FakeCuda.copied
+
+    def swapped(self: FakeCuda, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+        result = copied(self, target, source, non_blocking)
+        if self.current.late:
+            self.held = self.current.queue.pop()  # type: ignore[attr-defined]
+        return result
+
+    record = fakes.Event.record
+
+    def recorded(self: fakes.Event, stream: Any = None) -> None:
+        record(self, stream)
+        held = self.cuda.__dict__.pop("held", None)
+        if held is not None:
+            self.cuda.current.queue.append(held)
+
+    patch.setattr(FakeCuda, "copied", swapped)
+    patch.setattr(fakes.Event, "record", recorded)
+
+
+@contextmanager
+def planted(plant: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        yield
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(forgets(fakes.Stream, "wait_event", lambda stream, _: stream.late), id="a copy waits for no sum"),
+        pytest.param(forgets(Transfer, "guard"), id="memory is overwritten while it is copied"),
+        pytest.param(
+            forgets(fakes.Event, "synchronize", lambda event: bool(event.recording and event.recording.stream.late)),
+            id="a bucket is sent before it is here",
+        ),
+        pytest.param(does_not_wait_for_versions, id="a version is received while the last is copied"),
+        pytest.param(gives_back_at_once, id="host memory is given back early"),
+        pytest.param(does_not_wait_for_copies, id="a block ends before its copies"),
+        pytest.param(overwrites_before_it_waits, id="written, then waited"),
+        pytest.param(records_before_it_copies, id="recorded, then copied"),
+    ],
+)  # fmt: skip
+def test_it_finds(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with planted(plant):
+        assert found()
