@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -437,16 +439,139 @@ def test_batch_norm_over_one_sample_says_what_to_set() -> None:
         run.compute(task(leaves((4, 1)), (4, 1), start=4))
 
 
-def clearing(module: nn.Module, batch: Any) -> Tensor:
-    module.zero_grad()
+def cleared(part: str, to_none: bool, late: bool, module: nn.Module, batch: Any) -> Tensor:
+    out = module(batch[0]) if late else None
+    module.get_submodule(part).zero_grad(set_to_none=to_none)
+    return F.cross_entropy(module(batch[0]) if out is None else out, batch[1])
+
+
+def backward_twice(module: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(module(batch[0]), batch[1])
+    torch.autograd.backward(loss, retain_graph=True)
+    return loss
+
+
+def clipping(module: nn.Module, batch: Any) -> Tensor:
+    nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
     return F.cross_entropy(module(batch[0]), batch[1])
 
 
+CLEARING = [partial(cleared, "", to_none, late) for to_none in (True, False) for late in (True, False)]
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("step", [*CLEARING, backward_twice, clipping])
 @pytest.mark.parametrize("model", [Net, plain_net, lambda: nn.Linear(8, 3)])
-def test_a_step_that_clears_gradients_is_told_so(model: Any) -> None:
-    run = Run(job(loss=None, step=clearing, model=model))
+def test_a_step_that_changes_gradients_is_told_so(model: Any, step: Any, overlapping: bool) -> None:
+    """Whatever it does to them: zeros in place would lose what the leaf before has left there."""
+    told = []
+
+    def chosen(module: nn.Module, batch: Any) -> Any:
+        return (step if told else loss_of)(module, batch)
+
+    run = Run(job(loss=None, step=chosen, model=model))
+    if overlapping:
+        run.compute(task(leaves((4, 4)), (4, 4)))
+    told.append(1)
     with pytest.raises(LeafError, match="leave zero_grad and the optimizer out"):
         run.compute(task(leaves((4, 4)), (4, 4)))
+    assert not run.emitted
+
+
+@pytest.mark.parametrize("part", ["head", "narrow", "norm"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_that_clears_the_gradients_of_one_layer_is_told_so(part: str, to_none: bool) -> None:
+    run = Run(job(loss=None, step=partial(cleared, part, to_none, True)))
+    with pytest.raises(LeafError, match="leave zero_grad and the optimizer out"):
+        run.compute(task(leaves((4, 4)), (4, 4)))
+
+
+def loss_of(module: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+# -- what a closed engine leaves behind
+
+
+def tensor_bytes() -> int:
+    """Of all memory that tensors hold."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.pad(x, (0, 248))
+        for layer in self.layers:
+            h = layer(h)
+        return h[:, :3]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 18, 4 << 20])
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_a_closed_engine_is_freed_to_the_last_byte(bucket_bytes: int, blocks: int) -> None:
+    wanted, given = job(model=Sized), task(leaves((4, 4)), (4, 4))
+    before = tensor_bytes()
+    engine = Engine(wanted, bucket_bytes=bucket_bytes)
+    for _ in range(blocks):
+        engine.release(engine.compute(given, lambda *_: None).vectors[0])
+    gone, model = weakref.ref(engine), weakref.ref(engine.model)
+    assert tensor_bytes() > before + (1 << 20)
+    engine.close()
+    del engine
+    gc.collect()
+    assert (gone(), model()) == (None, None)
+    assert tensor_bytes() <= before
+
+
+# -- copies that take their time
+
+
+class SlowCopies:
+    """Buckets that leave wait for ``wait``, as those on a device do for their copies."""
+
+    def __init__(self, run: Run) -> None:
+        self._waiting: list[Any] = []
+        transfer: Any = run.engine._transfer
+        transfer.send, transfer.wait = self._send, self._wait
+
+    def _send(self, vector: ResultVector, host: ResultVector, bucket: int, emit: Any) -> None:
+        self._waiting.append(partial(emit, bucket, host))
+
+    def _wait(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0)()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()])
+def test_however_a_block_ends_nothing_is_emitted_after_it(error: BaseException) -> None:
+    run = Run(job(model=Watched))
+    RUNNING[:] = [run]
+    module = run.engine.model
+    assert isinstance(module, Watched)
+    given = task(leaves((4, 4)), (4, 4))
+    run.compute(given)
+    copies, calls = SlowCopies(run), []
+
+    def fail(_: Tensor) -> None:
+        calls.append(1)
+        if len(calls) >= 2:  # in the last leaf, and whenever it is tried again
+            raise error
+
+    module.note = fail  # type: ignore[method-assign]
+    with pytest.raises((KeyboardInterrupt, LeafError)):
+        run.compute(given)
+    assert len(run.emitted) >= 3
+    assert not copies._waiting
 
 
 # -- metrics and losses

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from w5xde_async.compute.halving import lacks_memory
+
 logger = logging.getLogger(__name__)
 
 _TIMED_CALLS = 8  # of each way
@@ -42,10 +44,8 @@ class CompiledStep:
         began = self._now()
         try:
             result = (self._compiled if compiled and self._compiled else self._step)(model, batch)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            if not compiled:
+            if not compiled or lacks_memory(error):
                 raise
             self._decided, self._compiled = True, None
             first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -25,6 +25,7 @@ from w5xde_async.compute.block import Block, ComputedBlock, Emit, LeafSpec, Metr
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
+from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError
@@ -38,6 +39,7 @@ from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
 _MAX_TRACEBACK = 8000
+_CHANGED = "the step changed the model's gradients; leave zero_grad and the optimizer out of it, and backward too"
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -82,7 +84,7 @@ class Engine:
 
     ``source`` is a job, or a program's replica. ``spec`` is the job's own unless given: a worker takes the
     coordinator's, so that a job file edited on one machine does not change what is computed. A replica has none of its
-    own. ``lent``: host memory to compute with.
+    own. ``lent``: host memory to compute with. ``splits``: how often microbatches are halved to begin with.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Engine:
         bucket_bytes: int = 4 << 20,
         clock: Callable[[], float] = time.perf_counter,
         lent: Lent | None = None,
+        splits: int = 0,
     ) -> None:
         self.clock = clock
         self.device = torch.device(device)
@@ -131,7 +134,8 @@ class Engine:
         self._autocast = autocast(self.precision, self.device.type)
         self._keeps = False
         self._bound: ResultVector | None = None
-        self._pieces = 1  # halvings of a microbatch that lack of memory has forced so far, as a factor
+        self._gradients: list[tuple[Any, Tensor | None]] = []  # what is bound: parameters and where theirs lands
+        self._halving = Halving(self._microbatch, splits)
         # On after the first block has shown that each gradient arrives once a backward pass. Where one comes in parts
         # (re-entrant checkpoints), a sum is complete only at the end, and a leaf must be summed by itself.
         self._overlap = False
@@ -146,9 +150,11 @@ class Engine:
         # before the block's end they are seeded only once a block has been seen to draw; that block is done again.
         self._seeds_python = len(self._grad_buckets) != 1
         self._index_of = {id(parameter): index for index, parameter in self._parameters}
-        for index, parameter in self._parameters:
-            single = len(self._grad_buckets) == 1
+        single = len(self._grad_buckets) == 1
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._notes.append if single else partial(self._landed, index))
+            for index, parameter in self._parameters
+        ]
         _add_sparse_ones_once([parameter for _, parameter in self._parameters])
 
     # -- parameters ----------------------------------------------------------------------------------------
@@ -193,8 +199,10 @@ class Engine:
         self._transfer.host_pool.give(vector)
 
     def close(self) -> None:
-        """Free threads and hooks."""
+        """Free threads and hooks: a hook that holds the engine keeps it, and all its memory, for good."""
         self._transfer.close()
+        for hook in self._hooks:
+            hook.remove()
 
     # -- one block -----------------------------------------------------------------------------------------
 
@@ -203,33 +211,46 @@ class Engine:
 
         ``emit`` gets the bucket's number and the block's flat float32 vector of sums, in which the bucket is final.
         """
-        began = self.clock()
-        block = self._block = Block(task, emit, self._metric_names)
+        try:
+            return self._compute(Block(task, emit, self._metric_names))
+        except BaseException:
+            self._transfer.wait()  # whoever hears of it may count on no further ``emit``
+            raise
+
+    def _compute(self, block: Block) -> ComputedBlock:
+        began, self._block = self.clock(), block
+        again = False
         while True:
             try:
                 self._run(block)
                 break
             except _AgainOtherwise:
                 self._abandon(block)  # nothing has left: it is computed again, in the way that was found right
-            except torch.OutOfMemoryError as error:
-                # Partial sums are lost with the vectors; what was emitted is final and stays.
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+                # Partial sums are lost with the vectors; what was emitted is final and stays. Halves would be beside
+                # it what no single computation gives (other dropout masks, other batch statistics): not in this block.
                 self._abandon(block)
-                if self._pieces >= self._microbatch:  # single samples already
+                if block.emitted and not again:
+                    again = True
+                elif not self._halving.lacked() or block.emitted:
                     raise self._failure(block, block.leaf, error) from error
-                self._pieces *= 2
-                self._transfer.empty_cache()
+            self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         losses = self._read(block.losses)
         metric_names, values = block.reported()
         metrics = self._read(values) if values else ()
         self._transfer.wait()
-        self._overlap = not self._in_parts
+        splits = self._halving.splits
+        self._halving.fitted()
+        self._overlap = not self._in_parts and not self._halving.tries
         return ComputedBlock(
             losses=losses,
             metric_names=metric_names,
             metrics=metrics,
             untouched=tuple(index for index in self.layout.trainable if index not in block.touched),
             absent=tuple(bucket.index for bucket in self.layout.result_buckets if bucket.index not in block.emitted),
-            splits=self._pieces.bit_length() - 1,
+            splits=splits,
             compute_s=self.clock() - began,
             vectors=(*block.spent, block.host_vector),
         )
@@ -246,18 +267,18 @@ class Engine:
                 onto_left = bool(index & 1) and self._lands_directly
                 if not onto_left:
                     vector = self._pool.take()
+                    block.open.append(vector)
                     self._transfer.guard(vector)
                     vector.reset()
-                    block.open.append(vector)
                     if block.host is None:
                         block.host = vector if self._transfer.on_host else self._transfer.host_pool.take()
                 self._bind(block.open[-1])
                 try:
                     self._leaf(block, index, samples, self._transfer.batch(batch), finishing=index == last)
-                except (torch.OutOfMemoryError, _AgainOtherwise):
+                except _AgainOtherwise:
                     raise
                 except BaseException as error:
-                    if is_interrupt(error):
+                    if is_interrupt(error) or lacks_memory(error):
                         raise
                     self._abandon(block)
                     raise self._failure(block, index, error) from error
@@ -279,22 +300,26 @@ class Engine:
     @property
     def _lands_directly(self) -> bool:
         # A leaf of several microbatches is summed by itself first; other dtypes are cast on the way.
-        return self._accumulate == 1 and self._pieces == 1 and not self._native and not self._in_parts
+        return self._accumulate == 1 and not self._halving.splits and not self._native and not self._in_parts
 
     def _leaf(self, block: Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
         seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
         self._buffers.restore()
-        size = -(-self._microbatch // self._pieces)
+        size = -(-self._microbatch // self._halving.pieces)
         loss_sum: Tensor | None = None
         for begin in range(0, samples, size):
             end = min(begin + size, samples)
             piece = batch if end - begin == samples else rows(batch, samples, begin, end)
+            written = self._times_written()
             if self._autocast is None:
                 loss, metrics = self._step(self.model, piece)
             else:
                 with self._autocast():
                     loss, metrics = self._step(self.model, piece)
+            if self._times_written() != written:
+                raise TypeError(_CHANGED)
+            self._check_bound()
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
             if loss.dim() or loss.dtype != torch.float32:
@@ -306,9 +331,7 @@ class Engine:
                 block.count_down(self._grad_buckets)
             before = len(self._notes)
             _run_backward(loss, self._weight((end - begin) * block.task.loss_scale))
-            first, parameter = self._parameters[0]
-            if parameter.grad is not self._native.get(first, block.open[-1].gradients[first]):
-                raise TypeError("the step cleared the model's gradients; leave zero_grad and the optimizer out of it")
+            self._check_bound()
             if not self._in_parts and self._came_in_parts(before):
                 self._in_parts, self._overlap = True, False
                 raise _AgainOtherwise
@@ -322,6 +345,17 @@ class Engine:
         self._buffers.collect(block.open[-1], samples, block.changed)
         if not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
+
+    def _times_written(self) -> int:
+        """How often gradients have been written so far: views share their tensor's count."""
+        assert self._bound is not None
+        return self._bound.memory._version + sum([flat._version for flat in self._native_memory])
+
+    def _check_bound(self) -> None:
+        """Raises TypeError where a parameter's gradient is not the one that is summed."""
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                raise TypeError(_CHANGED)
 
     def _came_in_parts(self, before: int) -> bool:
         """Whether a parameter got more than one gradient in the last backward pass."""
@@ -376,8 +410,7 @@ class Engine:
         self._pool.give(right)
 
     def _failure(self, block: Block, index: int, error: BaseException) -> LeafError:
-        """What to raise after ``_abandon``. What has been emitted may still be on its way."""
-        self._transfer.wait()
+        """What to raise after ``_abandon``."""
         leaf = block.task.start + index
         if isinstance(error, ValueError) and _TOO_FEW in str(error):  # batch norm: what to do is said with it
             samples = block.task.samples[index]
@@ -389,6 +422,8 @@ class Engine:
     def _abandon(self, block: Block) -> None:
         """Backward broke off: nothing in the open vectors can be trusted."""
         self._bound = None
+        if self._keeps:  # nothing has left: ``emit`` is only told where it lies
+            block.emitted.clear()
         for _, parameter in self._parameters:
             parameter.grad = None
         for vector in block.open:
@@ -407,9 +442,11 @@ class Engine:
     def _native_views(self) -> dict[int, Tensor]:
         """Own-dtype gradient memory for trainable entries that are not float32, by entry."""
         views: dict[int, Tensor] = {}
+        self._native_memory: list[Tensor] = []
         for group in self.layout.groups:
             if group.role == "grad" and group.dtype != torch.float32:
                 flat = torch.zeros(group.numel, dtype=group.dtype, device=self.device)
+                self._native_memory.append(flat)
                 for index in group.entries:
                     entry = self.layout.entries[index]
                     views[index] = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
@@ -417,8 +454,9 @@ class Engine:
 
     def _bind(self, vector: ResultVector) -> None:
         if self._bound is not vector:
-            for index, parameter in self._parameters:
-                parameter.grad = self._native.get(index, vector.gradients[index])
+            self._gradients = [(p, self._native.get(index, vector.gradients[index])) for index, p in self._parameters]
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
             self._bound = vector
         for view in self._native.values():
             view.fill_(-0.0)

@@ -116,8 +116,11 @@ class Transfer:
         self._copies.clear()
 
     def empty_cache(self) -> None:
+        """Give the device's unused memory back, in one piece."""
         if self._cuda:
             _cuda.empty_cache()
+        elif self.device.type == "mps":
+            torch.mps.empty_cache()
 
     def close(self) -> None:
         if self._copier is not None:

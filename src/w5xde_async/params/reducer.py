@@ -46,11 +46,12 @@ class VectorPool:
         self.num_out = 0
 
     def take(self) -> ResultVector:
-        self.num_out += 1
         try:
-            return self._free.pop()
+            vector = self._free.pop()
         except IndexError:
-            return self._make(self.layout)
+            vector = self._make(self.layout)
+        self.num_out += 1
+        return vector
 
     def give(self, vector: ResultVector) -> None:
         self.num_out -= 1

@@ -1,0 +1,276 @@
+"""Memory lacks anywhere in a block: what comes out is PyTorch's own gradient, or an error, never something else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import Engine, LeafError
+from w5xde_async.compute.halving import Halving, lacks_memory
+from w5xde_async.job import Job
+from w5xde_async.params.flat import ResultVector
+
+ERRORS: list[Callable[[], RuntimeError]] = [
+    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    lambda: RuntimeError("CUDA error: out of memory"),  # pinned memory
+    lambda: RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GiB, max allowed: 18.13 GiB)."),
+    lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    lambda: RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+]
+PLACES = ("forward", "backward", "last backward", "make_vector", "copies")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Lack:
+    """Raises ``errors`` in turn at calls of ``place``, the first at its call ``after``. Counts what it has raised."""
+
+    def __init__(self) -> None:
+        self.arm("", 0, [])
+
+    def arm(self, place: str, after: int, errors: list[RuntimeError]) -> None:
+        self.place, self.after, self.errors, self.raised = place, after, errors, 0
+
+    def __call__(self, place: str) -> None:
+        if place != self.place or not self.errors:
+            return
+        self.after -= 1
+        if self.after < 0:
+            self.raised += 1
+            raise self.errors.pop(0)
+
+
+LACK = Lack()
+
+
+class Deep(nn.Module):
+    """Layers enough that the last of backward comes after some buckets have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        LACK("forward")
+        h: Tensor = self.layers[0](x)
+        h.register_hook(lambda _: LACK("last backward"))
+        for layer in list(self.layers)[1:]:
+            h = torch.tanh(layer(h))
+        h.register_hook(lambda _: LACK("backward"))
+        return h[:, :3]
+
+
+@contextmanager
+def lacking(engine: Engine) -> Iterator[None]:
+    """``make_vector`` and copies to the device are places too; every vector is made anew."""
+    make, batch, pool = engine._pool._make, engine._transfer.batch, engine._pool
+
+    def made(layout: Any) -> ResultVector:
+        LACK("make_vector")
+        return make(layout)
+
+    def copied(given: Any) -> Any:
+        LACK("copies")
+        return batch(given)
+
+    pool.spare, pool._make, engine._transfer.batch = 0, made, copied  # type: ignore[method-assign]
+    pool._free.clear()
+    try:
+        yield
+    finally:
+        LACK.arm("", 0, [])
+        engine.close()
+
+
+def job(accumulate: int) -> Job:
+    return Job(
+        model=Deep, dataset=TensorDataset(torch.zeros(64, 8), torch.zeros(64, dtype=torch.int64)),
+        loss=nn.CrossEntropyLoss(), batch_size=64, microbatch_size=4, accumulate_grad_batches=accumulate, max_steps=5,
+        seed=2, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )  # fmt: skip
+
+
+def block(chance: random.Random, leaf: int) -> Task:
+    """One to six leaves, the last perhaps smaller."""
+    samples = (leaf,) * chance.randrange(6) + (chance.randrange(1, leaf + 1),)
+    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    x = torch.randn(sum(samples), 8, generator=generator)
+    structure, tensors = flatten((x, torch.randint(3, (len(x),), generator=generator)))
+    return Task(step=0, start=0, samples=samples, loss_scale=1.0, structure=structure, packed=True, tensors=tensors)
+
+
+def plain(engine: Engine, task: Task) -> list[Tensor]:
+    """The gradient of the summed loss."""
+    model, (x, y) = Deep(), task.tensors
+    model.load_state_dict(engine.model.state_dict())
+    F.cross_entropy(model(x), y, reduction="sum").backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+class Results:
+    """What ``emit`` gets: copies of buckets that leave, or where kept ones lie."""
+
+    def __init__(self, engine: Engine, *, local: bool) -> None:
+        self._engine, self._local = engine, local
+        self.vector, self.emitted = ResultVector(engine.layout), list[int]()
+
+    def __call__(self, bucket: int, vector: ResultVector) -> None:
+        self.emitted.append(bucket)
+        if self._local:
+            self.vector = vector
+        else:
+            self.vector.buckets[bucket].copy_(vector.buckets[bucket])
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient for gradient in self.vector.gradients if gradient is not None]
+
+
+def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
+    gap = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
+    return (gap / sum(float(b.square().sum()) for b in expected)) ** 0.5
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["exact", "local"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, local: bool) -> None:
+    chance = random.Random(seed)
+    accumulate = chance.choice([1, 1, 2])
+    engine = Engine(job(accumulate), bucket_bytes=chance.choice([256, 1 << 20]))
+    if local:
+        engine.keep_results()
+    with lacking(engine):
+        for number in range(8):
+            task = block(chance, 4 * accumulate)
+            LACK.arm("", 0, [])
+            expected, results = plain(engine, task), Results(engine, local=local)
+            place, splits = chance.choice(PLACES), chance.choice([0, 0, 1, 2])
+            engine._halving, smallest = Halving(4, splits=splits), splits == 2
+            calls = sum(-(-samples // (4 >> splits)) for samples in task.samples)
+            if number:  # the first shows that each gradient comes once
+                errors = [chance.choice(ERRORS)() for _ in range(chance.randrange(3))]
+                LACK.arm(place, chance.choice([chance.randrange(calls), calls - 1]), errors)
+            failed: LeafError | None = None
+            try:
+                outcome = engine.compute(task, results)
+            except LeafError as error:
+                failed = error
+            if failed is not None:
+                assert smallest or (LACK.raised == 2 and (results.emitted or engine._halving.splits == 2)), place
+                assert smallest or not local or engine._halving.splits == 2, "nothing has left"
+                assert engine._pool.num_out == len(failed.vectors)
+                for vector in failed.vectors:
+                    engine.release(vector)
+                LACK.arm("", 0, [])
+                results = Results(engine, local=local)
+                done(engine, engine.compute(task, results))
+            else:
+                assert local or len(results.emitted) == len(set(results.emitted)), "each bucket leaves once"
+                done(engine, outcome)
+            assert engine._pool.num_out == 0
+            assert error_of(results.gradients(), expected) < 1e-5, (number, place, LACK.raised)
+
+
+def done(engine: Engine, outcome: ComputedBlock) -> None:
+    assert outcome.splits <= 2
+    for vector in outcome.vectors:
+        engine.release(vector)
+
+
+def test_memory_that_lacks_after_a_part_has_left_does_not_halve_the_rest() -> None:
+    """What has left was computed whole: other masks and statistics beside it would be nobody's gradient."""
+    engine = Engine(job(1), bucket_bytes=256)
+    with lacking(engine):
+        task = block(random.Random(1), 4)
+        done(engine, engine.compute(task, lambda *_: None))
+        LACK.arm("last backward", len(task.samples) - 1, [ERRORS[0]()])
+        outcome = engine.compute(task, Results(engine, local=False))
+        assert (LACK.raised, outcome.splits) == (1, 0), "once is tried again as it was"
+        done(engine, outcome)
+        results = Results(engine, local=False)
+        LACK.arm("last backward", len(task.samples) - 1, [ERRORS[0]() for _ in range(9)])
+        with pytest.raises(LeafError, match="out of memory"):
+            engine.compute(task, results)
+        assert results.emitted
+        LACK.arm("", 0, [])
+        assert engine.compute(task, lambda *_: None).splits == 1, "the next block is halved"
+
+
+# -- what lack of memory looks like
+
+
+@pytest.mark.parametrize("make", ERRORS)
+def test_every_kind_of_lack_is_known(make: Callable[[], RuntimeError]) -> None:
+    assert lacks_memory(make())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x8)"),
+        ValueError("out of memory"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_are_none(error: BaseException) -> None:
+    assert not lacks_memory(error)
+
+
+# -- halves, and back
+
+
+def fitted(halving: Halving, blocks: int) -> list[int]:
+    found = []
+    for _ in range(blocks):
+        found.append(halving.splits)
+        halving.fitted()
+    return found
+
+
+def test_halves_are_doubled_again_after_a_while() -> None:
+    halving = Halving(4)
+    assert [halving.lacked(), halving.lacked(), halving.lacked()] == [True, True, False]
+    found = fitted(halving, 200)
+    assert found == [2] * 32 + [1] * 32 + [0] * 136
+
+
+def test_a_try_that_fails_is_not_made_again_soon() -> None:
+    halving, waits = Halving(2), []
+    for _ in range(8):
+        assert halving.lacked()
+        blocks = 0
+        while halving.splits:
+            halving.fitted()
+            blocks += 1
+        assert halving.tries
+        waits.append(blocks)
+    assert waits == [32, 64, 128, 256, 512, 1024, 1024, 1024]
+
+
+def test_a_try_that_went_well_is_over() -> None:
+    halving = Halving(2, splits=1)
+    fitted(halving, 64)
+    assert (halving.splits, halving.tries) == (0, False)
+    halving.lacked()
+    assert fitted(halving, 33)[-2:] == [1, 0], "it waits no longer than the first time"
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4, 5])
+def test_pieces_are_never_less_than_a_sample(samples: int) -> None:
+    halving = Halving(samples)
+    while halving.lacked():
+        pass
+    assert -(-samples // halving.pieces) == 1
