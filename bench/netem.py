@@ -185,8 +185,8 @@ class Network:
         """It has another address, and the old one is nobody's."""
         del self._by_address[_packed(host.address)]
         old, host.address = host.address, f"10.88.0.{int(host.address.rpartition('.')[2]) + 100}"
-        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
         _ip("-n", host.namespace, "addr", "del", f"{old}/24", "dev", host.device)
+        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
         self._by_address[_packed(host.address)] = host
 
     # -- packets
