@@ -149,7 +149,8 @@ def rows(quick: bool) -> list[Row]:
         return replace(made, name=name, lines=lines, values=values, needs_both=first == second)
 
     return [
-        replace(made, name="20/100, auto", lines=(FAR, FAR, FAR), auto=True, values=1_000_000, leaf_s=0.1, before=0, after=0,
+        replace(made, name="20/100, auto", lines=(FAR, FAR, FAR), auto=True, values=1_000_000, leaf_s=0.1,
+                before=0, after=0,
                 watch_s=8.0 if quick else 60.0, limit_s=48.0 if quick else 180.0),
         replace(made, name="100 kbit/s down", lines=(HUB, HOME, replace(HOME, down_mbit=0.1)),
                 values=100_000 if quick else 400_000, needs_both=False, watch_s=20.0 if quick else 100.0),
