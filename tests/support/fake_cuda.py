@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -39,14 +39,22 @@ _MAKES = {torch.tensor, torch.as_tensor}
 
 @dataclass
 class Counts:
-    """What was asked of the device: ``launches`` are kernels, ``waits`` how often the host waited for it."""
+    """What was asked of the device.
+
+    ``launches`` are kernels, ``events`` recordings; ``waits`` is how often the host waited for the device, ``spinning``
+    how many of those kept a core busy.
+    """
 
     launches: int = 0
     copies_in: int = 0
     copies_out: int = 0
     events: int = 0
+    events_made: int = 0
     waits: int = 0
     spinning: int = 0
+
+    def copy(self) -> Counts:
+        return replace(self)
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*[getattr(self, f.name) - getattr(other, f.name) for f in fields(self)])
@@ -274,6 +282,7 @@ class FakeCuda:
         return self.sides[-1]
 
     def Event(self, **options: Any) -> Event:
+        self.counts.events_made += 1
         return Event(self, **options)
 
     @contextmanager

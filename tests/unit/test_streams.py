@@ -16,13 +16,14 @@ import torch
 from tests.support import fake_cuda as fakes
 from tests.support import jobs
 from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.transfer import Transfer
-from w5xde_async.job import Job
+from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState, ResultVector, bytes_of
 
 NAMES = ("mlp_sgd", "cnn_adamw", "gpt_adamw", "odd", "accumulated", "metrics")
@@ -113,12 +114,16 @@ def task(job: Job, leaves: int, step: int = 0) -> Task:
     )  # fmt: skip
 
 
-def new_values(state: FlatState, seed: int) -> None:
-    """A version of the parameters."""
-    generator = torch.Generator().manual_seed(seed)
-    for group in state.groups:
-        if group.is_floating_point():
-            group.mul_(1 + 0.01 * torch.rand(group.shape, generator=generator).to(group.dtype))
+def new_values(state: FlatState, seed: int) -> list[int]:
+    """A version of the parameters: some buckets have others. Their numbers."""
+    generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+    buckets = state.layout.buckets
+    changed = draw.sample(buckets, draw.randint(1, len(buckets)))
+    for bucket in changed:
+        values = state.bucket(bucket)
+        if values.is_floating_point():
+            values.mul_(1 + 0.01 * torch.rand(values.shape, generator=generator).to(values.dtype))
+    return [bucket.index for bucket in changed]
 
 
 def spoil(state: FlatState) -> None:
@@ -133,12 +138,13 @@ def compare(job: Job, seed: int, *, pace: float, blocks: int = 12) -> tuple[Fake
     plan = [(step, draw.choice((1, 1, 2, 3, 4, 5, 8)), draw.random() < 0.4) for step in range(blocks)]
     hungry = blocks // 2
     host = Engine(job, device="cpu", bucket_bytes=BUCKET_BYTES)
-    line, expected, states = Line(host), [], []
+    versions: dict[int, dict[int, bytes]] = {}
+    line, expected = Line(host), []
     for step, leaves, is_new in plan:
         if is_new:
-            new_values(host.incoming, step)
-            host.load(range(len(host.layout.buckets)))
-        states.append([group.clone() for group in host.incoming.groups])
+            changed = new_values(host.incoming, step)
+            host.load(changed)
+            versions[step] = {bucket: bytes(host.incoming.bucket_bytes[bucket]) for bucket in changed}
         Hunger.left = leaves if step == hungry else 0
         expected.append(line.block(task(job, leaves, step)))
     line.close()
@@ -146,11 +152,11 @@ def compare(job: Job, seed: int, *, pace: float, blocks: int = 12) -> tuple[Fake
     with fake_cuda(seed, pace=pace) as cuda:
         device = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
         line = Line(device, draw)
-        for (step, leaves, is_new), state in zip(plan, states, strict=True):
-            if is_new:
-                for mine, theirs in zip(device.incoming.groups, state, strict=True):
-                    bytes_of(mine)[:] = bytes_of(theirs)
-                device.load(range(len(device.layout.buckets)))
+        for step, leaves, _ in plan:
+            if step in versions:
+                for bucket, values in versions[step].items():
+                    device.incoming.bucket_bytes[bucket][:] = values
+                device.load(versions[step])
                 spoil(device.incoming)
             Hunger.left = leaves if step == hungry else 0
             actual.append(line.block(task(job, leaves, step)))
@@ -301,3 +307,83 @@ def planted(plant: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
 def test_it_finds(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with planted(plant):
         assert found()
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------
+
+
+class Norms(nn.Module):
+    """Many small buffers."""
+
+    def __init__(self, count: int = 20, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(*[nn.BatchNorm1d(64) for _ in range(count)])
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.head = nn.Linear(64, 10).to(dtype)
+        self.layers = nn.ModuleList(nn.Linear(10, 10).to(dtype) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(self.frozen(self.norms(x)).to(self.head.weight.dtype))
+        for layer in self.layers:
+            h = layer(h)
+        return h.float()
+
+
+def plain_launches(job: Job, given: Task) -> int:
+    """What a plain loop launches for the same leaves, gradients added up by autograd."""
+    model = build_model(job)
+    rows = torch.split(given.tensors[0], given.samples), torch.split(given.tensors[1], given.samples)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with fake_cuda() as cuda:
+        for x, y in zip(*rows, strict=True):
+            F.cross_entropy(model(x), y).backward()
+    return cuda.counts.launches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_adds_few_launches_to_a_leaf(dtype: torch.dtype) -> None:
+    """However many buffers there are, and parameters of another dtype."""
+    job = replace(jobs.mlp_sgd(), model=lambda: Norms(dtype=dtype), loss=F.cross_entropy)
+    given = task(job, 8)
+    with fake_cuda() as cuda:
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        line = Line(engine)
+        line.block(given)  # the first leaf of an engine's life may look at buffers' values
+        before = cuda.counts.copy()
+        line.block(given)
+        spent = cuda.counts - before
+        line.close()
+    assert spent.launches - plain_launches(job, given) <= 20 * 8 + len(engine.layout.result_buckets)
+    assert spent.events_made == 0
+    assert spent.spinning == 1  # for the losses
+
+
+def test_a_version_brings_what_changed() -> None:
+    """No frozen parameters at each version; neighbours in one copy; no core is kept busy meanwhile."""
+    job = replace(jobs.mlp_sgd(), model=Norms, loss=F.cross_entropy)
+    with fake_cuda() as cuda:
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        trained = [b.index for b in engine.layout.buckets if engine.layout.groups[b.group].role == "grad"]
+        assert len(trained) > 2
+        for buckets, copies in ((trained, 1), (trained[:1], 1), (trained[::2], len(trained[::2])), ([], 0)):
+            before = cuda.counts.copy()
+            engine.load(buckets)
+            spent = cuda.counts - before
+            assert (spent.copies_in, spent.spinning) == (copies, 0)
+        engine.close()
+
+
+def test_numbers_cost_no_wait_for_the_device() -> None:
+    job = jobs.metrics()  # one metric is a tensor, the other a number
+    given = task(job, 8)
+    with fake_cuda() as cuda:
+        engine = Engine(job, device=DEVICE)
+        line = Line(engine)
+        line.block(given)
+        before = cuda.counts.copy()
+        line.block(given)
+        spent = cuda.counts - before
+        line.close()
+    assert spent.spinning == 1
+    assert spent.copies_in == 2 * 8

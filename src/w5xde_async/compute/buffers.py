@@ -10,13 +10,18 @@ attribute holds after the leaf, and the next leaf finds the replica's own tensor
 tensor's version counter. Batch norm's own kernel changes its statistics without counting: they are taken as changed by
 every leaf. Other operators that do so are found by comparing values in the first leaf of an engine's life.
 
+A model has many small buffers, and on a device each operation is a launch: those of one dtype are done together
+(``torch._foreach_*``), with the bits of one after the other.
+
 An element whose b0 is not finite has no difference: it becomes ``sum(n_i b_i) / sum(n_i)`` over the leaves that changed
 it, the others counting as zero.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +73,8 @@ class BufferMerge:
             self._look_for_infinite()
         if self._dirty:
             with torch.no_grad():
-                for index in self._dirty:
-                    self._live[index].copy_(self._origin[index])
+                for indices in self._by_dtype(self._dirty):
+                    torch._foreach_copy_([self._live[i] for i in indices], [self._origin[i] for i in indices])
             self._dirty.clear()
         for index in self._entries:
             self._versions[index] = self._live[index]._version
@@ -95,25 +100,42 @@ class BufferMerge:
             if i in self._silent or i in assigned or self._live[i]._version != self._versions[i]
         ]
         with torch.no_grad():
-            for index in moved:
-                entry = self.layout.entries[index]
-                target = vector.group(entry.group)[entry.offset : entry.offset + entry.numel].view(entry.shape)
-                value = assigned.get(index, self._live[index])
-                if entry.role == "max":
-                    if value.dtype == torch.uint64 and bool(((value == 0) & (self._origin[index] != 0)).any()):
-                        raise TypeError(
-                            f"forward set an element of the uint64 buffer {entry.name!r} to 0; buffers of integers "
-                            "become the largest value of all leaves, in which that is lost; keep it as int64"
-                        )
-                    torch.maximum(target, ordered(value), out=target)
-                else:
-                    target.add_(change(value, self._origin[index], samples, finite=index not in self._infinite))
+            for indices in self._by_dtype(moved):
+                self._add(vector, indices, [assigned.get(i, self._live[i]) for i in indices], samples)
         for index in moved:
             if self._live[index].requires_grad:  # written in place by what depends on parameters: the graph is used up
                 self._free(index)
         changed.update(moved)
         self._dirty.update(moved)
         self._unfinished = False
+
+    def _add(self, vector: ResultVector, indices: Sequence[int], values: list[Tensor], samples: int) -> None:
+        """Add one leaf's ``values`` of entries of one dtype."""
+        entries = [self.layout.entries[index] for index in indices]
+        targets = [vector.group(e.group)[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
+        origins = [self._origin[index] for index in indices]
+        if entries[0].role == "max":
+            if entries[0].dtype == torch.uint64:
+                for entry, value, origin in zip(entries, values, origins, strict=True):
+                    if bool(((value == 0) & (origin != 0)).any()):
+                        raise TypeError(
+                            f"forward set an element of the uint64 buffer {entry.name!r} to 0; buffers of integers "
+                            "become the largest value of all leaves, in which that is lost; keep it as int64"
+                        )
+            torch._foreach_maximum_(targets, [ordered(value) for value in values])
+        elif entries[0].dtype == torch.float32 and self._infinite.isdisjoint(indices):
+            changes = torch._foreach_sub(values, origins)
+            torch._foreach_mul_(changes, samples)
+            torch._foreach_add_(targets, changes)
+        else:
+            for index, target, value, origin in zip(indices, targets, values, origins, strict=True):
+                target.add_(change(value, origin, samples, finite=index not in self._infinite))
+
+    def _by_dtype(self, indices: Iterable[int]) -> list[list[int]]:
+        found: dict[torch.dtype, list[int]] = {}
+        for index in indices:
+            found.setdefault(self.layout.entries[index].dtype, []).append(index)
+        return list(found.values())
 
     def _assigned(self) -> dict[int, Tensor]:
         """What forward has put in the place of a replica's own tensor, by entry."""
@@ -153,9 +175,17 @@ class BufferMerge:
         asked = [index for index in sorted(self._fresh) if self.layout.entries[index].role == "mean"]
         self._fresh.clear()
         if asked:  # one question for all: the device may be another
-            finite = torch.stack([isfinite(self._origin[index]).all() for index in asked]).tolist()
+            alike = self._by_dtype(asked)
+            finite = torch.cat([self._are_finite(indices) for indices in alike]).tolist()
             self._infinite.difference_update(asked)
-            self._infinite.update(index for index, is_finite in zip(asked, finite, strict=True) if not is_finite)
+            self._infinite.update(index for index, holds in zip(chain(*alike), finite, strict=True) if not holds)
+
+    def _are_finite(self, indices: Sequence[int]) -> Tensor:
+        """A flag for each of these entries of one dtype."""
+        origins = [self._origin[index] for index in indices]
+        if origins[0].dtype == torch.float32 and all(origin.numel() for origin in origins):
+            return torch.stack(torch._foreach_norm(origins, math.inf)).isfinite()  # the largest magnitude of each
+        return torch.stack([isfinite(origin).all() for origin in origins])
 
 
 def change(value: Tensor, origin: Tensor, samples: int, *, finite: bool = False) -> Tensor:

@@ -31,7 +31,7 @@ from w5xde_async.compute.transfer import Lent, Transfer
 from w5xde_async.errors import LeafFailed, W5xdeError
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
-from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.tree import carries
@@ -161,7 +161,8 @@ class Engine:
 
     def load(self, buckets: Iterable[int]) -> None:
         """``incoming`` holds a new version, of which ``buckets`` came: make the model compute with it."""
-        self._transfer.load()
+        buckets = tuple(buckets)
+        self._transfer.load(buckets)
         self.refresh(buckets)
 
     @property
@@ -237,9 +238,9 @@ class Engine:
                 elif not self._halving.lacked() or block.emitted:
                     raise self._failure(block, block.leaf, error) from error
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
-        losses = self._read(block.losses)
         metric_names, values = block.reported()
-        metrics = self._read(values) if values else ()
+        numbers = self._read([*block.losses, *values])
+        losses, metrics = numbers[: len(block.losses)], numbers[len(block.losses) :]
         self._transfer.wait()
         splits = self._halving.splits
         self._halving.fitted()
@@ -349,7 +350,7 @@ class Engine:
     def _times_written(self) -> int:
         """How often gradients have been written so far: views share their tensor's count."""
         assert self._bound is not None
-        return self._bound.memory._version + sum([flat._version for flat in self._native_memory])
+        return self._bound.memory._version + sum([flat._version for flat in self._native_memory.values()])
 
     def _check_bound(self) -> None:
         """Raises TypeError where a parameter's gradient is not the one that is summed."""
@@ -442,11 +443,11 @@ class Engine:
     def _native_views(self) -> dict[int, Tensor]:
         """Own-dtype gradient memory for trainable entries that are not float32, by entry."""
         views: dict[int, Tensor] = {}
-        self._native_memory: list[Tensor] = []
+        self._native_memory: dict[int, Tensor] = {}  # by group
         for group in self.layout.groups:
             if group.role == "grad" and group.dtype != torch.float32:
                 flat = torch.zeros(group.numel, dtype=group.dtype, device=self.device)
-                self._native_memory.append(flat)
+                self._native_memory[group.index] = flat
                 for index in group.entries:
                     entry = self.layout.entries[index]
                     views[index] = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
@@ -458,16 +459,16 @@ class Engine:
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
             self._bound = vector
-        for view in self._native.values():
-            view.fill_(-0.0)
+        for flat in self._native_memory.values():
+            flat.fill_(-0.0)
 
     def _cast(self, buckets: Sequence[Bucket], block: Block) -> None:
-        """Bring own-dtype gradients into the block's float32 vector; whole entries, each once a leaf."""
-        if self._native:
-            for index in {i for bucket in buckets for i in bucket.entries if i in self._native}:
-                target = block.open[-1].gradients[index]
-                assert target is not None
-                target.copy_(self._native[index])
+        """Bring own-dtype gradients into the block's float32 vector; each bucket once a leaf."""
+        if self._native_memory:
+            for group, begin, end in runs(self.layout, [bucket.index for bucket in buckets]):
+                flat = self._native_memory.get(group)
+                if flat is not None:
+                    block.open[-1].group(group)[begin:end].copy_(flat[begin:end])
 
     # -- small things --------------------------------------------------------------------------------------
 
@@ -480,10 +481,12 @@ class Engine:
         return weight
 
     def _read(self, values: Sequence[Tensor | float]) -> tuple[float, ...]:
+        """Their values on the host. The tensors among them are brought there together: one wait for the device."""
         if self.device.type == "cpu":
             return tuple([float(value) for value in values])
-        stacked = torch.stack([torch.as_tensor(v, device=self.device, dtype=torch.float32) for v in values])
-        return tuple(stacked.tolist())
+        there = [torch.as_tensor(v, device=self.device, dtype=torch.float32) for v in values if isinstance(v, Tensor)]
+        read = iter(torch.stack(there).tolist())
+        return tuple([next(read) if isinstance(value, Tensor) else value for value in values])
 
 
 class _AgainOtherwise(Exception):

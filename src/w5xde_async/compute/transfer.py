@@ -3,11 +3,13 @@
 On the CPU there is nothing to move: the model's parameters are views of the memory that parameters are received
 into, and a block's vector is sent from where it was summed. On CUDA the host side is pinned and copies run on a side
 stream: a bucket's copy starts when its sum is recorded, and a copy thread waits for it, so the compute thread never
-does. MPS copies blockingly, from ordinary memory.
+does. Waiting is sleeping: events are made to block, for one that spins takes a core from whoever launches kernels. MPS
+copies blockingly, from ordinary memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.reducer import VectorPool
 
 _cuda: Any = torch.cuda  # its streams and events are untyped
@@ -47,23 +49,29 @@ class Transfer:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="w5xde-copy") if self._cuda else None
         self._copies: list[Future[None]] = []
         self._ready: dict[int, Any] = {}  # id of a device vector -> event after its last copy
+        # An event stands for what was recorded last, and whoever waits waits for no less when it is recorded again.
+        self._summed: Any = _cuda.Event() if self._cuda else None
+        self._loaded: Any = _cuda.Event(blocking=True) if self._cuda else None
+        self._free: list[Any] = []  # events whose copy is over
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Make the model's parameters views of the state; its buffers stay its own. Tensors in layout order."""
         self._state.adopt(model, buffers=False)
         if not self.on_host:
-            self.load()
+            self.load(range(len(self.layout.buckets)))
         return list(state_of(model, self.layout))
 
-    def load(self) -> None:
-        """``incoming`` is complete: bring it to the device."""
+    def load(self, buckets: Iterable[int]) -> None:
+        """``incoming`` is complete, and has new values in ``buckets``: bring them to the device."""
         if self.on_host:
             return
-        for mine, theirs in zip(self._state.groups, self.incoming.groups, strict=True):
-            mine.copy_(theirs, non_blocking=self._cuda)
+        for group, begin, end in runs(self.layout, buckets):
+            mine, theirs = self._state.groups[group], self.incoming.groups[group]
+            mine[begin:end].copy_(theirs[begin:end], non_blocking=self._cuda)
         if self._cuda:
             # The host memory will be received into again as soon as we return.
-            _cuda.current_stream(self.device).synchronize()
+            self._loaded.record(_cuda.current_stream(self.device))
+            self._loaded.synchronize()
 
     def batch(self, batch: Any) -> Any:
         """A leaf's batch on the device."""
@@ -94,10 +102,9 @@ class Transfer:
             emit(bucket, host)
             return
         assert self._copier is not None
-        summed = _cuda.Event()
-        summed.record(_cuda.current_stream(self.device))
-        self._side.wait_event(summed)
-        copied = _cuda.Event()
+        self._summed.record(_cuda.current_stream(self.device))
+        self._side.wait_event(self._summed)
+        copied = self._free.pop() if self._free else _cuda.Event(blocking=True)
         with _cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
             copied.record(self._side)
@@ -105,6 +112,7 @@ class Transfer:
 
         def deliver() -> None:
             copied.synchronize()
+            self._free.append(copied)
             emit(bucket, host)
 
         self._copies.append(self._copier.submit(deliver))

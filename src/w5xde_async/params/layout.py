@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -258,6 +258,19 @@ class Layout:
         if len(mine) > len(theirs):
             return f"tensor {mine[len(theirs)].name!r} here is missing there"
         return ""
+
+
+def runs(layout: Layout, buckets: Iterable[int]) -> list[tuple[int, int, int]]:
+    """(group, begin, end) of these buckets' elements, in order; neighbours of one group are one run."""
+    found: list[tuple[int, int, int]] = []
+    for number in sorted(buckets):
+        bucket = layout.buckets[number]
+        end = bucket.offset + bucket.numel
+        if found and found[-1][0] == bucket.group and found[-1][2] == bucket.offset:
+            found[-1] = (bucket.group, found[-1][1], end)
+        else:
+            found.append((bucket.group, bucket.offset, end))
+    return found
 
 
 _ROLE_WORDS = {
