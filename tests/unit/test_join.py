@@ -28,9 +28,10 @@ HASH = bytes(range(32))
 
 @pytest.mark.parametrize("host", ["gpu.example.org", "10.0.0.7", "fe80::1"])
 @pytest.mark.parametrize("identity", ["", "alice-2"])
-def test_a_join_string_says_all_and_shows_no_secret(host: str, identity: str):
+@pytest.mark.parametrize("also", [(), (("10.1.2.3", 77), ("fd77::1", 5555), ("a.example.org", 1))])
+def test_a_join_string_says_all_and_shows_no_secret(host: str, identity: str, also: tuple[tuple[str, int], ...]):
     secret = "s3cret/with@odd:signs?"
-    told = Invitation(host=host, port=5555, certificate=HASH, secret=secret, identity=identity)
+    told = Invitation(host=host, port=5555, certificate=HASH, secret=secret, identity=identity, also=also)
     assert Invitation.parse(told.reveal(), place="here") == told
     for shown in (str(told), repr(told)):
         assert "s3cret" not in shown
@@ -50,6 +51,8 @@ def test_a_join_string_says_all_and_shows_no_secret(host: str, identity: str):
         ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&worker=a b", "not a name"),
         ("w5xde://hush@host:1/path?cert=sha256:" + "0" * 64, "more in it"),
         ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&more=1", "more in it"),
+        ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&also=a:b", "host:port"),
+        ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&also=a" * 8, "too many"),
         ("w5xde://hush@[::1?cert=sha256:" + "0" * 64, "cannot be read"),
     ],
 )
@@ -116,8 +119,25 @@ def test_tls_files_that_will_not_do_are_named(tmp_path: Path):
 
 
 def test_loopback_is_this_machine():
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.org", "")] == [False] * 5
+    here = ("127.0.0.1", "127.9.9.9", "::1", "localhost", "LocalHost", "::ffff:127.0.0.1")
+    assert [is_loopback(host) for host in here] == [True] * len(here)
+    elsewhere = (
+        "0.0.0.0",
+        "::",
+        "10.0.0.1",
+        "localhost.evil.org",
+        "",
+        "127.example.org",
+        "127.0.0.1.nip.io",
+        "1270.0.0.1",
+    )
+    assert [is_loopback(host) for host in elsewhere] == [False] * len(elsewhere)
+
+
+def test_a_name_that_begins_like_loopback_is_encrypted() -> None:
+    assert CoordinatorConfig(host="127.example.org").uses_tls
+    with pytest.raises(UsageError, match=r"nothing tells 127\.example\.org"):
+        Worker("127.example.org:5555", config=WorkerConfig(device="cpu"))
 
 
 def test_credentials_never_show_their_secret():

@@ -36,6 +36,7 @@ from w5xde_async.job import Job, shown_end
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.link import Link
+from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Listening, Runtime
 from w5xde_async.telemetry.events import Bus, RunStarted, Subscriber, Warned
@@ -181,7 +182,8 @@ class Coordinator:
     def local_join(self) -> str:
         """For workers on this machine, secret and all; "" without TLS, where ``address`` will do."""
         told = self.invitation
-        return "" if told is None else replace(told, host=_LOCAL.get(self.host, self.host)).reveal()
+        host = _LOCAL.get(self.host, self.host)
+        return "" if told is None else replace(told, host=host, port=self.port, also=()).reveal()
 
     def invite(self, worker: str) -> Invitation | None:
         """A join string that opens the run to one worker of that name, whose access ``revoke`` can end."""
@@ -385,6 +387,8 @@ class Coordinator:
         job, (spec, strategy, resume) = self.job, prepared
         config = replace(self.config, update=strategy.update)  # which auto may have chosen before
         shown = format_address(config.host if config.host not in ("", "0.0.0.0", "::") else "HOST", self.port)
+        if config.advertise:
+            shown = format_address(*advertised(config.advertise, self.port)[0])
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
         assert self._access is not None

@@ -178,7 +178,7 @@ def where_to_join(
         text, place = read_secret_file(Path(named), kind="join file"), f"join file {named}"
     if text:
         told = Invitation.parse(text, place=place)
-        return (told if given is None else replace(told, host=given[0], port=given[1])).reveal()
+        return (told if given is None else replace(told, host=given[0], port=given[1], also=())).reveal()
     host, port = given or default
     if secure and is_loopback(host):
         raise UsageError(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from w5xde_async.config import PATH, TIME, TIME_OR_0, YES_OR_NO, setting, size, text, whole
 from w5xde_async.errors import need
-from w5xde_async.net.endpoint import format_address, parse_address
+from w5xde_async.net.endpoint import bare_host
 from w5xde_async.net.join import check_strength
+from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import SecurityConfig, is_loopback
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
@@ -34,7 +35,8 @@ class NetworkConfig(SecurityConfig):
         shown="join in the run directory",
     )  # fmt: skip
     advertise: str = setting(
-        "", "host name or address in the join string", text("a host name or address", "HOST"), "network",
+        "", "where others reach this machine, for the join string: a host name or address, with its port where that is "
+        "forwarded; several with commas between", text("HOST[:PORT] or [IPv6][:PORT]", "HOST[:PORT]"), "network",
         shown="where it listens",
     )  # fmt: skip
     heartbeat_s: float = setting(3.0, "how often each side says that it lives", TIME, "network", flag="heartbeat")
@@ -71,6 +73,7 @@ class NetworkConfig(SecurityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "host", bare_host(self.host, place="--host"))
         need(
             self.min_workers <= self.max_workers,
             f"--min-workers {self.min_workers} is more than --max-workers {self.max_workers}",
@@ -85,7 +88,7 @@ class NetworkConfig(SecurityConfig):
             "--insecure, or set W5XDE_TOKEN or --token-file on both sides",
         )
         if self.advertise:
-            parse_address(format_address(self.advertise, self.port), place="--advertise")
+            advertised(self.advertise, self.port)
         if not is_loopback(self.host):
             check_strength(self.token, "the token")
 

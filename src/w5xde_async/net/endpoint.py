@@ -68,6 +68,18 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "
     return host, int(port_text)
 
 
+def bare_host(text: str, *, place: str = "address") -> str:
+    """``host`` or an IPv6 address, in brackets or not, without a port. Raises UsageError."""
+    host = text.strip()
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if host.count(":") == 1 and host.rpartition(":")[2].isdecimal():
+        raise UsageError(f"{place} {text!r} has a port: give that as --port {host.rpartition(':')[2]}")
+    if not host or any(character.isspace() or character in "/@[]," for character in host) or host.count(":") == 1:
+        raise UsageError(f"{place} {text!r} is no host name or address")
+    return host
+
+
 def format_address(host: str, port: int) -> str:
     """The inverse of ``parse_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

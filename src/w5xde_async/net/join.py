@@ -1,8 +1,9 @@
 """Join strings: all that a machine needs to join a run, in one line.
 
-``w5xde://SECRET@host:port?cert=sha256:HEX[&worker=NAME]``. It holds the secret, so it lives in a file of mode 0600 or
-in the environment, never among arguments. With ``worker=NAME`` the secret is that worker's own
-(:func:`worker_secret`), which opens the run to this name alone and can be revoked by it.
+``w5xde://SECRET@host:port?cert=sha256:HEX[&also=host:port]...[&worker=NAME]``. It holds the secret, so it lives in a
+file of mode 0600 or in the environment, never among arguments. With ``worker=NAME`` the secret is that worker's own
+(:func:`worker_secret`), which opens the run to this name alone and can be revoked by it. ``also``: other addresses of
+the same coordinator.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from w5xde_async.net.tls import write_private
 
 _SCHEME = "w5xde"
 _LEAST_BITS, _LEAST_CHARACTERS = 128, 8  # of a secret; and different ones of its characters
+MOST_ALSO = 7
 _IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -38,6 +40,12 @@ class Invitation:
     certificate: bytes
     secret: str = field(default="", repr=False)
     identity: str = ""
+    also: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """All of them, (host, port), the likeliest first."""
+        return ((self.host, self.port), *self.also)
 
     def __str__(self) -> str:
         """Without the secret, as it may be shown."""
@@ -50,7 +58,8 @@ class Invitation:
     def _format(self, secret: str) -> str:
         worker = f"&worker={self.identity}" if self.identity else ""
         address = format_address(self.host, self.port)
-        return f"{_SCHEME}://{secret}{address}?cert=sha256:{self.certificate.hex()}{worker}"
+        also = "".join(f"&also={format_address(*one)}" for one in self.also)
+        return f"{_SCHEME}://{secret}{address}?cert=sha256:{self.certificate.hex()}{also}{worker}"
 
     @classmethod
     def parse(cls, text: str, *, place: str) -> Invitation:
@@ -73,14 +82,17 @@ class Invitation:
         identity = query.get("worker", [""])[0]
         if identity and not _IDENTITY.fullmatch(identity):
             raise wrong("worker= is not a name")
-        if set(query) - {"cert", "worker"} or parts.path not in ("", "/") or parts.fragment:
+        if set(query) - {"cert", "worker", "also"} or parts.path not in ("", "/") or parts.fragment:
             raise wrong("there is more in it")
         try:
             host, port = parse_address(address)
+            also = tuple(parse_address(one) for one in query.get("also", ()))
         except UsageError:
             raise wrong("host:port is missing") from None
+        if len(also) > MOST_ALSO:
+            raise wrong("it has too many addresses")
         return cls(host=host, port=port, certificate=bytes.fromhex(digest), secret=unquote(secret) if at else "",
-                   identity=identity)  # fmt: skip
+                   identity=identity, also=also)  # fmt: skip
 
 
 def new_secret() -> str:

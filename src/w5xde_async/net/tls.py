@@ -13,6 +13,7 @@ import hashlib
 import os
 import ssl
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 from w5xde_async.config import PATH, YES_OR_NO, Config, setting
@@ -20,7 +21,6 @@ from w5xde_async.errors import StoreError, UsageError, need
 
 _CERTIFICATE, _KEY = "cert.pem", "key.pem"
 _VALID_DAYS = 3650
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,14 @@ class SecurityConfig(Config):
 
 def is_loopback(host: str) -> bool:
     """Whether bytes for ``host`` stay on this machine."""
-    return host in _LOOPBACK or host.startswith("127.")
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return False  # a name, whatever it begins with
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def own_certificate(directory: Path, name: str) -> TlsFiles:

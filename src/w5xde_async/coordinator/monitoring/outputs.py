@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.monitoring.status_sampler import StatusSampler
 from w5xde_async.coordinator.training import Training
-from w5xde_async.hub.members.access import Access, reachable
+from w5xde_async.hub.members.access import Access
 from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
 from w5xde_async.net.join import write_private_line
+from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
@@ -120,7 +121,10 @@ class Outputs:
         if resumed_step and self._run_path is not None:
             path = self._run_path / "metrics.jsonl"
             view.recall(await loop.run_in_executor(None, lambda: list(recorded_rows(path, resumed_step))))
-        shown = self._advertise or await loop.run_in_executor(None, reachable, host)
+        if self._advertise:
+            shown = advertised(self._advertise, port)[0][0]
+        else:
+            shown = (await loop.run_in_executor(None, own_addresses, host))[0]
         dashboard = Dashboard(
             view, metrics, host=host, port=port, token="" if local else secrets.token_urlsafe(24), ssl=context,
             shown="" if local else shown,

@@ -11,7 +11,6 @@ A token that was given goes before the directory's ``secret``, which is then nei
 from __future__ import annotations
 
 import os
-import socket
 import ssl
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.join import Invitation, check_strength, new_secret, read_secret_file, write_private_line
+from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import certificate_hash, is_loopback, own_certificate, server_context
 
 _QUARANTINED = "quarantined: "
@@ -64,8 +64,10 @@ class Access:
         if self.context is None:
             return None
         secret = self.credentials.invited(identity) if identity else self._secret
+        told, own = self._config.advertise, self._config.host
+        (host, at), *also = advertised(told, port) if told else [(one, port) for one in own_addresses(own)]
         return Invitation(
-            host=self._config.advertise or reachable(self._config.host), port=port,
+            host=host, port=at, also=tuple(also),
             certificate=self.credentials.binding, secret=secret, identity=identity,
         )  # fmt: skip
 
@@ -238,15 +240,3 @@ class Access:
 
 def _is_line(name: str) -> bool:
     return bool(name) and name.isprintable() and name == name.strip() and "#" not in name
-
-
-def reachable(host: str) -> str:
-    """An address under which others may find a host that listens on all of its addresses."""
-    if host not in ("", "0.0.0.0", "::"):
-        return host
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; the system picks the address it would use
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()

@@ -1,0 +1,98 @@
+"""Under which addresses others may find this machine: what was told, or else what its interfaces have.
+
+A host that listens on all of its addresses has several, and which of them another machine can reach is that machine's
+to find out: a join string names them all, the likeliest first.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+from w5xde_async.errors import UsageError
+from w5xde_async.net.endpoint import parse_address
+from w5xde_async.net.join import MOST_ALSO
+
+_MOST = 1 + MOST_ALSO
+_ANY = ("", "0.0.0.0", "::")
+_SIOCGIFADDR = 0x8915  # Linux
+#: Reserved for documentation: a route to them is the default route.
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def advertised(text: str, port: int, *, place: str = "--advertise") -> tuple[tuple[str, int], ...]:
+    """``HOST[:PORT]`` or ``[IPv6][:PORT]``, several with commas between, as (host, port); ``port`` where none is given.
+
+    Raises UsageError, also for an address that stands for all of a machine's.
+    """
+    found = tuple(_one(part.strip(), port, place) for part in text.split(","))
+    if len(found) > _MOST:
+        raise UsageError(f"{place} {text!r} names more than {_MOST} addresses")
+    return found
+
+
+def _one(text: str, port: int, place: str) -> tuple[str, int]:
+    with suppress(ValueError):
+        if ip_address(text).version == 6:
+            text = f"[{text}]"
+    host, port = parse_address(text, port, place=place)
+    with suppress(ValueError):
+        if ip_address(host.partition("%")[0]).is_unspecified:
+            raise UsageError(
+                f"{place} {text!r} is no machine's address: give the one under which others reach this one"
+            )
+    return host, port
+
+
+def own_addresses(host: str) -> tuple[str, ...]:
+    """Where others may find a host that listens on ``host``: at least one, the one that the default route has first.
+
+    Those of loopback and of a single link are left out, unless there is no other.
+    """
+    if host not in _ANY:
+        return (host,)
+    families = {"0.0.0.0": (4,), "::": (6,)}.get(host, (4, 6))
+    found: dict[str, None] = {}  # an ordered set
+    for address in (*_of_default_routes(), *_of_interfaces(), *_of_name()):
+        with suppress(ValueError):
+            parsed = ip_address(address)
+            if parsed.version in families and not (
+                parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified or parsed.is_multicast
+            ):
+                found[str(parsed)] = None
+    return tuple(found)[:_MOST] or (socket.gethostname(),)
+
+
+def _of_default_routes() -> Iterator[str]:
+    """The system picks the address that it would use; nothing is sent."""
+    for family, elsewhere in _ELSEWHERE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            yield str(probe.getsockname()[0])
+
+
+def _of_interfaces() -> Iterator[str]:
+    """Linux alone says it without a library."""
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            yield str(ip_address(bytes.fromhex(line.split()[0])))
+
+
+def _of_name() -> Iterator[str]:
+    with suppress(OSError):
+        for _, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            yield str(address[0])

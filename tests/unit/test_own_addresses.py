@@ -1,0 +1,100 @@
+"""Under which addresses others may find this machine."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import UsageError
+from w5xde_async.hub.members.access import Access
+from w5xde_async.net import own_addresses as module
+from w5xde_async.net.join import Invitation
+from w5xde_async.net.own_addresses import advertised, own_addresses
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, *, routes: Any = (), interfaces: Any = (), name: Any = ()) -> None:
+    monkeypatch.setattr(module, "_of_default_routes", lambda: iter(routes))
+    monkeypatch.setattr(module, "_of_interfaces", lambda: iter(interfaces))
+    monkeypatch.setattr(module, "_of_name", lambda: iter(name))
+
+
+def test_a_host_that_listens_everywhere_names_what_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = ["127.0.0.1", "172.17.0.1", "10.0.0.7", "::1", "fe80::1", "fd77::1", "169.254.1.1"]
+    _machine(monkeypatch, routes=["10.0.0.7", "2001:db9::7"], interfaces=interfaces, name=["127.0.1.1"])
+    assert own_addresses("0.0.0.0") == ("10.0.0.7", "172.17.0.1")
+    assert own_addresses("::") == ("2001:db9::7", "fd77::1")
+    assert own_addresses("") == ("10.0.0.7", "2001:db9::7", "172.17.0.1", "fd77::1")
+    assert own_addresses("fd77::2") == ("fd77::2",)
+
+
+def test_without_a_default_route_an_interfaces_address_counts_before_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, interfaces=["127.0.0.1", "192.168.7.2"], name=["127.0.1.1"])
+    assert own_addresses("0.0.0.0") == ("192.168.7.2",)
+    _machine(monkeypatch, interfaces=["127.0.0.1"], name=["127.0.1.1", "10.2.2.2"])
+    assert own_addresses("0.0.0.0") == ("10.2.2.2",)
+    _machine(monkeypatch, interfaces=["127.0.0.1", "::1"])
+    assert own_addresses("0.0.0.0") == (socket.gethostname(),)
+
+
+def test_what_this_machine_has_can_be_asked_for() -> None:
+    """Whatever it has: texts that are addresses, from each of the three."""
+    for found in (module._of_default_routes(), module._of_interfaces(), module._of_name()):
+        for address in found:
+            ip_address(address.partition("%")[0])
+    assert own_addresses("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("train.example.org", (("train.example.org", 5555),)),
+        ("train.example.org:7777", (("train.example.org", 7777),)),
+        ("fd77::1", (("fd77::1", 5555),)),
+        ("[fd77::1]", (("fd77::1", 5555),)),
+        ("[fd77::1]:80", (("fd77::1", 80),)),
+        ("10.0.0.7, train.example.org:7777", (("10.0.0.7", 5555), ("train.example.org", 7777))),
+    ],
+)
+def test_an_advertised_address_may_have_a_port(text: str, addresses: tuple[tuple[str, int], ...]) -> None:
+    assert advertised(text, 5555) == addresses
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a b", "host:", "host:99999", "http://host", "[fd77::1", "0.0.0.0", "::", "[::]:5555", "a,,b", "a," * 8 + "a"],
+)
+def test_an_advertised_address_that_nobody_can_reach_is_refused_at_the_start(text: str) -> None:
+    with pytest.raises(UsageError, match="--advertise"):
+        advertised(text, 5555)
+    if text:
+        with pytest.raises(UsageError, match="--advertise"):
+            CoordinatorConfig(advertise=text)
+
+
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [("[fd77::1]", "fd77::1"), ("fd77::1", "fd77::1"), ("[::]", "::"), (" a.example.org ", "a.example.org")],
+)
+def test_a_host_may_stand_in_brackets(host: str, taken: str) -> None:
+    assert CoordinatorConfig(host=host).host == taken
+
+
+@pytest.mark.parametrize("host", ["a b", "host:5555", "[fd77::1]:5555", "http://host", "a,b", "[]"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match="--host"):
+        CoordinatorConfig(host=host)
+
+
+def test_the_join_string_of_a_host_that_listens_everywhere_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, interfaces=["fd77::1", "fd78::1", "10.0.0.7"])
+    told = Access(CoordinatorConfig(host="::"), None).invitation(5555)
+    assert told is not None
+    assert told.addresses == (("fd77::1", 5555), ("fd78::1", 5555))
+    assert Invitation.parse(told.reveal(), place="here") == told
+    forwarded = Access(CoordinatorConfig(host="::", advertise="out.example.org:7777"), None).invitation(5555)
+    assert forwarded is not None
+    assert forwarded.addresses == (("out.example.org", 7777),)
