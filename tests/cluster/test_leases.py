@@ -182,7 +182,9 @@ async def test_the_only_worker_may_take_its_time():
         await run.pass_time(0.1)
         assert lone.revoked() == [lease.lease]
         await lone.compute(lease)
-        assert run.training.pacing.deadline_s("lone", len(lease.samples)) == pytest.approx(10.0)  # twice what it was
+        assert run.training.pacing.deadline_s("lone", len(lease.samples)) == pytest.approx(
+            10.0, rel=0.02
+        )  # twice what it was
         assert other
 
 

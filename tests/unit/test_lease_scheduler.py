@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -14,6 +16,7 @@ from w5xde_async.data.loader import Loader
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.pacing import Pacing, PacingConfig
+from w5xde_async.plan.sharing import Cost, finish_s
 from w5xde_async.plan.tree import Block
 
 LEAF_S = 0.5
@@ -37,11 +40,22 @@ class InMemory:
 
 
 class Farm:
-    """Workers that compute what they hold one lease after the other. ``late``: when each of them comes."""
+    """Workers that compute what they hold one lease after the other, and send its result while they compute the next.
 
-    def __init__(self, leaves: int, late: list[float], speeds: list[float], *, leases_ahead: int = 2) -> None:
+    ``late``: when each of them comes. ``lines``: seconds that a result is on the line of each.
+    """
+
+    def __init__(
+        self, leaves: int, late: list[float], speeds: list[float], *, leases_ahead: int = 2,
+        lines: list[float] | None = None,
+    ) -> None:  # fmt: skip
+        self.lines = {f"w{i}": seconds for i, seconds in enumerate(lines or [0.0] * len(speeds))}
+        self.sending: dict[str, deque[tuple[float, float, int]]] = {}  # to leave from, until, of which lease
+        self.computed: set[int] = set()
+        self.owes: dict[str, int] = {}  # worker -> a lease that was taken from it
+        self.results: list[int] = []  # of each step: how many were sent
         self.leaves, self.leaf_s = leaves, {f"w{i}": LEAF_S / speed for i, speed in enumerate(speeds)}
-        self.now, self.step = 0.0, 0
+        self.now, self.ticked, self.step = 0.0, 0.0, 0
         self.ledger = Ledger(allowed_s=lambda grant: math.inf)
         self.scheduler = LeaseScheduler(
             self.ledger, Pacing(PacingConfig(leases_ahead=leases_ahead)), cast(Loader, InMemory())
@@ -58,6 +72,7 @@ class Farm:
         self.ledger.open(1, self.leaves, self.now)
         began = self.now
         self.most_held.append({})
+        self.results.append(0)
         while len(self.seconds) < steps:
             if self.ledger.complete(self.step):
                 self.seconds.append(self.now - began)
@@ -66,37 +81,69 @@ class Farm:
                 self.ledger.open(self.step + 1, self.leaves, self.now)
                 self.ledger.begin(self.step, self.now)
                 self.most_held.append({})
+                self.results.append(0)
                 self.schedule(again=True)
                 continue
             comes = self.coming[0][0] if self.coming else math.inf
             done = min(((at, worker) for worker, (at, _) in self.ends.items()), default=(math.inf, ""))
+            sent = min(((line[0][1], worker) for worker, line in self.sending.items() if line), default=(math.inf, ""))
             looks = self.scheduler.look_again_at
-            self.now = max(self.now, min(comes, done[0], looks))
+            tick = self.ticked + 1.0 if self.ledger.free_leaves(self.step) else math.inf
+            self.now = max(self.now, min(comes, done[0], sent[0], looks, tick))
             assert self.now < math.inf, "nobody has anything to do"
             if done[0] <= self.now:
-                self.finish(done[1])
+                self.send(done[1])
+            elif sent[0] <= self.now:
+                self.finish(sent[1])
                 self.schedule()
             elif comes <= self.now:
                 self.arrive(heapq.heappop(self.coming)[1])
                 self.schedule(again=True)
             else:
-                self.schedule()
+                self.ticked = self.now
+                self.schedule(again=self.now >= tick)
 
     def arrive(self, worker: str) -> None:
-        self.held[worker] = []
+        self.held[worker], self.sending[worker] = [], deque()
         self.scheduler.takes_work(worker, True)
 
-    def finish(self, worker: str) -> None:
+    def send(self, worker: str) -> None:
+        """What is computed is sent, whether or not anybody waits for it."""
         _, lease = self.ends.pop(worker)
+        self.computed.add(lease)
+        line = self.sending[worker]
+        begins = line[-1][1] if line else self.now
+        line.append((begins, begins + self.lines[worker], lease))
+        self.results[-1] += 1
+        self.begin(worker)
+
+    def finish(self, worker: str) -> None:
+        *_, lease = self.sending[worker].popleft()
         grant = self.ledger.get(lease)
-        self.held[worker].remove(lease)
+        with suppress(ValueError):
+            self.held[worker].remove(lease)
+        if grant is None and (past := self.ledger.past(worker, lease)) is not None:
+            compute_s = past.block.num_leaves * self.leaf_s[worker]
+            self.scheduler.observe_late(past, compute_s, self.now, result_s=self.lines[worker])
+            if self.owes.get(worker) == lease:
+                del self.owes[worker]
+                self.scheduler.takes_work(worker, True)
         if grant is not None:  # else another had its block done before
             self.most_held[-1][worker] = self.most_held[-1].get(worker, 0) + grant.block.num_leaves
             other = cast(BlockGrant | None, self.ledger.finish(lease))
-            self.scheduler.observe(grant, grant.block.num_leaves * self.leaf_s[worker], self.now)
+            compute_s = grant.block.num_leaves * self.leaf_s[worker]
+            self.scheduler.observe(grant, compute_s, self.now, result_s=self.lines[worker])
             if other is not None:
                 self.scheduler.overtaken(other, self.now)
+                self.await_answer(other)
         self.begin(worker)
+
+    def await_answer(self, grant: BlockGrant) -> None:
+        """A lease was taken from its worker, which gets no other until it has answered (``hub.members.liveness``)."""
+        self.owes[grant.worker] = grant.lease
+        self.scheduler.takes_work(grant.worker, False)
+        for held in self.ledger.held(grant.worker):
+            self.ledger.give_back(held.lease)
 
     def schedule(self, *, again: bool = False) -> None:
         steps = self.ledger.open_steps
@@ -109,6 +156,8 @@ class Farm:
         if worker in self.ends:
             return
         for lease in self.held[worker].copy():
+            if lease in self.computed:
+                continue
             grant = self.ledger.get(lease)
             if grant is None:
                 self.held[worker].remove(lease)
@@ -148,3 +197,48 @@ def test_unequal_workers_are_done_at_about_the_same_time(data: st.DataObject) ->
     fair_s = leaves * LEAF_S / sum(speeds)
     slowest_s = LEAF_S / min(speeds)
     assert max(farm.seconds[16:]) <= fair_s + 2 * slowest_s + 1e-6, farm.seconds
+
+
+def spread(steps: list[float]) -> float:
+    return max(steps[16:])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 12])
+@pytest.mark.parametrize("leaves", [8, 16, 27])
+def test_a_step_over_slow_lines_sends_one_gradient_a_worker(workers: int, leaves: int) -> None:
+    farm = Farm(leaves, [0.0] * workers, [1.0] * workers, lines=[40 * LEAF_S] * workers)
+    farm.run(24)
+    assert max(farm.results[2:23]) <= workers, farm.results
+    assert spread(farm.seconds) <= (40 + 2 * -(-leaves // workers)) * LEAF_S, farm.seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_over_slow_lines_a_step_takes_a_gradient_a_worker_and_no_longer_than_it_must(data: st.DataObject) -> None:
+    """Lines of any rate at which a result takes longer than a leaf to compute, or much longer."""
+    workers = data.draw(st.integers(1, 8), "workers")
+    speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=workers, max_size=workers), "speeds")
+    lines = data.draw(st.lists(st.sampled_from([1.5, 4.0, 20.0, 100.0]), min_size=workers, max_size=workers), "lines")
+    lines = [seconds / min(speeds) * LEAF_S for seconds in lines]
+    leaves = data.draw(st.integers(2 * workers, 48), "leaves")  # every line is measured soon
+    farm = Farm(leaves, [0.0] * workers, speeds, lines=lines)
+    farm.run(32)
+    assert sum(farm.results[10:31]) <= 1.1 * workers * 21, farm.results
+    costs = [Cost(LEAF_S / speed, line) for speed, line in zip(speeds, lines, strict=True)]
+    even_s = finish_s(costs, leaves)  # as if shares could be cut as one likes
+    assert spread(farm.seconds) <= 2 * even_s + 2 * LEAF_S / min(speeds), (farm.seconds, even_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_over_fast_lines_results_cost_no_time(data: st.DataObject) -> None:
+    workers = data.draw(st.integers(1, 6), "workers")
+    leaves = data.draw(st.integers(1, 40), "leaves")
+    lines = data.draw(st.lists(st.floats(0, 0.5), min_size=workers, max_size=workers), "lines")
+    alone, farm = (
+        Farm(leaves, [0.0] * workers, [1.0] * workers, lines=seconds)
+        for seconds in ([0.0] * workers, [seconds * LEAF_S for seconds in lines])
+    )
+    alone.run(24)
+    farm.run(24)
+    assert spread(farm.seconds) <= spread(alone.seconds) + 2 * LEAF_S, (farm.seconds, alone.seconds)

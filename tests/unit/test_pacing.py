@@ -108,7 +108,7 @@ def test_who_has_finished_no_lease_is_taken_for_as_slow_as_the_slowest() -> None
     assert pacing.deadline_s("new", 1) == 4.0 * 2 * 8
     assert pacing.deadline_s("new", 100) == 600.0
     assert paced(a=1e-3).deadline_s("new", 1) == 5.0
-    pacing.forget("b")
+    pacing.left("b")
     assert pacing.deadline_s("new", 1) == 1.0 * 2 * 8
 
 
@@ -128,18 +128,20 @@ def test_who_overruns_first_leases_gets_longer_each_time() -> None:
     for expected in (16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 600.0, 600.0):
         assert pacing.deadline_s("slow", 1) == expected
         pacing.overran("slow")
-        pacing.forget("slow")
+        pacing.left("slow")
     assert pacing.deadline_s("other", 1) == 16.0
     pacing.observe("slow", 1, 100.0)
-    pacing.forget("slow")
-    assert pacing.deadline_s("slow", 1) == 16.0
+    pacing.left("slow")
+    assert pacing.deadline_s("slow", 1) == 100.0 * 2 * 8  # it may come back
+    assert pacing.deadline_s("other", 1) == 16.0  # nobody is compared with one that is gone
 
 
 def test_deadlines_follow_the_95th_percentile_of_the_last_leases() -> None:
     pacing = Pacing(PacingConfig(window=20, min_deadline_s=1e-3))
     for _ in range(30):
         pacing.observe("a", 2, 2.0, taken_s=4.0)  # 1 s a leaf computed, 2 s until the results are here
-    assert pacing.deadline_s("a", 1) == 2.0 * 2 * 8
+    assert pacing.deadline_s("a", 1) == (1.0 + 2.0) * 2 * 8  # what is not computing is by the lease
+    assert pacing.deadline_s("a", 100) == (100.0 + 2.0) * 2 * 8
     pacing.observe("a", 1, 1.0, taken_s=9.0)  # one in twenty is an outlier
     assert pacing.deadline_s("a", 1) == 9.0 * 2 * 8
     for _ in range(20):
@@ -155,12 +157,49 @@ def test_a_backup_is_due_sooner_than_the_deadline() -> None:
     assert paced(a=1e-6).late_s("a", 1) == 0.2
 
 
-def test_a_forgotten_worker_is_unknown() -> None:
+def test_who_comes_back_is_known() -> None:
+    pacing = paced(a=1.0, b=1.0)
+    pacing.observe("a", 1, 1.0, taken_s=41.0, result_s=40.0)
+    assert pacing.one_lease("a")
+    before = pacing.cost("a"), pacing.deadline_s("a", 2), pacing.block_leaves("a", 64)
+    pacing.takes_work("a", False)
+    pacing.left("a")
+    pacing.left("never seen")
+    assert pacing.late_s("new", 1) == 1.5  # as b: nobody is compared with one that is gone
+    pacing.takes_work("a")
+    assert (pacing.cost("a"), pacing.deadline_s("a", 2), pacing.block_leaves("a", 64)) == before
+
+
+def test_those_that_left_are_not_remembered_without_end() -> None:
+    pacing = paced()
+    for number in range(5000):
+        pacing.takes_work(f"w{number}")
+        pacing.observe(f"w{number}", 1, 1.0, taken_s=3.0, result_s=2.0)
+        pacing.takes_work(f"w{number}", False)
+        pacing.left(f"w{number}")
+    assert pacing.leaf_s("w0") is None
+    assert pacing.leaf_s("w4999") == 1.0
+    sizes = {name: len(getattr(pacing, name)) for name in pacing.__slots__ if hasattr(getattr(pacing, name), "__len__")}
+    assert max(sizes.values()) <= 4096, sizes
+
+
+def test_a_line_that_was_left_out_is_tried_again() -> None:
     pacing = paced(a=1.0)
-    pacing.forget("a")
-    pacing.forget("never seen")
-    assert pacing.leaf_s("a") is None
-    assert pacing.deadline_s("a", 1) == 600.0
+    pacing.observe("a", 1, 1.0, result_s=100.0)
+    for _ in range(60):
+        pacing.left_out("a")
+    assert pacing.cost("a") == (1.0, 1.0)
+
+
+def test_smaller_blocks_over_a_slow_line_are_not_late_sooner() -> None:
+    """Blocks of eight leaves are computed in a second and sent in twenty: one leaf takes hardly less."""
+    pacing = paced()
+    pacing.takes_work("a")
+    for _ in range(8):
+        pacing.observe("a", 8, 1.0, taken_s=21.0, result_s=20.0)
+    late_s = pacing.late_s("a", 1)
+    assert late_s is not None
+    assert late_s > 20.0
 
 
 @pytest.mark.parametrize("wrong", [{"leases_ahead": 0}, {"min_deadline_s": 0.0}, {"max_deadline_s": 1.0}])
@@ -222,8 +261,10 @@ def test_what_is_kept_is_what_counting_anew_would_give(changes: list[tuple[str, 
         kept.takes_work(worker, does)
         takes[worker] = does
         if leaf_s is None:
-            kept.forget(worker)
-            last.forget(worker)
+            kept.takes_work(worker, False)
+            takes[worker] = False
+            kept.left(worker)
+            last.left(worker)
         else:
             kept.observe(worker, 1, leaf_s)
             last.observe(worker, 1, leaf_s)  # nobody takes work there: nothing is counted yet
@@ -261,8 +302,6 @@ def test_who_was_overtaken_once_is_believed_again_when_it_was_seen_to_be_fast() 
     assert pacing.block_leaves("b", 1024) == 1
     pacing.observe("b", 1, 0.1, taken_s=0.1)
     assert pacing.block_leaves("b", 1024) == pacing.block_leaves("a", 1024)
-    pacing.forget("b")
-    assert pacing.leaf_s("b") is None
 
 
 def test_a_slow_lease_is_late_by_what_others_take() -> None:
@@ -270,7 +309,8 @@ def test_a_slow_lease_is_late_by_what_others_take() -> None:
     for _ in range(64):
         pacing.observe("slow", 1, 0.1, taken_s=3600.0)
     config = pacing.config
-    assert pacing.late_s("slow", 4) == pytest.approx(0.2 * config.deadline_factor * 4 * config.backup_factor)
+    others_s = 0.2 * 4
+    assert pacing.late_s("slow", 4) == pytest.approx(others_s * config.deadline_factor * config.backup_factor)
     assert pacing.late_s("b", 4) == pytest.approx(0.2 * 4 * config.backup_factor)
     alone = paced(only=7.0)
     assert alone.late_s("only", 1) == pytest.approx(7.0 * config.backup_factor)

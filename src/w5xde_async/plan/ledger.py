@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from w5xde_async.plan.leases import FailedWork, Grant, LeaseTable, LeaseTerms
@@ -128,6 +128,11 @@ class Ledger(LeaseTable[BlockGrant]):
     def free_leaves(self, step: int) -> int:
         """Leaves of ``step`` that nobody holds."""
         return self._steps[step].free_leaves
+
+    def free_runs(self, step: int) -> Sequence[Block]:
+        """What nobody holds of ``step``: runs of leaves, ascending, and begun blocks. Not to be changed."""
+        opened = self._steps[step]
+        return [*opened.free, *(slot.block for slot in opened.orphans.values())] if opened.orphans else opened.free
 
     def held_leaves(self, step: int) -> int:
         """Leaves of ``step`` in open leases, twice where two workers have them."""
@@ -239,28 +244,40 @@ class Ledger(LeaseTable[BlockGrant]):
             _add_run(opened.free, slot.block)
 
     def grant(
-        self, worker: str, step: int, max_leaves: int, *, now: float, deadline_s: float, others: Collection[str] = ()
+        self,
+        worker: str,
+        step: int,
+        max_leaves: int,
+        *,
+        now: float,
+        deadline_s: float,
+        others: Collection[str] = (),
+        start: int | None = None,
     ) -> BlockGrant | None:
         """Lease ``worker`` the first free block of ``step``, of at most ``max_leaves`` leaves.
 
-        Blocks that were begun go first, whole as they were. A leaf that failed on ``worker`` is left to ``others``
-        while there are any.
+        Blocks that were begun go first, whole as they were. ``start``: of the block that is wanted, which is free. A
+        leaf that failed on ``worker`` is left to ``others`` while there are any.
         """
         opened = self._steps[step]
         for slot in opened.orphans.values():
             if not self._shuns(opened, slot.block, worker, others):
                 return self._lease(opened, slot, worker, now, deadline_s)
         for position, run in enumerate(opened.free):
-            start = run.start
-            while start < run.stop:
-                block = aligned_block(start, run.stop, opened.num_leaves, max_leaves)
+            at = run.start
+            if start is not None:
+                if start >= run.stop:
+                    continue
+                at, start = max(at, start), None
+            while at < run.stop:
+                block = aligned_block(at, run.stop, opened.num_leaves, max_leaves)
                 block = self._isolate(opened, block)
                 if not self._shuns(opened, block, worker, others):
                     left, right = Block(run.start, block.start), Block(block.stop, run.stop)
                     opened.free[position : position + 1] = [part for part in (left, right) if part.num_leaves]
                     slot = opened.slots[block.start] = Slot(block)
                     return self._lease(opened, slot, worker, now, deadline_s)
-                start = block.stop
+                at = block.stop
         return None
 
     def finish(self, lease: int) -> BlockGrant | None:

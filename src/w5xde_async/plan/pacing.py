@@ -5,11 +5,14 @@ gets half of its fair share of what is left, so blocks shrink towards the step's
 keep a lease from costing more than its work: ``target_lease_s`` while every worker can still have a block of that size,
 and ``min_lease_s`` as long as it is no more than a fair share of the whole step.
 
+A result is as large as the model, however small its block. Where it takes longer on its way than a leaf to compute, its
+worker has one lease a step, sized by both (``plan.sharing``).
+
 Deadlines are learned: a multiple of the 95th percentile of what the worker's last leases took, from when it could begin
-to when their results had come. A worker of which nothing is known is taken for as slow as the slowest of the others, as
-soon as one of those is known, and for twice as slow after each lease in a row that it has overrun. A lease that is late
-by less than that is given to a second worker as well, when one has nothing else to do (backup tasks: Dean & Ghemawat
-2004, section 3.6).
+to when their results had come: computing by the leaf, the rest by the lease. One of which nothing is known is taken
+for as slow as the slowest of the others, as soon as one of those is known, and for twice as slow after each lease in a
+row that it has overrun. A lease that is late by less than that is given to a second worker as well, when one has
+nothing else to do (backup tasks: Dean & Ghemawat 2004, section 3.6).
 
 Whoever takes work is known here by name, and what is asked of all of them (how fast together, who is fastest, slowest,
 in the middle) is kept as measurements come in: no question costs more for more workers.
@@ -25,10 +28,13 @@ from dataclasses import dataclass, field, replace
 
 from w5xde_async.config import Config, setting, whole
 from w5xde_async.errors import need
+from w5xde_async.plan.sharing import Cost
 
 _ROUNDING = 1e-6  # of sums of speeds
 _ALIKE = 1.5  # speeds that differ by less count as equal
-_MOST_OVERRUN = 4096  # workers whose overrun leases are remembered, those that have left among them
+_MOST_KNOWN = 4096  # workers that are remembered, those that have left among them
+_NEGLIGIBLE_S = 0.005  # no line is slow on which a result takes less
+_FADES = 0.9  # what is believed of a line's slowness after each step in which it was not used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,23 @@ class _Window:
         return self._in_order[(len(self._in_order) * 19) // 20]
 
 
+class _Taken:
+    """What a worker's last leases took: computing by the leaf; data, results and waiting by the lease."""
+
+    __slots__ = ("_leaf_s", "_rest_s")
+
+    def __init__(self, window: int) -> None:
+        self._leaf_s, self._rest_s = _Window(window), _Window(window)
+
+    def add(self, leaves: int, computed_s: float, taken_s: float) -> None:
+        self._leaf_s.add(computed_s / leaves)
+        self._rest_s.add(max(taken_s - computed_s, 0.0))
+
+    @property
+    def longest(self) -> Cost:
+        return Cost(self._leaf_s.p95, self._rest_s.p95)
+
+
 class _InOrder(list[float]):
     """Numbers, ascending. (A list's ``insort`` moves memory: 32 KB at most for 4096 workers, a microsecond.)"""
 
@@ -99,13 +122,19 @@ class Pacing:
 
     config: PacingConfig
     _leaf_s: dict[str, float] = field(default_factory=dict)
-    _taken: dict[str, _Window] = field(default_factory=dict)
+    _result_s: dict[str, float] = field(default_factory=dict)  # worker -> seconds that a result is on its way
+    _taken: dict[str, _Taken] = field(default_factory=dict)
     _floor: dict[str, float] = field(default_factory=dict)  # worker -> seconds a leaf that it takes at least, as seen
     _overrun: dict[str, int] = field(default_factory=dict)  # worker -> leases in a row whose deadline passed
     _workers: dict[str, float | None] = field(default_factory=dict)  # that take work -> seconds a leaf that count
     _speeds: _InOrder = field(default_factory=_InOrder)  # these in order
-    _longest: dict[str, float] = field(default_factory=dict)  # worker -> 95th percentile of what its leases took
-    _latest: _InOrder = field(default_factory=_InOrder)  # these in order
+    _gone: dict[str, None] = field(default_factory=dict)  # who have left, the last of them last
+    _longest: dict[str, Cost] = field(default_factory=dict)  # of the others -> 95th percentile of what leases took
+    _longest_leaf_s: _InOrder = field(default_factory=_InOrder)  # these in order
+    _longest_rest_s: _InOrder = field(default_factory=_InOrder)
+    _slow: set[str] = field(default_factory=set)  # of those that take work, whose results take longer than leaves
+    _results: dict[str, float] = field(default_factory=dict)  # of these -> seconds that a result is on its way
+    _results_s: _InOrder = field(default_factory=_InOrder)  # these in order
     _leaves_per_s: float = 0.0  # all of those together
     _changes: int = 0  # since that was added up anew
 
@@ -116,11 +145,13 @@ class Pacing:
     def takes_work(self, worker: str, does: bool = True) -> None:
         """``worker`` is one of those that share the work from now on, or is not."""
         if does:
+            self._gone.pop(worker, None)
             self._workers.setdefault(worker, None)
             self._count(worker)
         elif worker in self._workers:
             self._uncount(worker)
             del self._workers[worker]
+            self._slow.discard(worker)
 
     def _uncount(self, worker: str) -> None:
         leaf_s, self._workers[worker] = self._workers[worker], None
@@ -133,13 +164,7 @@ class Pacing:
 
     def _count(self, worker: str) -> None:
         """Its measurements are new, or gone, or it takes work from now on."""
-        longest = self._longest.pop(worker, None)
-        if longest is not None:
-            self._latest.take(longest)
-        window = self._taken.get(worker)
-        if window is not None:
-            longest = self._longest[worker] = window.p95
-            self._latest.put(longest)
+        self._compare(worker)
         if worker in self._workers:
             self._uncount(worker)
             leaf_s = self._leaf_s.get(worker)
@@ -147,24 +172,53 @@ class Pacing:
                 leaf_s = self._workers[worker] = max(leaf_s, self._floor.get(worker, 0.0))
                 self._speeds.put(leaf_s)
                 self._leaves_per_s += 1 / leaf_s
+                (self._slow.add if self.one_lease(worker) else self._slow.discard)(worker)
 
-    def observe(self, worker: str, leaves: int, seconds: float, *, taken_s: float | None = None) -> None:
+    def _compare(self, worker: str) -> None:
+        """Others are compared with what is known of it now, unless it has left."""
+        longest, result_s = self._longest.pop(worker, None), self._results.pop(worker, None)
+        if longest is not None:
+            self._longest_leaf_s.take(longest.leaf_s)
+            self._longest_rest_s.take(longest.lease_s)
+        if result_s is not None:
+            self._results_s.take(result_s)
+        if worker in self._gone:
+            return
+        taken, result_s = self._taken.get(worker), self._result_s.get(worker)
+        if taken is not None:
+            longest = self._longest[worker] = taken.longest
+            self._longest_leaf_s.put(longest.leaf_s)
+            self._longest_rest_s.put(longest.lease_s)
+        if result_s is not None:
+            self._results[worker] = result_s
+            self._results_s.put(result_s)
+
+    def observe(
+        self, worker: str, leaves: int, seconds: float, *, taken_s: float | None = None, result_s: float | None = None
+    ) -> None:
         """``worker`` computed ``leaves`` leaves in ``seconds`` (finite).
 
         ``taken_s``: from when it could begin until the results had come, data and results on their way included.
+        ``result_s``: that the results alone were on their way, where that is known.
         """
-        window = self._taken.get(worker)
-        if window is None:
-            window = self._taken[worker] = _Window(self.config.window)
-        window.add(max(seconds, taken_s or 0.0) / leaves)
+        self._gone.pop(worker, None)
+        taken = self._taken.get(worker)
+        if taken is None:
+            taken = self._taken[worker] = _Taken(self.config.window)
+        taken.add(leaves, seconds, taken_s or 0.0)
         self._overrun.pop(worker, None)
-        leaf_s = max(seconds, 1e-9) / leaves
-        known, floor = self._leaf_s.get(worker), self._floor.get(worker)
+        if result_s is not None:
+            self._result_s[worker] = self._smoothed(self._result_s.get(worker), result_s)
+        floor = self._floor.get(worker)
         if floor is not None:  # it takes no longer than until its results have come
-            self._floor[worker] = min(floor, max(seconds, taken_s or 0.0, 1e-9) / leaves)
-        a = self.config.smoothing
-        self._leaf_s[worker] = leaf_s if known is None else (1 - a) * known + a * leaf_s
+            beside_s = self._result_s.get(worker, 0.0)
+            self._floor[worker] = min(floor, max(seconds, (taken_s or 0.0) - beside_s, 1e-9) / leaves)
+        self._leaf_s[worker] = self._smoothed(self._leaf_s.get(worker), max(seconds, 1e-9) / leaves)
         self._count(worker)
+
+    def _smoothed(self, known: float | None, measured: float) -> float:
+        a = self.config.smoothing
+        return measured if known is None else (1 - a) * known + a * measured
 
     def overtaken(self, worker: str, leaves: int, elapsed_s: float) -> None:
         """Another worker finished a lease of ``leaves`` leaves that this one had had for ``elapsed_s``.
@@ -172,26 +226,39 @@ class Pacing:
         Whatever it says of its speed, it gets no larger blocks than that until it has been seen to be faster. How much
         of a step's end it may take is judged by its own word, or it could never show it.
         """
+        elapsed_s -= self._result_s.get(worker, 0.0)
         if elapsed_s <= 0:
             return
         self._floor[worker] = max(self._floor.get(worker, 0.0), elapsed_s / leaves)
         self._count(worker)
 
-    def observe_late(self, worker: str, leaves: int, seconds: float, taken_s: float) -> None:
+    def observe_late(
+        self, worker: str, leaves: int, seconds: float, taken_s: float, *, result_s: float | None = None
+    ) -> None:
         """A lease whose time was over was done after all, ``taken_s`` after it was given.
 
         It may have been stopped for a day: one such lease lengthens the deadline to twice what it was, no further.
         """
         config = self.config
         most_s = 2 * self.deadline_s(worker, leaves) / (config.deadline_factor * config.leases_ahead)
-        self.observe(worker, leaves, min(seconds, most_s), taken_s=min(taken_s, most_s))
+        self.observe(worker, leaves, min(seconds, most_s), taken_s=min(taken_s, most_s), result_s=result_s)
 
-    def forget(self, worker: str) -> None:
-        """The worker is gone; what it has overrun is kept, since it may come back."""
-        self._leaf_s.pop(worker, None)
-        self._floor.pop(worker, None)
-        self._taken.pop(worker, None)
-        self._count(worker)
+    def left(self, worker: str) -> None:
+        """The worker is gone: nobody is compared with it. What is known of it is kept, since it may come back."""
+        self._gone.pop(worker, None)
+        self._gone[worker] = None
+        self._compare(worker)
+        if len(self._gone) > _MOST_KNOWN:
+            forgotten = next(iter(self._gone))
+            del self._gone[forgotten]
+            for known in (self._leaf_s, self._result_s, self._floor, self._taken):
+                known.pop(forgotten, None)
+
+    def left_out(self, worker: str) -> None:
+        """A step went on without this worker, for its line. That is believed less now, so that it is tried again."""
+        if (result_s := self._result_s.get(worker)) is not None:
+            self._result_s[worker] = max(result_s * _FADES, self._leaf_s.get(worker, 0.0))
+            self._compare(worker)
 
     def overran(self, worker: str) -> None:
         """A lease of this worker was taken from it because its deadline had passed.
@@ -199,7 +266,7 @@ class Pacing:
         The next may take twice as long: a worker that is slow and not hung gets there, however often it comes anew.
         """
         self._overrun[worker] = self._overrun.pop(worker, 0) + 1
-        if len(self._overrun) > _MOST_OVERRUN:
+        if len(self._overrun) > _MOST_KNOWN:
             del self._overrun[next(iter(self._overrun))]
 
     def leaf_s(self, worker: str) -> float | None:
@@ -233,6 +300,30 @@ class Pacing:
         leaf_s = self._expected_leaf_s(worker)
         part = 1 / max(len(self._workers), 1) if leaf_s is None else self._fair_part(leaf_s)
         return math.ceil(step_leaves * part - _ROUNDING)
+
+    @property
+    def slow_lines(self) -> bool:
+        """Whether some of those that take work have one lease a step."""
+        return bool(self._slow)
+
+    def one_lease(self, worker: str) -> bool:
+        """Whether a result of this worker takes longer on its way than a leaf to compute, and than what a lease should
+        hold, as far as is known."""
+        leaf_s = self._leaf_s.get(worker)
+        if leaf_s is None:
+            leaf_s = self._expected_leaf_s(worker)
+        least_s = max(self.config.target_lease_s, _NEGLIGIBLE_S)
+        return leaf_s is not None and self._expected_result_s(worker) >= max(leaf_s, least_s)
+
+    def cost(self, worker: str) -> Cost:
+        """What work costs a worker, as far as is known of it, and else of the others."""
+        return Cost(self._expected_leaf_s(worker) or 1e-9, self._expected_result_s(worker))
+
+    def _expected_result_s(self, worker: str) -> float:
+        known = self._result_s.get(worker)
+        if known is not None:
+            return known
+        return self._results_s[len(self._results_s) // 2] if self._results_s else 0.0
 
     def _expected_leaf_s(self, worker: str) -> float | None:
         """What a leaf takes ``worker``, or, where that is not known, one in the middle; None where nobody is known."""
@@ -272,14 +363,13 @@ class Pacing:
 
     def deadline_s(self, worker: str, leaves: int) -> float:
         """How long a lease of ``leaves`` leaves may take, the leases before it included."""
-        config, window = self.config, self._taken.get(worker)
-        if window is not None:
-            taken_s = window.p95 * leaves * config.leases_ahead
+        config, taken = self.config, self._taken.get(worker)
+        if taken is not None:
+            taken_s = taken.longest.of(leaves) * config.leases_ahead
             return min(max(taken_s * config.deadline_factor, config.min_deadline_s), config.max_deadline_s)
-        if not self._latest:
+        if not self._longest:
             return config.first_deadline_s
-        taken_s = self._latest[-1] * leaves * config.leases_ahead
-        allowed_s = max(taken_s * config.deadline_factor, config.min_deadline_s)
+        allowed_s = max(self._slowest_s(leaves) * config.leases_ahead * config.deadline_factor, config.min_deadline_s)
         return min(allowed_s * 2.0 ** min(self._overrun.get(worker, 0), 32), config.first_deadline_s)
 
     def allowed_s(self, worker: str, leaves: int, given_s: float) -> float:
@@ -293,20 +383,31 @@ class Pacing:
         However slow its worker has been, or has made itself look, the step waits for it ``deadline_factor`` times
         as long as the others take, no longer.
         """
-        window, others = self._taken.get(worker), self._others_longest(worker)
-        if window is not None:
-            leaf_s = window.p95 if others is None else min(window.p95, self.config.deadline_factor * others)
-        elif self._latest:
-            leaf_s = self._latest[-1]  # as slow as the slowest
+        taken, others = self._taken.get(worker), self._others_longest(worker)
+        if taken is not None:
+            lease_s = taken.longest.of(leaves)
+            if others is not None:
+                lease_s = min(lease_s, self.config.deadline_factor * others.of(leaves))
+        elif self._longest:
+            lease_s = self._slowest_s(leaves)
         else:
             return None
-        return max(leaf_s * leaves * self.config.backup_factor, self.config.min_backup_s)
+        return max(lease_s * self.config.backup_factor, self.config.min_backup_s)
 
-    def _others_longest(self, worker: str) -> float | None:
-        """The 95th percentile over the others of what their leases take a leaf; None where nobody else is known."""
+    def _slowest_s(self, leaves: int) -> float:
+        """What a lease takes the slowest of those that are known."""
+        return Cost(self._longest_leaf_s[-1], self._longest_rest_s[-1]).of(leaves)
+
+    def _others_longest(self, worker: str) -> Cost | None:
+        """The 95th percentiles over the others of what their leases take; None where nobody else is known."""
         own = self._longest.get(worker)
-        count = len(self._latest) - (own is not None)
+        count = len(self._longest) - (own is not None)
         if not count:
             return None
         at = (count * 19) // 20
-        return self._latest[at + (own is not None and at >= bisect_left(self._latest, own))]
+        leaf_s, rest_s = self._longest_leaf_s, self._longest_rest_s
+        if own is None:
+            return Cost(leaf_s[at], rest_s[at])
+        return Cost(
+            leaf_s[at + (at >= bisect_left(leaf_s, own.leaf_s))], rest_s[at + (at >= bisect_left(rest_s, own.lease_s))]
+        )

@@ -116,8 +116,8 @@ class StepScheduler:
         """A worker has gone, and its leases were taken back."""
         self._waiting.pop(worker, None)
         self.local_steps.leave(worker)
-        self._pacing.forget(worker)
-        self._submitting.forget(worker)
+        self._pacing.left(worker)
+        self._submitting.left(worker)
 
     def schedule(self, only: str | None = None) -> None:
         """Give work to whoever has room for it (``only``: check this worker alone)."""

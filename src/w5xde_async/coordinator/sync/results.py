@@ -54,6 +54,7 @@ class Results:
         self._scheduler, self._verification, self._receive_buffers = scheduler, verification, receive
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(context.run.layout)
+        self._result_bytes = 0  # of the largest result of a lease that has come
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
@@ -107,11 +108,12 @@ class Results:
         joined. Raises RemoteError where the worker says done without having sent a bucket.
         """
         grant = self._ledger.held_by(session.worker_id, done.lease)
+        result_s = self._line_s(session)
         if grant is None:
             past = self._ledger.past(session.worker_id, done.lease)
             if owed and past is not None and len(done.losses) == past.block.num_leaves:
                 now = self._context.run.clock()
-                self._scheduler.observe_late(past, min(done.compute_s, now - past.granted_at), now)
+                self._scheduler.observe_late(past, min(done.compute_s, now - past.granted_at), now, result_s=result_s)
             if self._ledger.is_duplicate(done.lease):
                 self._refuse(session, done, VerdictCode.DUPLICATE, "its block had been finished")
             else:
@@ -135,7 +137,7 @@ class Results:
         for bucket in self._store.fill_with_nothing(of):
             if isinstance(of, Block):
                 self._counts_at_once(of, bucket, present=False)
-        self._scheduler.observe(grant, done.compute_s, self._context.run.clock())
+        self._scheduler.observe(grant, done.compute_s, self._context.run.clock(), result_s=result_s)
         if self._ledger.is_audit(done.lease):
             self._ledger.finish(done.lease)
             self.leaves_audited += block.num_leaves
@@ -154,6 +156,13 @@ class Results:
             )
         self._context.wake()
         return FinishedBlock(session, grant, done, self._store.close(block), overtaken)
+
+    def _line_s(self, session: Session) -> float | None:
+        """Seconds that a whole result is on this worker's line, by what has come of its last one; None where that was
+        less than half."""
+        nbytes, seconds = session.results_since()
+        self._result_bytes = max(self._result_bytes, min(nbytes, self._layout.vector_bytes))
+        return seconds * self._result_bytes / nbytes if 0 < self._result_bytes <= 2 * nbytes else None
 
     def count(self, finished: FinishedBlock) -> None:
         """A finished block counts from now on."""

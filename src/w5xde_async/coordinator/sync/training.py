@@ -453,7 +453,7 @@ class SyncTraining:
 
     def take_back(self, session: Session) -> int:
         grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
-        self.scheduler.forget(session.worker_id)
+        self.scheduler.left(session.worker_id)
         self.verification.left(session.worker_id)
         if failed_work is not None and self.lifecycle.failure is None:
             self.results.blame(failed_work, f"{failed_work.attempts} workers vanished while they computed this leaf")

@@ -118,6 +118,7 @@ class Session:
         self.receiving_s = 0.0  # spent in the middle of receiving results
         self.result_bytes = 0  # of those results
         self._header_at = 0.0  # when the header of the last one came
+        self._told = (0, 0.0)  # bytes and seconds of results of which ``results_since`` has told
         self.current_version = -1  # the version that was published
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
         self.seen_bytes = 0
@@ -156,6 +157,11 @@ class Session:
     def vanished(self) -> bool:
         """The worker is gone without a word, and it was not us: what it computed may have killed it."""
         return not self.given_up and self.state is not State.CLOSED
+
+    def results_since(self) -> tuple[int, float]:
+        """Bytes of results that have come since this was asked last, and the seconds that these were on their way."""
+        before, self._told = self._told, (self.result_bytes, self.receiving_s)
+        return self.result_bytes - before[0], self.receiving_s - before[1]
 
     # -- life ----------------------------------------------------------------------------------------------
 

@@ -5,21 +5,24 @@ served before those that want one lease ahead, and the step after the current on
 travels while the version it needs is still being made. When nothing of the current step is left, a worker without work
 backs up a lease that is late.
 
-Nothing here goes through all workers or all leases. A worker waits in a queue from when it has room until it has none,
-one queue for each number of leases it has; where nothing is free nobody is looked at. Leases that may become late wait
-in a heap, filled once a step.
+Where a result takes longer on some worker's line than a leaf to compute, a step is dealt out at once
+(``plan.sharing``). Otherwise nothing here goes through all workers or all leases. A worker waits in a queue from when
+it has room until it has none, one queue for each number of leases it has; where nothing is free nobody is looked at.
+Leases that may become late wait in a heap, filled once a step.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from w5xde_async.data.loader import Loader
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.pacing import Pacing
+from w5xde_async.plan.sharing import finish_s, share_out
 from w5xde_async.plan.tree import Block, right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import Lease
@@ -30,6 +33,25 @@ class Sendable(NamedTuple):
 
     message: Lease
     buffers: list[tuple[BufferSpec, Buffer]]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Who is to have what of a step. ``served``: who has had its part, or some of it. ``fair_s``: seconds that the step
+    would take if its leaves could be cut as one likes."""
+
+    workers: frozenset[str]
+    blocks: dict[str, list[Block]]
+    served: set[str]
+    fair_s: float
+
+    def outdated(self, worker: str, runs: Sequence[Block], workers: Collection[str], *, waited: bool) -> bool:
+        """Whether things are not as they were planned, as far as ``worker`` is concerned. ``waited``: for others."""
+        own = self.blocks.get(worker)
+        if own:
+            return not any(run.start <= own[-1].start and own[-1].stop <= run.stop for run in runs)
+        theirs = [other for other, blocks in self.blocks.items() if blocks]
+        return waited or worker not in self.workers or not theirs or not all(other in workers for other in theirs)
 
 
 class LeaseScheduler:
@@ -52,6 +74,8 @@ class LeaseScheduler:
         self._late_step, self._late_by_speed = -1, False  # of what the heap says it; whether speeds were known then
         self._timed: dict[str, None] = {}  # workers whose leases are late at another time than the heap says
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
+        self._plans: dict[int, _Plan] = {}  # by step, where lines are slow
+        self._left_out: dict[str, int] = {}  # workers whose line is too slow to be of use -> in which step
         self._ahead = pacing.config.leases_ahead
         self._at_most_half = at_most_half
         self._gave_back = False
@@ -67,15 +91,16 @@ class LeaseScheduler:
         else:
             self._workers.pop(worker, None)  # from the queues when it is its turn
 
-    def forget(self, worker: str) -> None:
-        """The worker is gone: so is what was known of its speed."""
-        self._pacing.forget(worker)
+    def left(self, worker: str) -> None:
+        """The worker is gone."""
+        self._pacing.left(worker)
         self._free_since.pop(worker, None)
+        self._left_out.pop(worker, None)
 
-    def observe(self, grant: BlockGrant, compute_s: float, now: float) -> None:
-        """A lease of the current step was done, in ``compute_s`` on the worker."""
+    def observe(self, grant: BlockGrant, compute_s: float, now: float, *, result_s: float | None = None) -> None:
+        """A lease of the current step was done, in ``compute_s`` on the worker; its results took ``result_s``."""
         began = max(self._ledger.began_at(grant), self._free_since.get(grant.worker, -math.inf))
-        self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - began)
+        self._pacing.observe(grant.worker, grant.block.num_leaves, compute_s, taken_s=now - began, result_s=result_s)
         self._free_since[grant.worker] = now
         self._timed[grant.worker] = None
 
@@ -85,9 +110,10 @@ class LeaseScheduler:
         self._pacing.overtaken(grant.worker, grant.block.num_leaves, now - began)
         self._timed[grant.worker] = None
 
-    def observe_late(self, grant: BlockGrant, compute_s: float, now: float) -> None:
+    def observe_late(self, grant: BlockGrant, compute_s: float, now: float, *, result_s: float | None = None) -> None:
         """A lease that had ended was done after all: deadlines learn from it too, so that one too short gets longer."""
-        self._pacing.observe_late(grant.worker, grant.block.num_leaves, compute_s, now - grant.granted_at)
+        leaves, taken_s = grant.block.num_leaves, now - grant.granted_at
+        self._pacing.observe_late(grant.worker, leaves, compute_s, taken_s, result_s=result_s)
         self._free_since[grant.worker] = now
         self._timed[grant.worker] = None
 
@@ -114,6 +140,7 @@ class LeaseScheduler:
         for worker in self._ledger.eased():
             self._queue(worker)
         if steps:
+            self._close_before(steps[0])
             self._grant(steps, now, has_credit, hold_back)
             self._back_up(steps[0], now, has_credit)
         fresh, self._fresh = self._fresh, []
@@ -148,6 +175,14 @@ class LeaseScheduler:
                 data.structure,
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
+
+    def _close_before(self, step: int) -> None:
+        """Steps before ``step`` are over: whose line was too slow for one is tried again some time."""
+        for over in [known for known in self._plans if known < step]:
+            del self._plans[over]
+        for worker in [worker for worker, over in self._left_out.items() if over < step]:
+            del self._left_out[worker]
+            self._pacing.left_out(worker)
 
     def _look_again(self) -> None:
         refused, self._refused = self._refused, {}
@@ -205,25 +240,66 @@ class LeaseScheduler:
 
     def _grant_one(self, worker: str, step: int, now: float, *, current: bool) -> bool:
         """Lease ``worker`` a block of ``step``. False where there is none for it."""
-        ledger, pacing = self._ledger, self._pacing
-        free, step_leaves = ledger.free_leaves(step), ledger.num_leaves(step)
-        leaves = pacing.block_leaves(worker, free, step_leaves=step_leaves)
-        leaves = min(leaves, self._loader.max_block_leaves)
+        ledger, pacing, start = self._ledger, self._pacing, None
+        step_leaves = ledger.num_leaves(step)
+        most = self._loader.max_block_leaves
         if self._at_most_half:
-            leaves = min(leaves, max(1, right_half(step_leaves)))
-        if current and pacing.unequal:
-            leaves = min(leaves, self._most_in_time(worker, step, free, now))
-        elif not current:  # leaves beyond its share are for workers that are still busy with the current step
-            leaves = min(leaves, pacing.fair_leaves(worker, step_leaves) - ledger.num_held_leaves(worker, step))
+            most = min(most, max(1, right_half(step_leaves)))
+        if pacing.slow_lines:
+            block = self._planned_block(worker, step, most, now, current=current)
+            if block is None:
+                return False
+            leaves, start = 1 << (block.num_leaves - 1).bit_length(), block.start  # more where the step's end cuts it
+        else:
+            leaves = min(most, self._most_leaves(worker, step, now, current=current))
         if leaves < 1:
             return False
-        deadline_s = pacing.deadline_s(worker, leaves)
-        grant = ledger.grant(worker, step, leaves, now=now, deadline_s=deadline_s, others=self._workers.keys())
+        grant = ledger.grant(
+            worker, step, leaves, now=now, deadline_s=pacing.deadline_s(worker, leaves),
+            others=self._workers.keys(), start=start,
+        )  # fmt: skip
         if grant is None:
             return False
         self._fresh.append(grant)
         self._timed[worker] = None
         return True
+
+    def _most_leaves(self, worker: str, step: int, now: float, *, current: bool) -> int:
+        """Of the next lease, where results cost little: blocks get smaller towards the step's end."""
+        ledger, pacing = self._ledger, self._pacing
+        free, step_leaves = ledger.free_leaves(step), ledger.num_leaves(step)
+        leaves = pacing.block_leaves(worker, free, step_leaves=step_leaves)
+        if current and pacing.unequal:
+            return min(leaves, self._most_in_time(worker, step, free, now))
+        if current:
+            return leaves
+        # Leaves beyond its share are for workers that are still busy with the current step.
+        return min(leaves, pacing.fair_leaves(worker, step_leaves) - ledger.num_held_leaves(worker, step))
+
+    def _planned_block(self, worker: str, step: int, most: int, now: float, *, current: bool) -> Block | None:
+        """The next block of ``step`` that is ``worker``'s, where results cost more than leaves; None where none is."""
+        runs, plan = self._ledger.free_runs(step), self._plans.get(step)
+        waited = current and plan is not None and now > self._ledger.opened_at(step) + 2 * plan.fair_s
+        if plan is None or plan.outdated(worker, runs, self._workers, waited=waited):
+            served = set() if plan is None else plan.served
+            among = [worker] if waited else [one for one in self._workers if one not in served] or list(self._workers)
+            plan = self._plans[step] = self._plan(step, runs, most, among, served)
+        blocks = plan.blocks.get(worker)
+        if not blocks:
+            if worker not in plan.served and self._pacing.cost(worker).lease_s > plan.fair_s:
+                self._left_out[worker] = step
+            return None
+        plan.served.add(worker)
+        self._left_out.pop(worker, None)
+        return blocks.pop()
+
+    def _plan(self, step: int, runs: Sequence[Block], most: int, among: Sequence[str], served: set[str]) -> _Plan:
+        costs = {worker: self._pacing.cost(worker) for worker in among}
+        several = [worker for worker in among if not self._pacing.one_lease(worker)]
+        step_leaves = self._ledger.num_leaves(step)
+        fair_s = finish_s(map(self._pacing.cost, self._workers), step_leaves)
+        blocks = share_out(runs, step_leaves, most, costs, several)
+        return _Plan(frozenset(among) | served, blocks, served, fair_s)
 
     def _most_in_time(self, worker: str, step: int, free: int, now: float) -> int:
         """Leaves of the current step that this worker may take without holding the others up at its end."""
