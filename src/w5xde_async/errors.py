@@ -3,6 +3,7 @@
 W5xdeError
     LocalError              our own bug or our own machine: stop and report
         ProtocolViolation   we were about to break the protocol ourselves
+        DeviceLost          the device is of no use to this process any more: start another, exit code 7
     UsageError              the person must change something: one line, exit code 2
         JobError            the job cannot be loaded or cannot work; says what and where
         PortInUse           exit code 6
@@ -45,6 +46,7 @@ class ExitCode(IntEnum):
     AUTHENTICATION = 4
     MISMATCH = 5
     PORT_IN_USE = 6
+    DEVICE_LOST = 7
     INTERRUPTED_TWICE = 130
 
 
@@ -84,6 +86,19 @@ class LocalError(W5xdeError):
 
 class ProtocolViolation(LocalError):
     """Our own side was about to break the protocol."""
+
+
+class DeviceLost(LocalError):
+    """The device fails at every call, as CUDA does after a device-side assert or an illegal address.
+
+    Only another process gets it back. Fields: ``device``, ``reason``.
+    """
+
+    exit_code = ExitCode.DEVICE_LOST
+
+    def __init__(self, device: str, reason: str) -> None:
+        self.device, self.reason = device, reason
+        super().__init__(f"{device} is lost to this process: {reason}; start the worker again")
 
 
 class UsageError(W5xdeError):

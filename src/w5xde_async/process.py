@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.errors import DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
+from w5xde_async.errors import DeviceLost, DiskHangs, ExitCode, LeafFailed, UpdateFailed, UsageError, W5xdeError
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def launch(
             try:
                 code = await body()
                 return code
-            except DiskHangs as error:  # the loop's end, and Python's, would wait for threads that hang
+            except (DiskHangs, DeviceLost) as error:  # the loop's end, and Python's, would wait for what hangs
                 _complain(prog, str(error), error.exit_code, as_json)
                 sys.stdout.flush()
                 os._exit(error.exit_code)

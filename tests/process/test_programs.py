@@ -24,6 +24,7 @@ DIGITS = f"{ROOT}/examples/digits.py:job"
 JOBS = """
 import os
 import signal
+import sys
 import time
 import torch
 from torch import nn
@@ -60,6 +61,24 @@ class Failing(nn.Linear):
 
 def failing():
     return _job(lambda: Failing(4, 2))
+
+class Asserting(nn.Linear):
+    # On a worker what CUDA does where a label is out of range: every call fails from then on.
+    def forward(self, x):
+        if (x == 7).any():
+            if "--exit-with-stdin" not in sys.argv:
+                raise IndexError("Target 7 is out of bounds.")
+            from w5xde_async.compute.transfer import Transfer
+            Transfer.lost = lambda self: (1, "CUDA error: device-side assert triggered")
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return super().forward(x)
+
+def asserting():
+    data = torch.zeros(64, 4)
+    data[21] = 7  # the second leaf of the third step
+    return _job(
+        lambda: Asserting(4, 2), dataset=TensorDataset(data, torch.zeros(64, dtype=torch.int64)), shuffle=False,
+    )
 
 def raises():
     raise ValueError("no data here")
@@ -246,6 +265,21 @@ def test_user_code_that_fails_stops_the_run_and_names_the_samples(
     assert "a bug of the user" in failed["reason"]
     assert 'jobs.py", line' in failed["reason"]
     assert "sample indices [" in program.last("exit")["message"]
+
+
+def test_a_worker_that_lost_its_device_is_started_again_and_the_coordinator_names_the_samples(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    """And no worker is held to have died of the leaf: it said what happened."""
+    program = start(*coordinate(f"{jobs}:asserting", tmp_path / "run", "--workers", "1"))
+    assert program.finish() == ExitCode.ERROR
+    log = [event["message"] for event in program.events if event["event"] == "log"]
+    assert any(f"ended with exit code {int(ExitCode.DEVICE_LOST)} and is started again" in text for text in log), log
+    failed = program.last("run_finished")
+    assert failed["outcome"] == "failed"
+    assert "step 2, leaf 1 failed" in failed["reason"]
+    assert "sample indices [20, 21, 22, 23]" in failed["reason"]
+    assert "Target 7 is out of bounds" in failed["reason"]
 
 
 def test_tokens_and_models_that_do_not_fit(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:

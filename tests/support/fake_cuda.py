@@ -203,9 +203,10 @@ class _Functions(TorchFunctionMode):
             return cuda.copied(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
         if func is torch.Tensor.pin_memory:
             return cuda.pin(args[0].clone())
-        if func in _READS and isinstance(args[0], Tensor) and not cuda.is_pinned(args[0]):
-            cuda.waited(spinning=True)
-            cuda.host_copies_are_done()
+        if func in _READS and isinstance(args[0], Tensor):
+            if not cuda.is_pinned(args[0]):
+                cuda.waited(spinning=True)
+                cuda.host_copies_are_done()
             with cuda.uncounted():
                 return func(*args, **kwargs)
         pinned = bool(kwargs.pop("pin_memory", False))

@@ -19,14 +19,15 @@ from tests.support.memory_links import MemoryLink, memory_pair
 from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock
-from w5xde_async.compute.engine import Engine
-from w5xde_async.errors import LinkLost, MalformedFrame, RemoteError, UsageError
+from w5xde_async.compute.engine import Engine, LeafError
+from w5xde_async.errors import DeviceLost, LinkLost, MalformedFrame, RemoteError, UsageError
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.messages import (
     Bye,
     ByeCode,
     Done,
+    Failed,
     Lease,
     Message,
     Params,
@@ -60,7 +61,10 @@ class Held(Executor):
     def let_go(self) -> None:
         while self.waiting:
             future, call = self.waiting.pop(0)
-            future.set_result(call())
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
 
 
 class Coordinator:
@@ -333,3 +337,26 @@ def test_pauses_grow_and_have_a_limit() -> None:
     assert all(pause <= _LONGEST_PAUSE_S for pause in pauses)
     assert min(pauses[10:]) >= _LONGEST_PAUSE_S / 2
     assert len(set(pauses)) == len(pauses)
+
+
+async def test_a_worker_that_loses_its_device_says_which_leaf_it_was_and_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In this order: the lease is answered, and the goodbye gives back the others."""
+    async with served(ends=DeviceLost) as coordinator:
+
+        def lost(*_: Any) -> None:
+            raise LeafError(1, RuntimeError("device-side assert"), device_lost=True)
+
+        monkeypatch.setattr(coordinator.engine, "compute", lost)
+        monkeypatch.setattr(coordinator.engine, "counted", lost)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.lease(2)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        said = [message for message in coordinator.seen if isinstance(message, Failed | Done | Bye)]
+        assert [type(message) for message in said] == [Failed, Bye]
+        assert (said[0].lease, said[0].leaf) == (1, 1)
+        assert said[1].code == ByeCode.LEAVING

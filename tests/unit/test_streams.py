@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock, Task
-from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState, ResultVector, bytes_of
@@ -307,6 +307,71 @@ def planted(plant: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
 def test_it_finds(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with planted(plant):
         assert found()
+
+
+# -- an error that stays ------------------------------------------------------------------------------------------
+
+
+class Asserting:
+    """A step whose kernel asserts on one leaf; ``raises``: Python raises on a later one, which is innocent."""
+
+    def __init__(self, bad: int, *, cuda: FakeCuda, calls: int, raises: int = -1) -> None:
+        self.leaf, self.bad, self.raises, self.cuda, self.calls = -1, bad, raises, cuda, calls
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
+        self.leaf += 1
+        loss = jobs.lm_loss(model(batch[0]), batch[1])
+        if self.leaf == self.bad:
+            self.cuda.trip(calls=self.calls)
+        if self.leaf == self.raises:
+            raise ValueError("something else")
+        return loss, None
+
+
+@pytest.mark.parametrize("calls", [0, 1, 30, 100, 200, 400, 10_000])
+@pytest.mark.parametrize("bad", [0, 3, 7])
+def test_an_asserting_kernel_is_blamed_on_its_leaf_however_late_it_shows(bad: int, calls: int) -> None:
+    """Every later call fails, those that would tell where it happened among them."""
+    job, emitted = jobs.gpt_adamw(), dict[int, ResultVector]()
+    with fake_cuda(calls, pace=0.3) as cuda:
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        line = Line(engine)
+        for step in range(2):  # leaves of earlier blocks count for nothing
+            line.block(task(job, 8, step))
+        engine._step = Asserting(bad, cuda=cuda, calls=calls)
+        with pytest.raises(LeafError) as raised:
+            engine.compute(task(job, 8, 2), emitted.__setitem__)
+        assert (raised.value.leaf, raised.value.device_lost) == (bad, True)
+        assert fakes.ASSERTED in raised.value.error
+        assert len(raised.value.vectors) >= bool(emitted)
+        for vector in raised.value.vectors:
+            engine.release(vector)
+        assert engine._transfer.host_pool.num_out == 0
+        engine.close()
+
+
+def test_an_asserting_kernel_is_blamed_even_where_something_else_raises_first() -> None:
+    job = jobs.gpt_adamw()
+    with fake_cuda(1) as cuda:
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        engine._step = Asserting(1, cuda=cuda, calls=10_000, raises=4)
+        with pytest.raises(LeafError) as raised:
+            engine.compute(task(job, 8), lambda bucket, vector: None)
+        assert (raised.value.leaf, raised.value.device_lost) == (1, True)
+        engine.close()
+
+
+def test_an_error_of_the_jobs_own_leaves_the_device() -> None:
+    job = jobs.gpt_adamw()
+    with fake_cuda(1) as cuda:
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        step, engine._step = engine._step, Asserting(-1, cuda=cuda, calls=0, raises=4)
+        with pytest.raises(LeafError, match="something else") as raised:
+            engine.compute(task(job, 8), lambda bucket, vector: None)
+        assert (raised.value.leaf, raised.value.device_lost) == (4, False)
+        engine._step = step
+        Line(engine).block(task(job, 8))
+        engine.close()
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------

@@ -45,18 +45,23 @@ _TOO_FEW = "Expected more than 1 value per channel"
 
 class LeafError(W5xdeError):
     """The job's own code raised on one leaf. Fields: ``leaf`` (its number in the step), ``error``, ``traceback``,
-    ``vectors`` (they hold what had been emitted by then, and are to be released when that is sent)."""
+    ``vectors`` (they hold what had been emitted by then, and are to be released when that is sent), ``device_lost``
+    (every call of the engine's device fails from now on)."""
 
-    def __init__(self, leaf: int, error: BaseException, vectors: tuple[ResultVector, ...] = ()) -> None:
-        self.vectors = vectors
+    def __init__(
+        self, leaf: int, error: BaseException, vectors: tuple[ResultVector, ...] = (), *, device_lost: bool = False
+    ) -> None:
+        self.vectors, self.device_lost = vectors, device_lost
         self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
         self.traceback = _utf8(LeafFailed.shown(error)[-_MAX_TRACEBACK:])
         super().__init__(f"leaf {leaf}: {self.error}")
 
     @classmethod
-    def told(cls, leaf: int, error: str, traceback: str, vectors: tuple[ResultVector, ...]) -> LeafError:
+    def told(
+        cls, leaf: int, error: str, traceback: str, vectors: tuple[ResultVector, ...], *, device_lost: bool = False
+    ) -> LeafError:
         """One that another process raised and described."""
-        made = cls(leaf, RuntimeError(), vectors)
+        made = cls(leaf, RuntimeError(), vectors, device_lost=device_lost)
         made.error, made.traceback = error[:1000], traceback[-_MAX_TRACEBACK:]
         made.args = (f"leaf {leaf}: {made.error}",)
         return made
@@ -212,11 +217,19 @@ class Engine:
 
         ``emit`` gets the bucket's number and the block's flat float32 vector of sums, in which the bucket is final.
         """
+        block = Block(task, emit, self._metric_names)
         try:
-            return self._compute(Block(task, emit, self._metric_names))
-        except BaseException:
-            self._transfer.wait()  # whoever hears of it may count on no further ``emit``
-            raise
+            return self._compute(block)
+        except BaseException as error:
+            lost = self._transfer.lost()
+            if lost is None:
+                self._transfer.wait()  # whoever hears of it may count on no further ``emit``
+                raise
+            # Whatever was raised, and wherever: the kernel that failed may have been launched long before.
+            self._abandon(block)
+            finished, said = lost
+            leaf = task.start + min(finished, len(task.samples) - 1)
+            raise LeafError(leaf, RuntimeError(said), tuple(block.spent), device_lost=True) from error
 
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
@@ -261,6 +274,7 @@ class Engine:
         self._notes.clear()
         last = len(task.samples) - 1
         block.begin()
+        self._transfer.begin()
         with random_state(quick=not self._seeds_python) as state:
             batches = leaves_of(task.structure, task.tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
@@ -346,6 +360,7 @@ class Engine:
         self._buffers.collect(block.open[-1], samples, block.changed)
         if not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
+        self._transfer.leaf_ended()
 
     def _times_written(self) -> int:
         """How often gradients have been written so far: views share their tensor's count."""

@@ -5,12 +5,16 @@ into, and a block's vector is sent from where it was summed. On CUDA the host si
 stream: a bucket's copy starts when its sum is recorded, and a copy thread waits for it, so the compute thread never
 does. Waiting is sleeping: events are made to block, for one that spins takes a core from whoever launches kernels. MPS
 copies blockingly, from ordinary memory.
+
+A kernel of CUDA's may fail long after it was launched, and from then on every call does: nobody can ask the device how
+far it came. So each leaf ends with a copy of its number into host memory, which is done only if the leaf was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +26,7 @@ from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.reducer import VectorPool
 
 _cuda: Any = torch.cuda  # its streams and events are untyped
+_NUMBERS = 1 << 12  # leaves are counted modulo this: more than a block has
 
 
 class Lent(NamedTuple):
@@ -53,6 +58,10 @@ class Transfer:
         self._summed: Any = _cuda.Event() if self._cuda else None
         self._loaded: Any = _cuda.Event(blocking=True) if self._cuda else None
         self._free: list[Any] = []  # events whose copy is over
+        self._count = self._began = 0  # leaves whose end was marked, ever, and when the block began
+        if self._cuda:
+            self._numbers = torch.arange(_NUMBERS, device=device)
+            self._reached = torch.zeros((), dtype=torch.int64, pin_memory=True)
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Make the model's parameters views of the state; its buffers stay its own. Tensors in layout order."""
@@ -122,6 +131,35 @@ class Transfer:
         for copy in self._copies:
             copy.result()
         self._copies.clear()
+
+    def begin(self) -> None:
+        """The first leaf of a block begins."""
+        self._began = self._count
+
+    def leaf_ended(self) -> None:
+        """All kernels of a leaf have been launched."""
+        if self._cuda:
+            self._count += 1
+            self._reached.copy_(self._numbers[self._count % _NUMBERS], non_blocking=True)
+
+    def lost(self) -> tuple[int, str] | None:
+        """Where the device fails at every call: leaves of this block that it has finished, and what it says.
+
+        None: it works. Waits for the device, and for everything sent.
+        """
+        if not self._cuda:
+            return None
+        try:
+            _cuda.synchronize(self.device)
+        except RuntimeError as error:
+            for copy in self._copies:
+                with suppress(Exception):  # as the device does
+                    copy.result()
+            self._copies.clear()
+            finished = (int(self._reached) - self._began) % _NUMBERS
+            # A number of before this block is a large one now: this block's first leaf has not ended.
+            return finished if finished <= self._count - self._began else 0, str(error).splitlines()[0]
+        return None
 
     def empty_cache(self) -> None:
         """Give the device's unused memory back, in one piece."""

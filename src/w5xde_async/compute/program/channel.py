@@ -145,12 +145,13 @@ class Emit(_Said):
 
 
 class Failed(_Said):
-    """A leaf raised; ``slots`` are the block's."""
+    """A leaf raised; ``slots`` are the block's. ``device_lost``: this process can compute nothing any more."""
 
     leaf: int
     error: str
     traceback: str
     slots: _Slots
+    device_lost: bool
 
 
 class Done(_Said):

@@ -160,9 +160,8 @@ class _Runner:
         try:
             outcome, flops = engine.counted(task, emit) if order.counting else (engine.compute(task, emit), 0)
         except LeafError as error:
-            channel.send(
-                control, channel.Failed(error.leaf, error.error, error.traceback, pool.numbers_of(error.vectors))
-            )
+            slots = pool.numbers_of(error.vectors)
+            channel.send(control, channel.Failed(error.leaf, error.error, error.traceback, slots, error.device_lost))
             return
         done = channel.Done(
             losses=outcome.losses,

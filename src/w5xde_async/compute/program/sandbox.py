@@ -327,7 +327,8 @@ class Sandboxed:
                 vector = copy
             emit(answer.bucket, vector)
         if isinstance(answer, channel.Failed):
-            raise LeafError.told(answer.leaf, answer.error, answer.traceback, self._spent(answer.slots, copy))
+            spent = self._spent(answer.slots, copy)
+            raise LeafError.told(answer.leaf, answer.error, answer.traceback, spent, device_lost=answer.device_lost)
         if not isinstance(answer, channel.Done):
             self._sandbox.lied("an answer that is none to a block")
         return self._outcome(task, answer, emitted, copy, began), answer.flops

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.compute.block import ComputedBlock, Task
-from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job
@@ -50,6 +50,7 @@ class Recomputation:
     def __init__(self, job: Job, loader: Loader, state: FlatState, rule: SyncRule) -> None:
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._given_up = asyncio.Event()
+        self.raised = ""  #: the traceback of what the job's code raised in the last computation; "": it raised nothing
 
     def give_up(self) -> None:
         """Wait for no computation any more: the run is to end."""
@@ -61,6 +62,7 @@ class Recomputation:
         A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
         what it makes of them goes nowhere.
         """
+        self.raised = ""
         data = self._loader.data(plan.step, block)
         if data is None:
             return None
@@ -82,6 +84,7 @@ class Recomputation:
             computing.add_done_callback(_forget)
             raise
         except (W5xdeError, RuntimeError, MemoryError, ValueError) as error:
+            self.raised = error.traceback if isinstance(error, LeafError) else ""
             logger.warning("recomputation failed step=%d start=%d error=%s", plan.step, block.start, error)
             return None
         finally:

@@ -247,8 +247,8 @@ class Results:
             return False
         failed_work, traceback, grant = self._doubts.pop(0)
         reference = await recomputation.recompute(step.plan, grant.block)
-        if reference is None:
-            self.blame(failed_work, traceback)
+        if reference is None:  # what was raised here says more: a device tells late, and not what was wrong
+            self.blame(failed_work, recomputation.raised or traceback)
             return True
         failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
         self._phase.warn(

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import MalformedFrame
+from w5xde_async.errors import DeviceLost, MalformedFrame
 from w5xde_async.wire.messages import Submit, Verdict
 from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor, Version
 
@@ -187,6 +187,8 @@ class ComputeQueue:
             computed = self._executor.compute(held, partial(self._soon, answers.result, lease.lease))
         except LeafError as error:
             self._soon(answers.failed, lease.lease, error)
+            if error.device_lost:
+                raise DeviceLost(str(self._executor.device), error.error) from error
         else:
             self._soon(answers.done, held, computed, max(began - self._idle_since, 0.0))
         self._ended(began, len(lease.samples))

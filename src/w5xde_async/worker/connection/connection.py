@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from w5xde_async.errors import LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
+from w5xde_async.errors import DeviceLost, LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
@@ -162,7 +162,7 @@ class Connection:
     def _failed(self, error: BaseException) -> None:
         """The compute thread broke off."""
         self._failure = error
-        if isinstance(error, ProgramRefused):
+        if isinstance(error, ProgramRefused | DeviceLost):
             logger.error("leaving the run reason=%s", error)
             self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
         else:
