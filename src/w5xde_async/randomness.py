@@ -37,6 +37,16 @@ def seed_all(seed: int, device: torch.device | None = None, *, python: bool = Tr
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def torch_states(device: torch.device) -> tuple[bytes, ...]:
+    """Where torch's generators stand that a step on ``device`` draws from: the CPU's and the device's."""
+    host = torch.default_generator.get_state().numpy().tobytes()
+    if device.type == "cuda":
+        return host, torch.cuda.default_generators[device.index or 0].get_state().numpy().tobytes()
+    if device.type == "mps":
+        return host, torch.mps.get_rng_state().numpy().tobytes()
+    return (host,)
+
+
 class random_state:
     """Hold the process's random state alone; it is put back at the end (the device's own is not).
 

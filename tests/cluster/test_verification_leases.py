@@ -154,7 +154,7 @@ async def test_an_odd_block_is_recomputed_here_where_the_other_worker_is_here_bu
     class Nobody:
         asked = 0
 
-        async def recompute(self, plan: Any, block: Any) -> None:
+        async def recompute(self, plan: Any, block: Any, splits: int) -> None:
             self.asked += 1
 
     recomputation = Nobody()

@@ -14,16 +14,19 @@ from w5xde_async.plan.verification import (
     Decision,
     Discard,
     Measured,
+    Origin,
     Quarantine,
     Recompute,
     Size,
+    agrees,
     is_far_larger,
     when_compared,
+    when_disputed,
     when_finished,
     when_nobody_else_can,
     when_not_recomputed,
+    when_only_sizes_compare,
     when_recomputed,
-    when_recomputed_beside_a_lossy_result,
 )
 
 USUAL = Measured(True, {"grad": Size(1.0, 2.0), "mean": Size(1.0, 2.0)})
@@ -79,12 +82,17 @@ def test_what_nobody_else_can_compute_is_recomputed_here_where_it_is_odd(why: Wh
     assert isinstance(decision, Recompute if odd and others and can else Count)
 
 
+def compared(why: Why, relative: float, *, may_overflow: bool = False, **like: bool) -> Decision:
+    found = deviation(relative)
+    return when_compared(why, found, agreed=agrees(why, found, 0.01, may_overflow=may_overflow), **like)
+
+
 def test_two_that_agree_count_and_two_that_differ_are_recomputed() -> None:
-    assert isinstance(when_compared(Why.NORM, deviation(0.01), 0.01, may_overflow=False), Count)
-    differ = when_compared(Why.NORM, deviation(0.02), 0.01, may_overflow=False)
+    assert isinstance(compared(Why.NORM, 0.01), Count)
+    differ = compared(Why.NORM, 0.02)
     assert isinstance(differ, Recompute)
     assert "relative L2 distance 0.02" in differ.reason
-    assert isinstance(when_compared(Why.NORM, deviation(math.nan), 0.01, may_overflow=False), Recompute)
+    assert isinstance(compared(Why.NORM, math.nan), Recompute)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +105,37 @@ def test_two_that_agree_count_and_two_that_differ_are_recomputed() -> None:
     ],
 )
 def test_one_of_two_unlike_machines_may_overflow(why: Why, relative: float, may_overflow: bool, counts: bool) -> None:
-    decision = when_compared(why, deviation(relative), 0.01, may_overflow=may_overflow)
-    assert isinstance(decision, Count) is counts
+    assert isinstance(compared(why, relative, may_overflow=may_overflow), Count) is counts
+
+
+@pytest.mark.parametrize("why", Why)
+@pytest.mark.parametrize("can_judge", [False, True])
+def test_two_that_are_not_alike_say_nothing_where_they_differ(why: Why, can_judge: bool) -> None:
+    """Only the coordinator can, where it computes alike; what is odd it looks at in any case, for its size."""
+    assert isinstance(compared(why, 0.0, alike=False, can_judge=can_judge), Count)
+    looked_at = can_judge or why in (Why.NORM, Why.NOT_FINITE)
+    assert isinstance(compared(why, 0.5, alike=False, can_judge=can_judge), Recompute if looked_at else Count)
+
+
+H100, CPU = "H100, torch 2", "cpu x86_64, torch 2"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (Origin(H100, 0, True), Origin(H100, 0, True), True),
+        (Origin(H100, 0, True), Origin(CPU, 0, True), False),
+        (Origin(H100, 0, True), Origin(CPU, 0, False), True),  # one of the two does not say the truth
+        (Origin(H100, 0, False), Origin(CPU, 0, False), True),
+        (Origin(H100, 1, False), Origin(H100, 0, False), False),
+        (Origin(H100, 2, True), Origin(H100, 2, True), True),
+        (Origin("", 0, True), Origin("", 0, True), False),  # of several devices
+        (Origin("", 0, False), Origin(CPU, 0, False), True),
+        (Origin(CPU, -1, False), Origin(CPU, -1, False), False),
+    ],
+)
+def test_like_is_compared_with_like(one: Origin, other: Origin, alike: bool) -> None:
+    assert one.is_like(other) is other.is_like(one) is alike
 
 
 @pytest.mark.parametrize(
@@ -129,12 +166,31 @@ def test_what_nobody_can_settle_is_done_again() -> None:
     assert when_not_recomputed(deviation(1.0)) == Discard("another worker computed something else")
 
 
-# -- lossy codecs
+@pytest.mark.parametrize(
+    ("against", "of_kind", "wrong"),
+    [
+        ({"a": 1, "b": 1}, 2, set()),  # one word against another
+        ({"a": 1, "b": 2}, 3, {"b"}),
+        ({"a": 1, "b": 2}, 4, set()),
+        ({"a": 1, "b": 3}, 4, {"b"}),
+        ({"a": 2, "b": 3}, 5, {"b"}),  # two lie in five
+        ({"a": 0, "b": 0}, 1, set()),  # both have left
+    ],
+)
+def test_the_most_of_a_kind_decide_what_nobody_else_computes_alike(
+    against: dict[str, int], of_kind: int, wrong: set[str]
+) -> None:
+    decisions = when_disputed(held("a"), deviation(0.5), against, of_kind)
+    assert isinstance(decisions[0], Discard)
+    assert put_out(decisions) == wrong
 
 
-def beside(not_finite: tuple[int, ...] = (), *, finite: bool = True, strikes: int = 0) -> list[Decision]:
+# -- lossy codecs, and other random numbers
+
+
+def beside(not_finite: tuple[int, ...] = (), *, finite: bool = True, strikes: int = 0, **how: bool) -> list[Decision]:
     block = held("a", b0="a", b1="b")
-    return [*when_recomputed_beside_a_lossy_result(block, not_finite, true_is_finite=finite, strikes=strikes)]
+    return [*when_only_sizes_compare(block, not_finite, true_is_finite=finite, strikes=strikes, **how)]
 
 
 def test_a_lossy_result_counts_where_training_diverges_or_it_is_of_a_fit_size() -> None:
@@ -147,6 +203,12 @@ def test_a_lossy_result_that_is_not_finite_puts_out_who_sent_that_bucket() -> No
     assert isinstance(discarded, Discard)
     assert isinstance(quarantined, Quarantine)
     assert quarantined.worker == "b"
+
+
+def test_with_other_random_numbers_one_that_is_not_finite_is_no_proof() -> None:
+    assert [type(one) for one in beside((1,), strikes=1, alike=False)] == [Discard]
+    assert [type(one) for one in beside((1,), strikes=3, alike=False)] == [Discard, Quarantine]
+    assert [type(one) for one in beside((1,), may_overflow=True)] == [Count]
 
 
 def test_the_third_far_too_large_result_in_a_row_puts_its_worker_out() -> None:

@@ -72,6 +72,7 @@ class ComputedBlock:
     splits: int
     compute_s: float
     vectors: tuple[ResultVector, ...]
+    drew: bool = False
 
 
 class MetricNames:

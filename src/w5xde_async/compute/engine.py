@@ -11,6 +11,7 @@ at the step's values; one thread computes. What this room does not do: talk to a
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.tree import carries
-from w5xde_async.randomness import random_state, seed_all
+from w5xde_async.randomness import random_state, seed_all, torch_states
 from w5xde_async.users_code import is_interrupt
 
 _MAX_TRACEBACK = 8000
@@ -82,6 +83,13 @@ def choose_device(name: str) -> torch.device:
     if not present.get(device.type, False):
         raise ValueError(f"device {name} is not on this machine")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def device_name(device: torch.device) -> str:
+    """Its model, for CUDA; elsewhere its type, the machine's architecture and what its CPU can do."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 class Engine:
@@ -154,6 +162,7 @@ class Engine:
         # Seeding ``random`` and numpy costs a tenth of a small leaf, and few jobs draw from them. Where nothing leaves
         # before the block's end they are seeded only once a block has been seen to draw; that block is done again.
         self._seeds_python = len(self._grad_buckets) != 1
+        self._drew = False  # a leaf has drawn from torch's generators: other kinds of devices draw other numbers
         self._index_of = {id(parameter): index for index, parameter in self._parameters}
         single = len(self._grad_buckets) == 1
         self._hooks = [
@@ -267,6 +276,7 @@ class Engine:
             splits=splits,
             compute_s=self.clock() - began,
             vectors=(*block.spent, block.host_vector),
+            drew=self._drew,
         )
 
     def _run(self, block: Block) -> None:
@@ -320,6 +330,7 @@ class Engine:
     def _leaf(self, block: Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
         seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
+        seeded = None if self._drew else torch_states(self.device)
         self._buffers.restore()
         size = -(-self._microbatch // self._halving.pieces)
         loss_sum: Tensor | None = None
@@ -356,6 +367,7 @@ class Engine:
                 {} if metrics is None else metrics, end - begin, (end - begin) / samples, first=begin == 0
             )
         assert loss_sum is not None
+        self._drew = seeded is None or torch_states(self.device) != seeded
         block.losses.append(loss_sum)
         self._buffers.collect(block.open[-1], samples, block.changed)
         if not (finishing and self._overlap):

@@ -74,13 +74,15 @@ class Choice(NamedTuple):
     """A worker that could compute a block again.
 
     ``alike``: its machine equals that of the block's worker. ``apart``: it runs elsewhere, under another proven name or
-    on another host, so that one who has many workers audits himself as little as can be.
+    on another host, so that one who has many workers audits himself as little as can be. ``same_numbers``: it draws the
+    random numbers that are in the block, if any are.
     """
 
     worker: str
     alike: bool
     num_held: int
     apart: bool = True
+    same_numbers: bool = True
 
 
 @dataclass(slots=True)
@@ -118,14 +120,14 @@ class Auditor:
         return int.from_bytes(keyed.digest(), "big") / (1 << 56)
 
     def choose(self, held: HeldBlock, choices: Sequence[Choice]) -> str | None:
-        """Who computes it again: nobody that had a hand in it, somebody from elsewhere first, then an equal machine,
-        then whoever holds least."""
+        """Who computes it again: nobody that had a hand in it, who draws the same random numbers first, then somebody
+        from elsewhere, then an equal machine, then whoever holds least."""
         fit = [c for c in choices if c.worker not in held.asked and c.worker not in held.suppliers.values()]
         fit = [c for c in fit if c.worker != held.worker]
         if not fit:
             return None
         turn = {c.worker: self._chance(held.step, held.block.start, number) for number, c in enumerate(choices)}
-        return min(fit, key=lambda c: (not c.apart, not c.alike, c.num_held, turn[c.worker])).worker
+        return min(fit, key=lambda c: (not c.same_numbers, not c.apart, not c.alike, c.num_held, turn[c.worker])).worker
 
     def agreed(self, *workers: str) -> None:
         """Their results were compared and found the same."""

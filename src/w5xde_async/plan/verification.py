@@ -8,8 +8,13 @@ nobody else can, the coordinator does (``Recompute``), which is trusted. A worke
 A block that counts, counts as it came: nothing is scaled or left out, so an honest run has the same bits with and
 without this.
 
-Results that a lossy codec wrote are never alike: what was left out before is in them. So nothing is compared, and the
-coordinator's own computation only tells how large the block's gradient is, and whether it is finite.
+Like is compared with like (``Origin``). Devices of another kind draw other random numbers from the same seed, and
+smaller pieces of a microbatch have other masks and batch statistics: such results may agree, but where they do not,
+nobody is wrong. What only devices of one kind compute alike, the most of them decide.
+
+Results that a lossy codec wrote are never alike: what was left out before is in them, and nothing is compared. There,
+and where nobody computes alike, the coordinator's own computation only tells how large the block's gradient is, and
+whether it is finite.
 
 Pure: whoever calls has measured norms and deviations, and does what is decided.
 """
@@ -23,7 +28,7 @@ from typing import NamedTuple
 
 from w5xde_async.plan.audit import Deviation, HeldBlock, Why
 
-_LOSSY_FACTOR = 10.0  # an odd result in a lossy codec may be that much larger than the gradient and than usual ones
+_SIZE_FACTOR = 10.0  # a result of which only the size is known may be that much larger than the gradient and usual ones
 _MOST_STRIKES = 3  # of those that are larger, in a row
 
 
@@ -69,6 +74,23 @@ class Quarantine:
 
 
 Decision = Count | Discard | Audit | Recompute | Quarantine
+
+
+class Origin(NamedTuple):
+    """What honest results of one block may differ by.
+
+    ``kind``: of the devices it was computed on ("" where they are several); ``splits``: halvings of its microbatches
+    (-1 where they differ); ``drew``: whether random numbers are in it.
+    """
+
+    kind: str
+    splits: int
+    drew: bool
+
+    def is_like(self, other: Origin) -> bool:
+        """Whether two honest results of these origins are alike."""
+        same_numbers = self.kind == other.kind != "" or not (self.drew and other.drew)
+        return self.splits == other.splits >= 0 and same_numbers
 
 
 class Size(NamedTuple):
@@ -127,12 +149,36 @@ def when_nobody_else_can(why: Why, *, others: bool, can_recompute: bool) -> Coun
     return Count("no other worker can compute it")
 
 
-def when_compared(why: Why, between: Deviation, tolerance: float, *, may_overflow: bool) -> Count | Recompute:
-    """Another worker has computed it too. ``may_overflow``: one of the two may, where the other does not, by rights."""
-    overflow = may_overflow and why is Why.NOT_FINITE and math.isinf(between.relative)
-    if between.relative <= tolerance or overflow:
+def agrees(why: Why, between: Deviation, tolerance: float, *, may_overflow: bool) -> bool:
+    """Whether two results of a held block are one. ``may_overflow``: one of them may, where the other does not."""
+    return between.relative <= tolerance or (may_overflow and why is Why.NOT_FINITE and math.isinf(between.relative))
+
+
+def when_compared(
+    why: Why, between: Deviation, *, agreed: bool, alike: bool = True, can_judge: bool = True
+) -> Count | Recompute:
+    """Another worker has computed it too.
+
+    ``alike``: two honest results are. ``can_judge``: an honest one is like what the coordinator would compute.
+    """
+    if agreed:
         return Count("another worker computed the same")
+    if not (alike or can_judge or why in (Why.NORM, Why.NOT_FINITE)):
+        return Count("it cannot be compared with what others compute")
     return Recompute(why, f"another worker computed something else ({between})")
+
+
+def when_disputed(
+    held: HeldBlock, between: Deviation, against: Mapping[str, int], of_kind: int
+) -> list[Count | Discard | Quarantine]:
+    """Two that should be alike are not, and the coordinator's would be like neither: only others of their kind can say.
+
+    ``against``: of the two workers, how many members of their kind ever differed so from each. ``of_kind``: how many
+    there are. Whoever more than half of them differ from is wrong.
+    """
+    reason = f"others of its kind compute something else than it does, as for step {held.step} ({between})"
+    wrong = [worker for worker, count in against.items() if 2 * count > of_kind]
+    return [Discard("another worker computed something else"), *(Quarantine(worker, reason) for worker in wrong)]
 
 
 def when_not_recomputed(between: Deviation | None) -> Discard:
@@ -160,21 +206,25 @@ def when_recomputed(
 
 
 def is_far_larger(sizes: Mapping[str, Size], true: Mapping[str, float]) -> bool:
-    """Whether a lossy result is larger than one may be whose gradient is of the ``true`` sizes, by role."""
-    return any(size.norm > _LOSSY_FACTOR * max(true.get(role, 0.0), size.bound or 0.0) for role, size in sizes.items())
+    """Whether a result is larger than one may be of a gradient of the ``true`` sizes, by role."""
+    return any(size.norm > _SIZE_FACTOR * max(true.get(role, 0.0), size.bound or 0.0) for role, size in sizes.items())
 
 
-def when_recomputed_beside_a_lossy_result(
-    held: HeldBlock, not_finite: Sequence[int], *, true_is_finite: bool, strikes: int
-) -> list[Count | Discard | Quarantine]:
-    """The coordinator has computed, without a codec, what a worker has sent by a lossy one.
+def when_only_sizes_compare(
+    held: HeldBlock, not_finite: Sequence[int], *, true_is_finite: bool, strikes: int, alike: bool = True,
+    may_overflow: bool = False,
+) -> list[Count | Discard | Quarantine]:  # fmt: skip
+    """The coordinator has computed what a worker has sent by a lossy codec, or not ``alike``: other random numbers.
 
-    ``not_finite``: buckets of the result that hold an infinity or a NaN. ``strikes``: results of the worker in a row,
-    this one among them, that were far larger than their blocks give.
+    ``not_finite``: buckets of the result that hold an infinity or a NaN; without a lie that ``may_overflow``.
+    ``strikes``: results of the worker in a row, this one among them, that were far larger than their blocks give, or
+    not finite where they are not alike.
     """
     if not true_is_finite:
         return [Count("training diverges")]  # nobody is to blame
-    if not_finite:
+    if not_finite and may_overflow:
+        return [Count("it may overflow where the coordinator's does not")]
+    if not_finite and alike:
         worker = held.suppliers.get(not_finite[0], held.worker)
         reason = f"its result for step {held.step} is not finite, and the block is"
         return [Discard("it is not finite, and the block is"), Quarantine(worker, reason)]

@@ -17,7 +17,7 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: Most metrics that a job may report of a leaf, and characters of the name of one.
 MOST_METRICS, METRIC_NAME = 64, 128
@@ -206,11 +206,12 @@ class Done(Message, frozen=True):
     """The lease is computed and all its buckets are sent.
 
     ``losses`` has one mean loss a leaf; ``metrics`` holds ``len(metric_names)`` values a leaf. ``untouched`` lists
-    trainable parameters (layout index) that no leaf of the block gave a gradient, ``absent`` the buckets that no
-    leaf changed and for which no RESULT comes. ``splits`` counts the halvings that a lack of device memory forced
-    (bits then differ from an undivided leaf). ``compute_s`` is forward, backward and, under rules of local steps, the
-    optimizer. ``version`` is the one that was computed with, ``encode_s`` what its codec took, and ``raw_bytes`` what
-    its results would be without one.
+    trainable parameters (layout index) that no leaf of the block gave a gradient, ``absent`` the buckets that no leaf
+    changed and for which no RESULT comes. ``splits`` counts the halvings that a lack of device memory forced (bits then
+    differ from an undivided leaf), the same in all buckets of the lease. ``compute_s`` is forward, backward and, under
+    rules of local steps, the optimizer. ``version`` is the one that was computed with, ``encode_s`` what its codec
+    took, and ``raw_bytes`` what its results would be without one. ``drew``: torch's generators have been drawn from, in
+    this lease or before.
     """
 
     TYPE = 10
@@ -226,6 +227,7 @@ class Done(Message, frozen=True):
     version: _Whole = 0
     encode_s: _Seconds = 0.0
     raw_bytes: _Bytes = 0
+    drew: bool = False
 
     def __post_init__(self) -> None:
         names = self.metric_names

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import platform
 from functools import partial
 
 import torch
 
-from w5xde_async.compute.engine import choose_device
+from w5xde_async.compute.engine import choose_device, device_name
 from w5xde_async.compute.program.sandbox import unsupported
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
@@ -238,7 +237,7 @@ class Worker:
             executor = CodedExecutor(engine, welcome, joined.inner, encoder, capacity_bytes=limit)
         device = str(self._device)
         return executor, Ready(
-            engine.layout.fingerprint, device, _device_name(self._device), threads, torch.__version__, awaited
+            engine.layout.fingerprint, device, device_name(self._device), threads, torch.__version__, awaited
         )
 
     def _wants_sandbox(self) -> bool:
@@ -271,9 +270,3 @@ def _last_word(refused: Refused) -> Departure:
     if refused.code is RefusalCode.RUN_FAILED:
         raise RunFailed(refused.reason) from None
     raise refused
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

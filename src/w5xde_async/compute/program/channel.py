@@ -165,6 +165,7 @@ class Done(_Said):
     splits: Annotated[int, Meta(ge=0, le=63)]
     slots: _Slots
     flops: _Count
+    drew: bool
 
     def __post_init__(self) -> None:
         names = self.metric_names

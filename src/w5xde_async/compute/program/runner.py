@@ -172,5 +172,6 @@ class _Runner:
             splits=outcome.splits,
             slots=pool.numbers_of(outcome.vectors),
             flops=flops,
+            drew=outcome.drew,
         )
         channel.send(control, done)

@@ -350,6 +350,7 @@ class Sandboxed:
             splits=done.splits,
             compute_s=self.clock() - began,
             vectors=self._spent(done.slots, copy),
+            drew=done.drew,
         )
 
     def _spent(self, numbers: tuple[int, ...], copy: ResultVector | None) -> tuple[ResultVector, ...]:

@@ -42,6 +42,7 @@ class ReferenceResult:
     untouched: tuple[int, ...]
     metric_names: tuple[str, ...] = ()
     metrics: tuple[float, ...] = ()
+    drew: bool = False
 
 
 class Recomputation:
@@ -56,8 +57,10 @@ class Recomputation:
         """Wait for no computation any more: the run is to end."""
         self._given_up.set()
 
-    async def recompute(self, plan: StepPlan, block: Block) -> ReferenceResult | None:
-        """The block's result; None where it cannot be computed here or takes too long, or its data is gone.
+    async def recompute(self, plan: StepPlan, block: Block, splits: int = 0) -> ReferenceResult | None:
+        """The block's result, of microbatches halved ``splits`` times.
+
+        None where it cannot be computed here or takes too long, or its data is gone.
 
         A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
         what it makes of them goes nowhere.
@@ -70,7 +73,7 @@ class Recomputation:
             step=plan.step, start=block.start, samples=data.samples, loss_scale=self._rule.loss_scale,
             structure=data.structure, packed=data.packed, tensors=_tensors(data),
         )  # fmt: skip
-        computing = asyncio.get_running_loop().run_in_executor(None, self._compute, task)
+        computing = asyncio.get_running_loop().run_in_executor(None, self._compute, task, splits)
         given_up = asyncio.ensure_future(self._given_up.wait())
         either: list[asyncio.Future[Any]] = [computing, given_up]
         try:
@@ -90,8 +93,8 @@ class Recomputation:
         finally:
             given_up.cancel()
 
-    def _compute(self, task: Task) -> ReferenceResult:
-        engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes)
+    def _compute(self, task: Task, splits: int) -> ReferenceResult:
+        engine = Engine(self._job, bucket_bytes=self._rule.layout.bucket_bytes, splits=splits)
         try:
             with torch.no_grad():
                 for mine, theirs in zip(engine.incoming.views, self._state.views, strict=True):
@@ -102,7 +105,13 @@ class Recomputation:
             engine.close()
         present = frozenset(bucket.index for bucket in engine.layout.result_buckets) - set(outcome.absent)
         return ReferenceResult(
-            outcome.vectors[-1], present, outcome.losses, outcome.untouched, outcome.metric_names, outcome.metrics
+            outcome.vectors[-1],
+            present,
+            outcome.losses,
+            outcome.untouched,
+            outcome.metric_names,
+            outcome.metrics,
+            outcome.drew,
         )
 
 

@@ -442,7 +442,7 @@ class SyncTraining:
         self.phase.introduce(session)
         said = session.ready
         assert said is not None
-        machine = Machine(said.device, said.device_name, said.threads, said.torch_version)
+        machine = Machine(said.device.partition(":")[0], said.device_name, said.threads, said.torch_version)
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
         self.publisher.join(session)
         self.verdicts.returned(session.worker_id, awaited)

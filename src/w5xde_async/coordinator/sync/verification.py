@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from w5xde_async.compute.engine import device_name
 from w5xde_async.coordinator.sync.context import SyncContext
 from w5xde_async.coordinator.sync.deviation import compare, with_words
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
@@ -32,15 +33,18 @@ from w5xde_async.plan.verification import (
     Decision,
     Discard,
     Measured,
+    Origin,
     Recompute,
     Size,
+    agrees,
     is_far_larger,
     when_compared,
+    when_disputed,
     when_finished,
     when_nobody_else_can,
     when_not_recomputed,
+    when_only_sizes_compare,
     when_recomputed,
-    when_recomputed_beside_a_lossy_result,
 )
 from w5xde_async.telemetry.events import Audited, ResultHeld
 from w5xde_async.updates.norm_gate import BlockGate
@@ -51,15 +55,22 @@ INLINE_WEIGH_BYTES = 4 << 20
 _PATIENCE_S = 5.0  # that long an audit waits for a worker that has finished a lease
 _ODD_PATIENCE_S = 10.0  # that long a block that is odd waits for workers that are here but take no work
 _REMEMBERED = 4096  # where workers run or ran
+_UNKNOWN = Origin("", -1, drew=True)  # like nothing
 
 
 class Machine(NamedTuple):
-    """What a worker says of itself. Equal ones are expected to compute the same bits."""
+    """What a worker says of itself. Equal ones are expected to compute the same bits. ``device``: its type."""
 
     device: str
     device_name: str
     threads: int
     torch_version: str
+
+    @property
+    def kind(self) -> str:
+        """Devices of one kind draw the same random numbers from a seed; CPUs of one architecture do."""
+        model = " ".join(self.device_name.split()[:2]) if self.device == "cpu" else self.device_name
+        return f"{model}, torch {self.torch_version.partition('+')[0]}"
 
 
 class Numerics(NamedTuple):
@@ -86,11 +97,22 @@ class FinishedBlock:
     samples: int = 0
     other: Done | None = None  # the second computation is in
     held_at: float = 0.0
+    origin: Origin = _UNKNOWN  # of one that is held
 
     @property
     def workers(self) -> dict[int, str]:
         """Who sent each bucket."""
         return {bucket: supplier.worker for bucket, supplier in self.suppliers.items()}
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A worker: the name that it proved, where it runs, ``Machine.kind``, and the halvings of its last block."""
+
+    identity: str
+    place: Hashable
+    kind: str
+    splits: int = 0
 
 
 class Ruling(NamedTuple):
@@ -115,7 +137,11 @@ class Verification:
         self._context, self._auditor, self._recomputation = context, auditor, context.recomputation
         self._precision, self._exact, self._pacing = numerics.precision, numerics.exact, pacing
         self._machines: dict[str, Machine] = {}  # of every member
-        self._homes: dict[str, tuple[str, Hashable]] = {}  # worker -> the name that it proved, and where it runs
+        self._seen: dict[str, _Seen] = {}  # also of workers that have left: what they sent may be judged later
+        host = torch.device("cpu")
+        self._own_kind = Machine("cpu", device_name(host), 0, torch.__version__).kind
+        self._draws = False  # random numbers are in this run's blocks, by more than one word
+        self._disputes: dict[str, set[str]] = {}  # member -> members of its kind that computed something else
         self._strikes: dict[str, int] = {}  # worker -> results in a row that were larger than can be
         roles = {group.role for group in self._layout.groups} & {"grad", "mean"}
         self._gates = {} if gate is None else {role: BlockGate(gate) for role in sorted(roles)}
@@ -146,6 +172,7 @@ class Verification:
 
     def finished(self, block: FinishedBlock) -> Ruling | None:
         """A block is finished. None where it is too large to be looked at here: ``next_ruling`` does."""
+        self._halved(block.grant.worker, block.done)
         if not self.active:
             return Ruling(block, (Count("nothing is checked"),))
         if self._layout.vector_bytes > INLINE_WEIGH_BYTES:
@@ -161,16 +188,19 @@ class Verification:
         block.norms = norms
         block.samples = min(stop * plan.leaf_samples, plan.num_samples) - start * plan.leaf_samples
         measured = Measured(all(map(math.isfinite, (*norms.values(), *block.done.losses))), self._sizes(block))
+        done_again = (grant.step, start) in self._done_again
         decision = when_finished(
-            measured, exact=self._exact, done_again=(grant.step, start) in self._done_again,
+            measured, exact=self._exact, done_again=done_again,
             others=len(self._machines) > (grant.worker in self._machines),
-            sampled=self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker),
+            sampled=not done_again and self._can_be_compared(block)
+            and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker),
         )  # fmt: skip
         if isinstance(decision, Count):
             self._strikes.pop(grant.worker, None)
             return self._rule(block, decision)
         why = decision.why
         ruling = Ruling(block, (decision,))
+        block.origin = self._origin(block)
         if why is Why.FIRST and self._first_is_held:
             self._waiting.append(block)
             return ruling
@@ -185,6 +215,30 @@ class Verification:
                 ResultHeld(worker_id=grant.worker, name=block.session.name, step=grant.step, why=why.value)
             )
         return ruling
+
+    def _can_be_compared(self, block: FinishedBlock) -> bool:
+        """Whether anybody could compute it, so that honest results are alike."""
+        if not (self._draws and block.done.drew):
+            return True
+        kind, worker = self._origin(block).kind, block.grant.worker
+        others = {machine.kind for other, machine in self._machines.items() if other != worker}
+        return kind in others or (kind == self._own_kind and self._recomputation is not None)
+
+    def _origin(self, block: FinishedBlock) -> Origin:
+        """How a block was computed, by all who had a hand in it."""
+        workers = {block.grant.worker, *block.workers.values()}
+        kinds = {self._kind(worker) for worker in workers}
+        workers.discard(block.grant.worker)
+        splits = {block.done.splits, *(self._seen[worker].splits for worker in workers if worker in self._seen)}
+        return Origin(kinds.pop() if len(kinds) == 1 else "", splits.pop() if len(splits) == 1 else -1, block.done.drew)
+
+    def _kind(self, worker: str) -> str:
+        seen = self._seen.get(worker)
+        return "" if seen is None else seen.kind
+
+    def _halved(self, worker: str, done: Done) -> None:
+        if (seen := self._seen.get(worker)) is not None:
+            seen.splits = done.splits
 
     def _sizes(self, block: FinishedBlock) -> dict[str, Size]:
         """A block's norm by role, as of a mean over its samples, beside what is usual now."""
@@ -234,7 +288,11 @@ class Verification:
             involved = {held.worker, *held.suppliers.values()}
             choices = [
                 Choice(
-                    worker, self._alike(worker, held.worker), self._ledger.num_held(worker), self._apart(worker, held)
+                    worker,
+                    self._alike(worker, held.worker),
+                    self._ledger.num_held(worker),
+                    self._apart(worker, held),
+                    same_numbers=not (self._draws and block.done.drew) or self._kind(worker) == block.origin.kind,
                 )
                 for worker in able
                 if not self._of_one(worker, involved)
@@ -276,7 +334,8 @@ class Verification:
         return True
 
     def _apart(self, worker: str, held: HeldBlock) -> bool:
-        return self._homes.get(worker) != self._homes.get(held.worker)
+        one, other = self._seen.get(worker), self._seen.get(held.worker)
+        return one is None or other is None or (one.identity, one.place) != (other.identity, other.place)
 
     def _alike(self, worker: str, other: str) -> bool:
         mine = self._machines.get(worker)
@@ -287,24 +346,28 @@ class Verification:
         for block in self._held:
             if block.held is not None and block.held.lease == done.lease:
                 block.other = done
+                self._halved(block.held.second, done)
 
     def joined(self, worker: str, machine: Machine, identity: str, place: Hashable) -> None:
         """``worker`` is a member: on what machine, by what proven name ("" for the run's secret), and where."""
         self._machines[worker] = machine
-        self._homes.pop(worker, None)
-        self._homes[worker] = (identity, place)
-        if len(self._homes) > _REMEMBERED:
-            del self._homes[next(iter(self._homes))]
+        self._seen.pop(worker, None)
+        self._seen[worker] = _Seen(identity, place, machine.kind)
+        if len(self._seen) > _REMEMBERED:
+            del self._seen[next(iter(self._seen))]
 
     def _of_one(self, worker: str, others: Iterable[str]) -> bool:
         """Whether it and one of these are workers of one proven name: nobody audits himself."""
-        identity, _ = self._homes.get(worker, ("", ""))
-        return bool(identity) and any(self._homes.get(other, ("", ""))[0] == identity for other in others)
+        identities = [seen.identity for one in others if (seen := self._seen.get(one)) is not None]
+        return (mine := self._seen.get(worker)) is not None and bool(mine.identity) and mine.identity in identities
 
     def left(self, worker: str) -> None:
         """The worker is gone; blocks that it has finished stay."""
         self._machines.pop(worker, None)
         self._strikes.pop(worker, None)
+        self._disputes.pop(worker, None)
+        for others in self._disputes.values():
+            others.discard(worker)
         self._auditor.forget(worker)
 
     def invalidate(self, worker: str) -> list[Ruling]:
@@ -364,17 +427,28 @@ class Verification:
         between = await self._run(lambda: self._deviation(block, mine, theirs, other))
         if block not in self._held or block.other is not other:
             return None  # a worker that had a hand in it was quarantined meanwhile
-        alike = self._alike(held.worker, held.second)
-        equal_cpus = alike and self._machines[held.worker].device.startswith("cpu")
-        may_overflow = self._precision == "fp16" and not alike
+        equal = self._alike(held.worker, held.second)
+        first, second = block.origin, Origin(self._kind(held.second), other.splits, other.drew)
+        both_drew = first.drew and second.drew
+        self._draws |= both_drew and self._apart(held.second, held)
+        equal_cpus = equal and self._machines[held.worker].device == "cpu" and first.splits == second.splits
         tolerance = self._tolerance(equal_cpus=equal_cpus)
-        decision = when_compared(held.why, between, tolerance, may_overflow=may_overflow)
-        self._context.run.bus.publish(
-            Audited(
-                step=held.step, worker_id=held.worker, second_id=held.second, why=held.why.value,
-                agreed=isinstance(decision, Count), same_bits=between.same_bits, relative=between.relative,
-            )
-        )  # fmt: skip
+        agreed = agrees(held.why, between, tolerance, may_overflow=self._precision == "fp16" and not equal)
+        alike = first.is_like(second)
+        like_own = self._own(first.splits, drew=both_drew).is_like(first)
+        can_judge = like_own and self._recomputation is not None
+        decision = when_compared(held.why, between, agreed=agreed, alike=alike, can_judge=can_judge)
+        if agreed or alike:
+            self._context.run.bus.publish(
+                Audited(
+                    step=held.step, worker_id=held.worker, second_id=held.second, why=held.why.value, agreed=agreed,
+                    same_bits=between.same_bits, relative=between.relative,
+                )
+            )  # fmt: skip
+        elif isinstance(decision, Count):
+            return self._rule(block, decision)
+        if alike and not (agreed or like_own):
+            return self._dispute(block, between)
         if isinstance(decision, Recompute):
             return await self._recompute(block, between)
         if equal_cpus and not between.same_bits and not self._warned:
@@ -383,6 +457,19 @@ class Verification:
         self._auditor.agreed(held.worker, held.second)
         return self._rule(block, decision)
 
+    def _dispute(self, block: FinishedBlock, between: Deviation) -> Ruling:
+        """Two of one kind differ, and here other random numbers would be drawn."""
+        held, present = block.held, self._machines
+        assert held is not None
+        one, other = held.suppliers.get(between.bucket, held.worker), held.second
+        if one in present and other in present:
+            self._disputes.setdefault(one, set()).add(other)
+            self._disputes.setdefault(other, set()).add(one)
+        self._done_again.add((held.step, held.block.start))
+        against = {worker: len(self._disputes.get(worker, ())) for worker in (one, other)}
+        of_kind = sum(machine.kind == block.origin.kind for machine in present.values())
+        return self._rule(block, *when_disputed(held, between, against, of_kind))
+
     async def _recompute(self, block: FinishedBlock, between: Deviation | None) -> Ruling | None:
         """Compute it here. ``between``: it and what another worker computed."""
         held, step = block.held, self._context.aggregator.step
@@ -390,7 +477,7 @@ class Verification:
         assert step is not None
         reference = None
         if self._recomputation is not None:
-            reference = await self._recomputation.recompute(step.plan, held.block)
+            reference = await self._recomputation.recompute(step.plan, held.block, max(block.origin.splits, 0))
         if block not in self._held and block not in self._given_up:
             return None
         if reference is None:
@@ -400,32 +487,50 @@ class Verification:
                 else f"two computations of a block of step {held.step} differ ({between}); it is done again"
             )  # fmt: skip
             return self._rule(block, when_not_recomputed(between))
-        if not self._exact:
-            return self._beside_a_lossy_one(block, reference)
+        self._draws |= reference.drew
+        truth = self._own(block.origin.splits, drew=reference.drew)
+        alike = truth.is_like(block.origin._replace(drew=True))  # whether it drew, the coordinator has seen itself
+        if not self._exact or not alike:
+            return self._beside_an_unlike_one(block, reference, alike=alike)
         mine = self._store.vector(held.block)
         own = await self._run(lambda: self._distance(mine, frozenset(block.suppliers), block.done, reference))
-        second = None
-        if block.other is not None and held.lease is not None:
-            theirs, words = self._store.vector(AuditKey(held.lease)), block.other
-            present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
-            second = await self._run(lambda: self._distance(theirs, present, words, reference))
-        return self._rule(block, *when_recomputed(held, own, second, self._tolerance(equal_cpus=False)))
+        second, words = None, block.other
+        if words is not None and truth.is_like(Origin(self._kind(held.second), words.splits, drew=True)):
+            assert held.lease is not None
+            second = await self._second_distance(self._store.vector(AuditKey(held.lease)), words, reference)
+        decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False))
+        if isinstance(decisions[0], Count):
+            self._auditor.agreed(held.worker)
+        return self._rule(block, *decisions)
 
-    def _beside_a_lossy_one(self, block: FinishedBlock, reference: ReferenceResult) -> Ruling:
-        """An odd result in a lossy codec, beside what the block gives without one."""
+    async def _second_distance(self, theirs: ResultVector, words: Done, reference: ReferenceResult) -> Deviation:
+        present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
+        return await self._run(lambda: self._distance(theirs, present, words, reference))
+
+    def _own(self, splits: int, *, drew: bool) -> Origin:
+        """Of what the coordinator computes."""
+        return Origin(self._own_kind, splits, drew)
+
+    def _beside_an_unlike_one(self, block: FinishedBlock, reference: ReferenceResult, *, alike: bool) -> Ruling:
+        """An odd result in a lossy codec or, where not ``alike``, with other random numbers in it, beside what the
+        block gives without the codec and with the coordinator's numbers."""
         held, pieces, worker = block.held, reference.vector.buckets, block.grant.worker
         assert held is not None
         norms = {b: float(torch.linalg.vector_norm(pieces[b])) for b in reference.present if b in self._floats}
         finite = all(map(math.isfinite, norms.values()))
         odd = [bucket for bucket, norm in block.norms.items() if not math.isfinite(norm)]
+        may_overflow = self._precision == "fp16" and block.origin.kind != self._own_kind
         strikes = 0
-        if finite and not odd:
-            if is_far_larger(self._sizes(block), self._mean_norms(norms, block.samples)):
+        if finite and not (odd and (alike or may_overflow)):
+            if odd or is_far_larger(self._sizes(block), self._mean_norms(norms, block.samples)):
                 strikes = self._strikes[worker] = self._strikes.get(worker, 0) + 1
             else:
                 self._strikes.pop(worker, None)
         return self._rule(
-            block, *when_recomputed_beside_a_lossy_result(held, odd, true_is_finite=finite, strikes=strikes)
+            block,
+            *when_only_sizes_compare(
+                held, odd, true_is_finite=finite, strikes=strikes, alike=alike, may_overflow=may_overflow
+            ),
         )
 
     def _rule(self, block: FinishedBlock, *decisions: Decision) -> Ruling:

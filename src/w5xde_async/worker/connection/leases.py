@@ -189,6 +189,7 @@ class Leases:
             computed.version,
             computed.encode_s,
             computed.raw_bytes,
+            outcome.drew,
         )
         release: Callable[[], None] = partial(self._executor.release, computed.vectors)
         if self._meter is not None and isinstance(message, messages.Lease):

@@ -1,0 +1,155 @@
+"""Devices that draw other random numbers from the same seed, and workers that halve their microbatches: nobody honest
+is put out, and who lies is found wherever somebody computes alike."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from tests.support import jobs
+from tests.support.attacks import ATTACKS, FalseWorker
+from tests.support.cluster import QUICK_WORKER, settings
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.halving import Halving
+from w5xde_async.compute.program.sandbox import Computing
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import RefusalCode, Refused
+from w5xde_async.job import Job
+from w5xde_async.telemetry.events import Audited, Bus, Event, WorkerQuarantined
+from w5xde_async.wire.messages import Ready
+
+MICROBATCH = 8
+
+
+def job(steps: int = 30, *, dropout: float = 0.5, norm: bool = False) -> Job:
+    x, y = jobs.digits()
+    torch.manual_seed(3)
+    middle = nn.BatchNorm1d(64) if norm else nn.Identity()
+    model = nn.Sequential(nn.Linear(64, 64), middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 10))
+    return Job(
+        model=model, dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+        batch_size=64, microbatch_size=MICROBATCH, max_steps=steps, seed=5,
+    )  # fmt: skip
+
+
+def honest(*_: Any) -> None:
+    pass
+
+
+class OnDevice(FalseWorker):
+    """A worker on a device of its ``kind`` (0: this CPU), whose masks are its own, with too little memory for
+    microbatches that are not halved ``splits`` times."""
+
+    def __init__(self, *arguments: Any, kind: int, splits: int = 0, lies: bool = False, **named: Any) -> None:
+        super().__init__(*arguments, attack=ATTACKS["sign flip"] if lies else honest, **named)
+        self._kind, self._halved, self.lies = kind, splits, lies
+
+    def _false(self, engine: Computing) -> Computing:
+        assert isinstance(engine, Engine)
+        engine.seed += self._kind
+        engine._halving = Halving(MICROBATCH, self._halved)
+        return super()._false(engine)
+
+    async def _prepare(self, *given: Any) -> Any:
+        executor, ready = await super()._prepare(*given)
+        assert isinstance(ready, Ready)
+        if self._kind:
+            ready = replace(ready, device="cuda:0", device_name=f"Test GPU {self._kind}")
+        return executor, ready
+
+
+class Outcome:
+    def __init__(self) -> None:
+        self.put_out: dict[str, str] = {}
+        self.audits: list[Audited] = []
+        self.finished = False
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, WorkerQuarantined):
+            self.put_out[event.name] = event.reason
+        elif isinstance(event, Audited):
+            self.audits.append(event)
+
+
+async def run(made: Job, *workers: dict[str, Any], **config: Any) -> Outcome:
+    """Train on these workers, named 0, 1, 2, ..."""
+    outcome, bus = Outcome(), Bus()
+    bus.subscribe(outcome.see)
+    config = {"audit_fraction": 1.0, "min_workers": len(workers), **config}
+    async with Coordinator(made, config=settings(**config), bus=bus) as coordinator:
+        tasks = []
+        for number, given in enumerate(workers):
+            named = QUICK_WORKER.__class__(device="cpu", connect_timeout_s=60.0, name=str(number))
+            tasks.append(asyncio.create_task(OnDevice(coordinator.address, job=made, config=named, **given).run()))
+        outcome.finished = (await coordinator.wait()).outcome == "finished"
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Refused):
+                assert ended.code == RefusalCode.QUARANTINED
+            elif isinstance(ended, BaseException):
+                raise ended
+    return outcome
+
+
+CPU, GPU, OTHER = {"kind": 0}, {"kind": 1}, {"kind": 2}
+LIAR = {"lies": True}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    "workers", [(CPU, GPU), (GPU, OTHER), (CPU, CPU, GPU, GPU), (GPU, GPU, OTHER)], ids=["cg", "go", "ccgg", "ggo"]
+)
+async def test_nobody_is_put_out_for_the_masks_of_its_device(workers: tuple[dict[str, Any], ...], norm: bool):
+    outcome = await run(job(norm=norm), *workers)
+    assert outcome.finished
+    assert outcome.put_out == {}
+    assert all(event.agreed for event in outcome.audits)
+    if len(workers) > 2:
+        assert outcome.audits, "those of one kind are compared"
+
+
+@pytest.mark.parametrize(
+    ("workers", "liar"),
+    [
+        ((CPU, GPU | LIAR, GPU, GPU), "1"),  # two of its kind say so
+        ((CPU | LIAR, GPU, GPU), "0"),  # nobody of its kind but the coordinator
+        ((CPU | LIAR, CPU, GPU), "0"),
+    ],
+    ids=["of three GPUs", "the only CPU", "of two CPUs"],
+)
+async def test_a_liar_is_found_where_somebody_computes_alike(workers: tuple[dict[str, Any], ...], liar: str):
+    outcome = await run(job(), *workers)
+    assert outcome.finished
+    assert set(outcome.put_out) == {liar}
+
+
+async def test_a_liar_on_a_device_of_its_own_is_found_where_nothing_is_drawn():
+    """It says that it drew; nobody else does."""
+    outcome = await run(job(dropout=0.0), CPU, GPU | LIAR, OTHER)
+    assert set(outcome.put_out) == {"1"}
+
+
+async def test_of_two_that_nobody_else_computes_like_none_is_put_out():
+    outcome = await run(job(), GPU, GPU | LIAR, CPU)
+    assert outcome.finished
+    assert outcome.put_out == {}
+    assert any(not event.agreed for event in outcome.audits)
+
+
+@pytest.mark.parametrize(("dropout", "norm"), [(0.5, False), (0.0, True)])
+async def test_nobody_is_put_out_for_halved_microbatches(dropout: float, norm: bool):
+    outcome = await run(job(dropout=dropout, norm=norm), CPU, CPU | {"splits": 1}, CPU | {"splits": 2})
+    assert outcome.finished
+    assert outcome.put_out == {}
+
+
+async def test_halved_microbatches_hide_no_lie():
+    outcome = await run(job(norm=True), CPU, CPU | {"splits": 1} | LIAR, CPU)
+    assert outcome.finished
+    assert set(outcome.put_out) == {"1"}
