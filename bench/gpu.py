@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from models import Reply, Rig, coordinate, make_job, serve, work
+from models import Reply, Rig, coordinate, free_device, make_job, serve, work
 from report import Report, parser
 from w5xde_async.job import build_model
 from w5xde_async.plan.sampler import Sampler
@@ -128,10 +128,10 @@ def plain(reply: Reply, *, options: dict[str, Any], device: str) -> None:
         optimizer.step()
     rate = (options["steps"] - WARM) / (now(cuda) - began)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    reply(rate=rate, loss=loss.item(), device_bytes=peak)
-    del model, optimizer
-    if cuda:
-        torch.cuda.empty_cache()
+    last = loss.item()
+    del model, optimizer, loss
+    free_device(device)
+    reply(rate=rate, loss=last, device_bytes=peak)
 
 
 def now(cuda: bool) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import ctypes
+import gc
 import io
 import json
 import logging
@@ -444,9 +445,19 @@ def work(
             torch.cuda.reset_peak_memory_stats()
         workers = await asyncio.gather(*[one() for _ in range(count)])
         peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
-        reply(leases=sum(w.leases_done for w in workers), stale=sum(w.leases_stale for w in workers), device_bytes=peak)
+        leases, stale = sum(w.leases_done for w in workers), sum(w.leases_stale for w in workers)
+        workers.clear()
+        free_device(device)
+        reply(leases=leases, stale=stale, device_bytes=peak)
 
     _profiled(reply, run(), profile)
+
+
+def free_device(device: str) -> None:
+    """Give back what nothing uses any more: this process stays, and the next one needs the memory."""
+    if device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _profiled(reply: Reply, main: Coroutine[Any, Any, None], profile: bool) -> None:

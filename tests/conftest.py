@@ -4,6 +4,8 @@
   another thread that is not made for it.
 - A test that takes too long fails, wherever its time ends: in a task, too, and again if that held on.
 - A test that leaves a task, a thread or a descriptor behind fails; ``@pytest.mark.allow_leaks`` exempts one.
+- A test sees no accelerator, and neither do programs that it starts: bits are compared with the CPU's. Those marked
+  ``gpu`` see what there is.
 - ``@pytest.mark.both_loops`` runs an async test on asyncio's own loop and on uvloop.
 - ``@pytest.mark.processes`` starts programs; they are forked from a server that has imported everything (forking.py),
   one for all processes of ``pytest -n``, and so is what starts them by ``sys.executable``.
@@ -31,6 +33,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from blockbuster import BlockBuster
 from tests.support import forking
 
@@ -208,6 +211,16 @@ def programs_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, "executable", str(forking.running.commands / "python"))
 
 
+@pytest.fixture(autouse=True)
+def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu") is not None:
+        return
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, bytes], None]:
     """``golden(name, data)`` compares with ``tests/golden/name``, or writes it under ``--rewrite-golden``."""
@@ -241,12 +254,27 @@ def _descriptors() -> set[tuple[str, str]]:
     return found
 
 
+@functools.cache
+def _use_cuda() -> None:
+    """A process keeps what CUDA and its libraries open at their first use."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for given in (torch.ones(8, 8, 8, 8), torch.ones(8, 8, 8, 8, dtype=torch.bfloat16)):
+        x = given.pin_memory().to(device, non_blocking=True).requires_grad_()
+        torch.nn.functional.conv2d(x, torch.ones_like(x)).sum().backward()
+        (x[0, 0] @ x[0, 1]).sum().backward()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        torch.ones(8, device=device).cpu()
+    torch.cuda.synchronize()
+
+
 def _watched(item: pytest.Item) -> bool:
     return item.get_closest_marker("allow_leaks") is None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    if item.get_closest_marker("gpu") is not None and torch.cuda.is_available():
+        _use_cuda()
     item.stash[_BEFORE] = (set(threading.enumerate()), _descriptors())
     with _in_time():
         return (yield)

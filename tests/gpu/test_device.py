@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,13 +60,17 @@ def block_sum(engine: Engine, given: Task) -> tuple[list[int], Tensor, float]:
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
     """Any call that waits for the device raises (CUDA; elsewhere nothing is asynchronous)."""
-    if DEVICE.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+    if DEVICE.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it may change its mind about this mode
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
-        if DEVICE.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def engines(job: Job) -> tuple[Engine, Engine]:
