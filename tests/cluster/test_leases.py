@@ -102,9 +102,9 @@ async def test_both_halves_of_a_contested_block_count_once():
         assert backup.lease in idle.revoked()
 
 
-async def test_a_backup_does_not_write_where_the_first_is_writing():
-    """The first stops in the middle of a bucket; the backup's copy of it is turned away and its DONE finishes nothing.
-    When the first's link ends, the block is leased again, with the slots that are filled."""
+async def test_the_first_complete_copy_of_a_bucket_counts():
+    """The first worker's line collapses in the middle of a bucket. The backup finishes the step, whatever still comes
+    over that line, which is not cut."""
     async with scripted() as run:
         stuck, idle, lease = await stuck_and_idle(run)
         chunks = stuck.result(lease, 0)
@@ -114,20 +114,40 @@ async def test_a_backup_does_not_write_where_the_first_is_writing():
         await run.pass_time(2.0)
         (backup,) = held(idle, 1)
         await idle.compute(backup)
-        assert not [v for v in idle.all(Verdict) if backup.lease in v.leases]  # the rest of it may count yet
-        assert run.training.version == 1
-        stuck.link.abort()
+        await run.commits(2)
         await settle()
-        (again,) = held(idle, 1)
-        grant = run.training.ledger.get(again.lease)
-        assert run.training.store.missing(grant.block) == [0]
-        await idle.compute(again)
+        assert run.applied() == {2.0}
+        assert [v.code for v in idle.all(Verdict) if backup.lease in v.leases] == [VerdictCode.APPLIED]
+        await finish(run, idle, 2)
+        await stuck.link.send([b"\x7f" * (len(chunks[1]) - 1000)])  # it is nobody's any more
+        await settle()
+        assert stuck.session.receiving is None
+        await stuck.done(lease)
+        assert run.applied() in ({2.0}, {3.0})
+        assert not stuck.ended()
+        (verdict,) = [v for v in stuck.all(Verdict) if lease.lease in v.leases]
+        assert verdict.code == VerdictCode.DUPLICATE
+        assert run.training.store.num_vectors <= LEAVES
+
+
+async def test_of_two_copies_on_their_way_the_second_is_dropped():
+    """The first worker's bucket is whole while the backup's is still on its way."""
+    async with scripted() as run:
+        stuck, idle, lease = await stuck_and_idle(run)
+        theirs = stuck.result(lease, 0)
+        await stuck.link.send([theirs[0], memoryview(theirs[1])[:1000]])
+        await run.pass_time(2.0)
+        (backup,) = held(idle, 1)
+        ours = idle.result(backup, 0)
+        await idle.link.send([ours[0], memoryview(ours[1])[:1000]])
+        await settle()
+        await stuck.link.send([memoryview(theirs[1])[1000:]])
+        await settle()
+        await idle.link.send([b"\x7f" * (len(ours[1]) - 1000)])
+        await idle.send(backup, *range(1, BUCKETS))
+        await idle.done(backup)
         await run.commits(2)
         assert run.applied() == {2.0}
-        await settle()
-        of = {v.leases: (v.code, v.buckets) for v in idle.all(Verdict)}
-        assert of[(backup.lease,)] == (VerdictCode.APPLIED, (1, 2, 3))
-        assert of[(again.lease,)] == (VerdictCode.APPLIED, (0,))
 
 
 async def test_nothing_is_absent_that_another_is_sending():

@@ -437,6 +437,32 @@ async def test_accept_is_asked_before_a_payload_byte_moves(pair: Pair):
     assert seen == [(Result(3, 0), 1 << 20)]
 
 
+@pytest.mark.parametrize("nbytes", [40_000, 3 << 20])
+async def test_what_is_diverted_is_written_where_it_began_no_more(pair: Pair, nbytes: int):
+    header, payload = frame(pattern(nbytes))
+    lent, elsewhere = bytearray(nbytes), bytearray(nbytes)
+    asked = []
+
+    def accept(message: Message, specs: tuple[BufferSpec, ...]) -> list[memoryview]:
+        asked.append(message)
+        return [memoryview(lent)]
+
+    receiving = asyncio.create_task(pair.far.recv(accept))
+    at = nbytes // 3
+    await pair.near.send([header, memoryview(payload)[:at]])
+    await until(lambda: bool(asked) and pair.far.bytes_received >= len(header) + at)
+    async with asyncio.timeout(5):
+        while not pair.far.divert(memoryview(elsewhere)):  # noqa: ASYNC110 - until a thread leaves it
+            await asyncio.sleep(0)
+    before = bytes(lent)
+    sending = asyncio.create_task(pair.near.send([memoryview(payload)[at:], *frame(b"next")]))
+    await receiving
+    assert bytes(lent) == before
+    assert bytes(elsewhere[-at:]) == bytes(payload[-at:])
+    assert (await pair.far.recv(allocate)).buffers[0] == b"next"  # the stream goes on as it was
+    await sending
+
+
 @pytest.mark.parametrize("views", [[], [b"123"], [memoryview(bytearray(4)).cast("I")]])
 async def test_accept_that_returns_other_memory_is_our_bug(pair: Pair, views: list):
     await pair.near.send(frame(b"1234"))

@@ -56,13 +56,13 @@ class MemoryChannel(Channel):
         self._chunks: list[Buffer] = []  # written, not drained
 
     async def receive(self, view: memoryview, least: int) -> int:
-        pipe, got = self.inbound, 0
+        pipe, got, self._target = self.inbound, 0, view
         while True:
             self._check()
             if pipe.data and not pipe.frozen:
                 part = min(len(pipe.data), len(view) - got)
                 with memoryview(pipe.data) as source:
-                    view[got : got + part] = source[:part]
+                    self._target[got : got + part] = source[:part]
                 del pipe.data[:part]
                 got += part
                 self.bytes_received += part

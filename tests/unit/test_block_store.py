@@ -37,8 +37,9 @@ def test_a_slot_is_reserved_by_one_filled_once_and_missing_until_then() -> None:
     assert book.fill("a", Supplier("a", 7)) == SlotKey(BLOCK, 0)
     assert book.missing(BLOCK) == list(EVERY[1:])
     assert book.reserve(SlotKey(BLOCK, 0), "c") is None, "it is there"
-    assert book.writes("a") is None
-    assert book.writes("b") == SlotKey(BLOCK, 1)
+    assert book.writer(SlotKey(BLOCK, 0)) is None
+    assert book.writer(SlotKey(BLOCK, 1)) == "b"
+    assert (book.is_filled(SlotKey(BLOCK, 0)), book.is_filled(SlotKey(BLOCK, 1))) == (True, False)
 
 
 def test_what_a_writer_abandons_is_missing_and_free_for_others() -> None:

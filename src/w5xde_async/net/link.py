@@ -168,6 +168,11 @@ class Link:
         finally:
             self._receiving = False
 
+    def divert(self, view: memoryview) -> bool:
+        """Have the payload that is being received stored in ``view`` from here on, which is as long: nothing is written
+        into the memory that ``accept`` gave any more. False where a thread is writing there."""
+        return self._reader.divert(view)
+
     async def aclose(self) -> None:
         """End in good order: what was sent arrives, pending calls raise LinkLost. May be called twice."""
         self._refused = self._refused or CLOSED_HERE

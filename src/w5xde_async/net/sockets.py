@@ -26,6 +26,7 @@ from w5xde_async.net.stream import (
     CLOSED_HERE,
     GLANCE_BYTES,
     LINGER_S,
+    NOWHERE,
     TURN_BYTES,
     Channel,
     StreamLost,
@@ -44,7 +45,6 @@ PUMP_TRICKLE_BYTES, PUMP_TRICKLES = 64 * 1024, 4
 FLOW_BYTES = 8 * 1024
 IOV_MAX = 1024
 _LINGER = "hh" if sys.platform == "win32" else "ii"  # struct linger: on or off, seconds
-_NOWHERE = memoryview(bytearray())
 
 _T = TypeVar("_T")
 
@@ -100,8 +100,8 @@ class SocketChannel(Channel):
         self._closed = False
         self._watching_in = self._watching_out = False
         self._reading: asyncio.Future[None] | None = None
-        self._target = _NOWHERE
         self._got = self._least = 0
+        self._filling = False  # a thread receives
         self._drained = False  # the last receive took all that there was
         self._flowing = False  # but bytes come so fast that there may be more by now
         self._writing: asyncio.Future[None] | None = None
@@ -121,7 +121,11 @@ class SocketChannel(Channel):
                 self._pull()
             while self._got < least:
                 if self._bulk is not None and not self._drained and least - self._got >= BULK_BYTES:
-                    got = await self._in_thread(0, _pump_in, self._sock, view[self._got :])
+                    self._filling = True
+                    try:
+                        got = await self._in_thread(0, _pump_in, self._sock, self._target[self._got :])
+                    finally:
+                        self._filling = False
                     self._got += got
                     self.bytes_received += got
                     self._drained = True
@@ -142,8 +146,11 @@ class SocketChannel(Channel):
             self.abort(ended_by(error))
             self._check()
         finally:
-            self._target = _NOWHERE  # let go of the caller's memory
+            self._target = NOWHERE  # let go of the caller's memory
         return self._got
+
+    def divert(self, view: memoryview) -> bool:
+        return not self._filling and super().divert(view)
 
     def _pull(self) -> None:
         """Take what the kernel has for the pending receive, a turn's worth at most."""

@@ -17,6 +17,7 @@ from w5xde_async.net.stream import (
     CLOSED_BY_PEER,
     CLOSED_HERE,
     LINGER_S,
+    NOWHERE,
     TURN_BYTES,
     Channel,
     Reader,
@@ -63,7 +64,7 @@ class StockChannel(Channel):
         return self._writer.get_extra_info(name, default)
 
     async def receive(self, view: memoryview, least: int) -> int:
-        got = 0
+        got, self._target = 0, view
         with self._moving():
             while got < least:
                 self._check()
@@ -71,10 +72,11 @@ class StockChannel(Channel):
                 self._check()
                 if not data:
                     raise StreamLost(self.peer, CLOSED_BY_PEER)
-                view[got : got + len(data)] = data
+                self._target[got : got + len(data)] = data
                 got += len(data)
                 self.bytes_received += len(data)
                 await self._moved(len(data))
+        self._target = NOWHERE
         return got
 
     def writelines(self, chunks: Iterable[Buffer]) -> None:

@@ -36,6 +36,7 @@ DIRECT_BYTES = 16 * 1024
 LINGER_S = 0.5
 #: What one channel may move without letting the event loop run something else.
 TURN_BYTES = 4 << 20
+NOWHERE = memoryview(bytearray())
 #: A system call counts as this many bytes towards a turn.
 CALL_BYTES = 16 * 1024
 
@@ -93,6 +94,7 @@ class Channel(asyncio.WriteTransport, ABC):
         self.bytes_sent = self.bytes_received = 0
         self.lost: str | None = None  # why the connection ended; None while it stands
         self._turn = 0  # moved since the loop last had its turn
+        self._target = NOWHERE  # the caller's memory, while it is being received into
         self._closing: asyncio.Task[None] | None = None
 
     def pair(self) -> tuple[Reader, Writer]:
@@ -103,6 +105,12 @@ class Channel(asyncio.WriteTransport, ABC):
     @abstractmethod
     async def receive(self, view: memoryview, least: int) -> int:
         """Store between ``least`` and ``len(view)`` bytes; how many. Raises StreamLost."""
+
+    def divert(self, view: memoryview) -> bool:
+        """Store what the receive under way still gets in ``view``, which is as long as the memory that it was given:
+        nothing is written there any more. False where a thread is writing there."""
+        self._target = view
+        return True
 
     @abstractmethod
     def writelines(self, chunks: Iterable[Buffer]) -> None:
@@ -164,6 +172,8 @@ class Reader(asyncio.StreamReader):
         self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self.start = self.end = 0
         self._glance = False  # the last payload was big: so may be the next, and what is read ahead of it is copied
+        self._into, self._done = NOWHERE, 0  # the caller's memory, and how much of it is filled
+        self._direct = False  # by the channel itself
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._channel.peer}>"
@@ -184,19 +194,32 @@ class Reader(asyncio.StreamReader):
     async def readinto(self, view: memoryview) -> None:
         """Fill ``view`` (flat, format B)."""
         size = len(view)
-        done = 0
+        self._into, self._done = view, 0
         self._glance = size >= 16 * GLANCE_BYTES
-        while done < size:
-            held = self.end - self.start
-            if held:
-                part = min(held, size - done)
-                view[done : done + part] = self.ahead[self.start : self.start + part]
-                self.start += part
-                done += part
-            elif size - done >= DIRECT_BYTES:
-                done += await self._channel.receive(view[done:] if done else view, size - done)
-            else:
-                await self.fill(size - done)
+        try:
+            while (done := self._done) < size:
+                held = self.end - self.start
+                if held:
+                    part = min(held, size - done)
+                    self._into[done : done + part] = self.ahead[self.start : self.start + part]
+                    self.start += part
+                    self._done += part
+                elif size - done >= DIRECT_BYTES:
+                    self._direct = True
+                    self._done += await self._channel.receive(self._into[done:] if done else self._into, size - done)
+                    self._direct = False
+                else:
+                    await self.fill(size - done)
+        finally:
+            self._into, self._direct = NOWHERE, False
+
+    def divert(self, view: memoryview) -> bool:
+        """Have ``readinto`` fill ``view`` from here on, which is as long: nothing is written into the memory that it
+        was given any more. False where a thread is writing there."""
+        if self._direct and not self._channel.divert(view[self._done :]):
+            return False
+        self._into = view
+        return True
 
     def forget(self) -> None:
         """Drop what was read ahead."""

@@ -20,6 +20,7 @@ from w5xde_async.net.stream import (
     CLOSED_BY_PEER,
     CLOSED_HERE,
     LINGER_S,
+    NOWHERE,
     READ_AHEAD_BYTES,
     TURN_BYTES,
     Channel,
@@ -44,7 +45,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         self._gone = self._loop.create_future()
         self._tls = self._paused = False
         self._reading: asyncio.Future[int] | None = None  # how much the receive under way has been given
-        self._target: memoryview | None = None  # the caller's memory, lent to the transport
+        self._lent = False  # the caller's memory, to the transport
         self._got = self._least = 0
         self._pushed = memoryview(bytearray(READ_AHEAD_BYTES))  # what came while nobody was receiving
         self._start = self._end = 0
@@ -64,7 +65,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         return self._transport.get_extra_info(name, default)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._target is not None:
+        if self._lent:
             return self._target[self._got :]
         if self.lost is not None:
             return memoryview(bytearray(PUSH_BYTES))  # what still comes is dropped; what is here already stays
@@ -77,14 +78,14 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         if self.lost is not None:
             return
         self._got += nbytes
-        if self._target is None:
+        if not self._lent:
             self._end += nbytes
             if READ_AHEAD_BYTES - self._end < PUSH_BYTES:
                 self._transport.pause_reading()
                 self._paused = True
         if self._got < self._least:
             return
-        self._target = None
+        self._lent = False
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(self._got)
 
@@ -110,16 +111,15 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         if got >= least:
             return got
         self._check()
-        if lent := len(view) - got >= PUSH_BYTES:
-            self._target = view
-        self._got, self._least = got, least
+        self._target, self._got, self._least = view, got, least
+        self._lent = lent = len(view) - got >= PUSH_BYTES
         self._reading = self._loop.create_future()
         try:
             self._resume()
             given = await self._reading
+            return given if lent else got + self._take(self._target[got:])
         finally:
-            self._reading = self._target = None
-        return given if lent else got + self._take(view[got:])
+            self._reading, self._lent, self._target = None, False, NOWHERE
 
     def _take(self, view: memoryview) -> int:
         """Copy what came while nobody was receiving; how many bytes."""
@@ -203,7 +203,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         if self.lost is not None:
             return
         self.lost = reason
-        self._target = None
+        self._lent = False
         self._pieces.clear()
         for waiting in (self._reading, self._writing):
             if waiting is not None and not waiting.done():

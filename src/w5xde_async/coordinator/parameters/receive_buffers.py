@@ -83,7 +83,7 @@ class ReceiveBuffers:
         lease, bucket, part = self._receiving.pop(session)
         self._parts.setdefault(lease, {})[bucket] = part
 
-    def read(self, session: Session, result: Result, target: Tensor) -> None:
+    def read(self, session: Session, target: Tensor) -> None:
         """What was placed for this session is complete: decode it into ``target`` at once. Raises MalformedFrame."""
         part = self._receiving.pop(session)[2]
         assert part.codec is not None

@@ -1,9 +1,9 @@
 """Results on their way in: where each lands, what it completes, what becomes of its lease.
 
-A result is received straight into the memory of its slot (``hub.work.block_store``), by one session at a time. What no
-open lease authorizes, what is there already and what another session is just receiving into the same slot is turned
-away into the session's scratch. A lease whose result is being received is never given to another: only the end of that
-link frees the memory.
+A result is received straight into the memory of its slot (``hub.work.block_store``), by one session at a time. A second
+one that comes meanwhile, and what a codec wrote, is received into memory of its own. The first that is complete fills
+the slot; what another is still receiving there is diverted into the session's scratch and dropped, as is what no open
+lease authorizes and what is there already.
 
 Nothing of a block is added before the whole of it has been verified, unless every check is switched off: then buckets
 are added as they come.
@@ -23,6 +23,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Supplier
 from w5xde_async.hub.work.claims import Claims
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
+from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.leases import FailedWork
 from w5xde_async.plan.ledger import BlockGrant
 from w5xde_async.plan.tree import Block
@@ -54,6 +55,7 @@ class Results:
         self._scheduler, self._verification, self._receive_buffers = scheduler, verification, receive
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(context.run.layout)
+        self._beside: dict[Session, SlotKey] = {}  # for which slot a session receives into memory of its own
         self._result_bytes = 0  # of the largest result of a lease that has come
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
@@ -64,12 +66,21 @@ class Results:
         if grant is None or not member:
             return Destination(None, self._ledger.past(session.worker_id, result.lease) is not None)
         self._current(grant)
-        memory = self._store.reserve(SlotKey(self._slots_of(grant), result.bucket), session)
-        if memory is None:
-            if not self._ledger.is_audit(grant.lease):
-                self._verdicts.turned_away(grant.lease, session.worker_id)
+        key = SlotKey(self._slots_of(grant), result.bucket)
+        if self._store.is_filled(key):
+            self._turn_away(grant)
             return Destination(None, True)
-        return Destination(memory, True) if codec is None else self._receive_buffers.place(session, result, spec)
+        if codec is None and (memory := self._store.reserve(key, session)) is not None:
+            return Destination(memory, True)
+        self._beside[session] = key
+        if codec is None:
+            return Destination(session.scratch(spec.nbytes), True)
+        return self._receive_buffers.place(session, result, spec)
+
+    def _turn_away(self, grant: BlockGrant) -> None:
+        """A result of an open lease is not needed."""
+        if not self._ledger.is_audit(grant.lease):
+            self._verdicts.turned_away(grant.lease, grant.worker)
 
     def _slots_of(self, grant: BlockGrant) -> Block | AuditKey:
         """Where the results of an open lease belong."""
@@ -77,22 +88,49 @@ class Results:
 
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
-        if self._receive_buffers.receives(session):
-            slot = self._store.writes(session)
-            assert slot is not None
-            # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
-            self._receive_buffers.read(session, result, self._store.vector(slot.of).buckets[slot.bucket])
         grant = self._ledger.held_by(session.worker_id, result.lease)
+        key = self._beside.pop(session, None)
         if grant is None:
+            self._receive_buffers.left(session)
             self._store.abandon(session)
             return
-        of, bucket = self._store.fill(session, Supplier(session.worker_id, grant.lease))
+        supplier = Supplier(session.worker_id, grant.lease)
+        if key is None:
+            of, bucket = self._store.fill(session, supplier)
+        elif self._store.is_filled(key) or not self._clear(key):
+            self._receive_buffers.left(session)
+            self._turn_away(grant)
+            return
+        else:
+            of, bucket = key
+            target = self._store.vector(of).buckets[bucket]
+            if self._receive_buffers.receives(session):
+                # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
+                self._receive_buffers.read(session, target)
+            else:
+                bytes_of(target)[:] = session.scratch(target.nbytes)
+            self._store.put(key, supplier)
         if isinstance(of, Block):
             self._verdicts.received(grant.lease, session.worker_id, bucket)
             self._counts_at_once(of, bucket, present=True)
 
+    def _clear(self, key: SlotKey) -> bool:
+        """Have nobody receive into a slot any more: somebody else's result is complete. False where that cannot be."""
+        writer = self._store.writer(key)
+        if writer is None:
+            return True
+        assert isinstance(writer, Session)
+        if not writer.divert(self._layout.result_nbytes(self._layout.result_buckets[key.bucket])):
+            return False  # a thread takes what has come of it: the line is fast
+        self._store.abandon(writer)
+        for grant in self._ledger.held(writer.worker_id):
+            if self._slots_of(grant) == key.of:
+                self._turn_away(grant)
+        return True
+
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""
+        self._beside.pop(session, None)
         self._receive_buffers.left(session)
         self._store.abandon(session)
 

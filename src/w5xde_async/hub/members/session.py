@@ -158,6 +158,22 @@ class Session:
         """The worker is gone without a word, and it was not us: what it computed may have killed it."""
         return not self.given_up and self.state is not State.CLOSED
 
+    def scratch(self, nbytes: int) -> memoryview:
+        """Memory for one result of this link that has no other place."""
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        return memoryview(self._scratch)[:nbytes]
+
+    def divert(self, nbytes: int) -> bool:
+        """Drop the result of ``nbytes`` that is being received: nothing is written into lent memory any more.
+
+        False where that cannot be now.
+        """
+        if not self.link.divert(self.scratch(nbytes)):
+            return False
+        self.receiving = None
+        return True
+
     def results_since(self) -> tuple[int, float]:
         """Bytes of results that have come since this was asked last, and the seconds that these were on their way."""
         before, self._told = self._told, (self.result_bytes, self.receiving_s)
@@ -348,9 +364,7 @@ class Session:
         self._garbage += 0 if authorized else nbytes
         if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
             raise RemoteError("it keeps sending results that no lease authorizes")
-        if len(self._scratch) < nbytes:
-            self._scratch = bytearray(nbytes)
-        return (memoryview(self._scratch)[:nbytes],)
+        return (self.scratch(nbytes),)
 
     # -- out -----------------------------------------------------------------------------------------------
 

@@ -152,10 +152,22 @@ class BlockStore:
         self._reserved[writer] = key
         return self.vector(key.of).bucket_bytes[key.bucket]
 
+    def is_filled(self, key: SlotKey) -> bool:
+        """Whether a slot of a block that is not closed is filled, or filled with nothing."""
+        return key.bucket in self._filled.get(key.of, ())
+
+    def writer(self, key: SlotKey) -> Hashable | None:
+        """Who is receiving into a slot's memory."""
+        return next((writer for writer, reserved in self._reserved.items() if reserved == key), None)
+
     def fill(self, writer: Hashable, supplier: Supplier) -> SlotKey:
         """What ``writer`` received is whole. The slot that it is in."""
         key = self._end(writer)
         assert key is not None, "nothing was being received"
+        return self.put(key, supplier)
+
+    def put(self, key: SlotKey, supplier: Supplier) -> SlotKey:
+        """An empty slot's memory, into which nobody receives, holds a result."""
         self._filled.setdefault(key.of, {})[key.bucket] = supplier
         if isinstance(key.of, AuditKey):
             self._free(key.of)
@@ -172,10 +184,6 @@ class BlockStore:
         key = self._end(writer)
         if key is not None and isinstance(key.of, AuditKey):
             self._free(key.of)
-
-    def writes(self, writer: Hashable) -> SlotKey | None:
-        """The slot that ``writer`` is receiving."""
-        return self._reserved.get(writer)
 
     def is_receiving(self, of: Block | AuditKey) -> bool:
         """Whether anything of that block is being received."""
