@@ -183,6 +183,7 @@ def cells() -> list[Cell]:
         streaming("100/40", "int4", inner_steps=80),
         streaming("100/40", "sparseloco", downlink="int4"),
         Cell(network="100/40", rule="auto", windows=2, rate=6e-4),
+        Cell(network="20/100", rule="auto", windows=2, rate=6e-4),
         local("20/100", "int4", inner_steps=80),
         streaming("20/100", "int4", inner_steps=80, overlap=16),
         dataclasses.replace(streaming("20/100", "int4", inner_steps=80, overlap=16), ahead=12),

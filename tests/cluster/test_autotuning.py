@@ -166,21 +166,25 @@ async def test_more_leases_ahead_are_more_leases() -> None:
 class Line:
     """A training of one worker, as far as its counters go."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_values: int = 10, *, known: bool = True) -> None:
         self.pacing = Pacing(PacingConfig())
-        self.pacing.observe("one", 1, 0.5)
+        if known:
+            self.pacing.observe("one", 1, 0.5)
         layout = SimpleNamespace(
-            result_buckets=[SimpleNamespace(group=0, numel=10)], groups=[SimpleNamespace(role="grad")]
+            result_buckets=[SimpleNamespace(group=0, numel=num_values // 10)] * 10,
+            groups=[SimpleNamespace(role="grad")],
         )
         loader = SimpleNamespace(leaf_bytes=0)
-        self.context = SimpleNamespace(layout=layout, loader=loader, clock=lambda: 0.0)
+        self.now, self.phase = 100.0, SimpleNamespace(begun=True)
+        self.context = SimpleNamespace(layout=layout, loader=loader, clock=lambda: self.now)
         self.connect()
 
     def connect(self) -> None:
         outbox = SimpleNamespace(paced_bytes=0, paced_s=0.0)
         link = SimpleNamespace(figures=None)
-        self.session = SimpleNamespace(result_bytes=0, receiving_s=0.0, outbox=outbox, link=link)
-        self.roster = SimpleNamespace(sessions={"one": self.session})
+        self.session = SimpleNamespace(result_bytes=0, receiving_s=0.0, outbox=outbox, link=link, report=None)
+        self.member = SimpleNamespace(compute_s=0.0)
+        self.roster = SimpleNamespace(sessions={"one": self.session}, member=lambda worker: self.member)
 
     def results(self, nbytes: int, seconds: float) -> None:
         self.session.result_bytes += nbytes
@@ -222,3 +226,100 @@ def test_a_run_that_goes_on_by_an_earlier_choice_keeps_it_and_finds_its_leases_a
     assert choice is not None
     assert (choice.update, choice.codec, choice.inner_steps, choice.reason) == ("local", "int8", 20, "")
     assert choice.leases_ahead >= 2
+
+
+GPT_VALUES = 10_000_000
+
+
+def test_a_long_first_step_is_not_waited_for() -> None:
+    line: Any = Line(GPT_VALUES, known=False)  # 40 MB: 40 s of this line
+    chooser = StrategyChooser(2)
+    ticks = iter(range(100))
+
+    def tick() -> Any:
+        line.now = 100.0 + next(ticks)
+        return chooser.tick(line)[0]
+
+    line.phase.begun = False
+    assert tick() is None  # there are not enough workers yet
+    line.phase.begun = True
+    assert tick() is None
+    line.parameters(40_000_000, 40.0)
+    line.results(4 << 20, 4.0)
+    assert [tick() for _ in range(10)] == [None] * 10  # nobody has said how long a leaf takes
+    line.session.report = SimpleNamespace(leaf_s=0.1)
+    choice = tick()
+    assert choice is not None
+    assert choice.update == "streaming"
+    situation = chooser.situation(line)
+    assert situation is not None
+    assert situation.workers[0] == Figures(batch_s=0.1, up_bytes_s=(4 << 20) / 4, down_bytes_s=1e6, round_trip_s=0.0)
+
+
+def test_some_bytes_of_a_large_result_do_not_tell_the_rate() -> None:
+    line: Any = Line(GPT_VALUES)
+    chooser = StrategyChooser(1)
+    line.results(100_000, 1e-4)  # what had come by the time that it was looked for
+    assert chooser.situation(line) is None
+    line.results(2 << 20, 2.0)
+    assert chooser.situation(line) is not None
+
+
+class Watched:
+    """A run that goes on by a choice, in minutes of computing and sending."""
+
+    def __init__(self, *, up_bytes_s: float) -> None:
+        self.line: Any = Line(GPT_VALUES)
+        self.chooser = StrategyChooser(1)
+        self.line.results(2 << 20, (2 << 20) / up_bytes_s)
+        self.line.parameters(4 << 20, (4 << 20) / up_bytes_s)
+        first = [self.chooser.after_commit(self.line) for _ in range(3)][-1]
+        assert first is not None
+        self.choice = first
+        self.chooser.begins(first, self.line)
+
+    def minutes(self, count: int, utilization: float, up_bytes_s: float) -> tuple[list[Any], list[str]]:
+        choices, said = [], []
+        for _ in range(60 * count):
+            self.line.now += 1.0
+            self.line.member.compute_s += utilization
+            self.line.results(int(up_bytes_s / 2), 0.5)
+            self.line.parameters(int(up_bytes_s / 2), 0.5)
+            choice, text = self.chooser.tick(self.line)
+            if choice is not None:
+                choices.append(choice)
+                self.chooser.begins(choice, self.line)
+            if text:
+                said.append(text)
+        return choices, said
+
+
+def test_what_was_foreseen_is_told_beside_what_is_seen() -> None:
+    run = Watched(up_bytes_s=1e6)
+    choices, said = run.minutes(20, 0.85, 1e6)
+    assert said == [f"auto: workers compute 85% of the time ({run.choice.utilization:.0%} foreseen)"]
+    assert not choices
+
+
+@pytest.mark.parametrize("utilization", [0.2, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("up_bytes_s", [1e5, 1e6, 1e7, 1e9])
+def test_on_a_constant_line_nothing_is_chosen_again(up_bytes_s: float, utilization: float) -> None:
+    run = Watched(up_bytes_s=up_bytes_s)
+    assert not run.minutes(120, utilization, up_bytes_s)[0]  # however wrong the forecast was
+
+
+def test_a_line_that_gets_much_worse_is_chosen_for_anew_and_then_left_alone() -> None:
+    run = Watched(up_bytes_s=1e9)
+    assert run.choice.update == "sync"
+    (choice,), _ = run.minutes(30, 0.05, 1e6)
+    assert choice.update == "streaming"
+    assert not run.minutes(120, 0.9, 1e6)[0]
+
+
+def test_who_comes_or_goes_begins_the_look_anew() -> None:
+    run = Watched(up_bytes_s=1e9)
+    choices = []
+    for _ in range(40):
+        choices += run.minutes(1, 0.05, 1e6)[0]
+        run.line.roster.sessions = {str(id(object())) + str(run.line.now): run.line.session}
+    assert not choices

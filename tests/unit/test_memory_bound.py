@@ -35,7 +35,7 @@ def test_bytes() -> None:
     assert memory_bound_bytes(100, 10, 256, journal) == (vectors + MOST_AHEAD) * 100 + 2 * 10 + LINKS
 
 
-@pytest.mark.parametrize(("update", "vectors"), [({"rule": "async"}, 4 + 4 + 3), ({"rule": "local"}, 4 + 4 + 3)])
+@pytest.mark.parametrize(("update", "vectors"), [({"rule": "async"}, 4 + 4 + 3), ({"rule": "local"}, 2 + 4 + 3)])
 def test_bytes_of_other_rules(update: dict[str, str], vectors: int) -> None:
     config = replace(PLAIN, update=UpdateConfig(**update))
     assert memory_bound_bytes(100, 10, 256, config) == vectors * 100 + 6 * 10 + LINKS

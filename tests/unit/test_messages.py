@@ -42,6 +42,7 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Report", "device_bytes"): _counts,
     ("Report", "device_total_bytes"): _counts,
     ("Report", "cpu_s"): _seconds,
+    ("Report", "leaf_s"): _seconds,
     ("Report", "flops_per_leaf"): st.floats(0.0, 1e30),
 }
 #: Values that no such field takes, by its type.

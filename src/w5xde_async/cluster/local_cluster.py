@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from w5xde_async.cluster.task_workers import TaskWorkers, with_own_model
-from w5xde_async.cluster.worker_processes import LocalWorkers
+from w5xde_async.cluster.worker_processes import LocalWorkers, cuda_devices
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
@@ -183,7 +183,10 @@ class LocalCluster:
         if self._replica is not None:
             settings = WorkerConfig(token=config.token, threads=self._threads)
             place = self.coordinator.local_join or self.address
-            return TaskWorkers(self._replica, place, settings, self.coordinator.workers_failed, runtime=self._runtime)
+            return TaskWorkers(
+                self._replica, place, settings, self.coordinator.workers_failed, devices=cuda_devices(),
+                runtime=self._runtime,
+            )  # fmt: skip
         assert isinstance(self._given, str)
         return LocalWorkers(
             0,

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from w5xde_async.cluster.worker_processes import least_used, tell_sharing
 from w5xde_async.errors import W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.runtime import Runtime
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 class TaskWorkers:
     """Workers of ``job`` for the coordinator at ``address`` (or that a join string names); none until ``start``.
 
-    ``devices`` are dealt out in turn; none: the configuration's. ``on_all_lost(reason)`` is called when one has failed
-    for good and no other is left.
+    ``devices``: each gets the one that the fewest others have; none: the configuration's. ``on_all_lost(reason)`` is
+    called when one has failed for good and no other is left.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class TaskWorkers:
 
     def start(self, count: int) -> None:
         """Have ``count`` workers at least."""
+        if len(self._running) < count:
+            tell_sharing(self._devices, count)
         while len(self._running) < count:
-            device = self._devices[self._number % len(self._devices)]
+            device = least_used(self._devices, (worker.config.device for worker, _ in self._running))
             config = replace(self._config, name=f"local-{self._number}", device=device)
             self._number += 1
             worker = Worker(self._address, job=with_own_model(self._job), config=config, runtime=self._runtime)

@@ -17,11 +17,13 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+import torch
 
 from w5xde_async.errors import ExitCode
 
@@ -34,10 +36,32 @@ _LINE_BYTES = 1 << 20
 _LAST_WORDS = 30  # lines kept to show after a crash
 
 
+def cuda_devices() -> tuple[str, ...]:
+    """The CUDA devices of this machine, by name."""
+    return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+
+
+def least_used(devices: Sequence[str], used: Iterable[str]) -> str:
+    """The device that stands least often in ``used``; the first of several."""
+    counts = Counter(used)
+    return min(devices, key=lambda device: counts[device])
+
+
+def tell_sharing(devices: Sequence[str], num_workers: int) -> None:
+    """Say where workers share devices."""
+    if len(devices) < num_workers and devices[0].startswith("cuda"):
+        what = f"{len(devices)} CUDA devices" if len(devices) > 1 else "one CUDA device"
+        logger.warning(
+            "%d workers share %s: each holds a model there, and they take turns; --workers %d is one for each",
+            num_workers, what, len(devices),
+        )  # fmt: skip
+
+
 class LocalWorkers:
     """``count`` worker processes for the coordinator at ``address``.
 
-    ``reference`` "" starts them without the job's code. ``devices`` are dealt out in turn; none: the worker's choice.
+    ``reference`` "" starts them without the job's code. Each gets that one of ``devices`` which the fewest others have;
+    none given: the machine's CUDA devices are dealt out so, unless the environment says W5XDE_DEVICE.
     ``join`` is a join string, to be used in place of ``address`` and ``token``. ``data_dir`` is for all of them.
     ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
     """
@@ -59,7 +83,7 @@ class LocalWorkers:
     ) -> None:
         self._wanted = count
         self._address, self._reference, self._threads = address, reference, threads
-        self._devices = devices
+        self._devices, self._device_of = devices, dict[str, str]()
         self._token, self._join = token, join
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
         self._on_all_lost = on_all_lost
@@ -81,11 +105,16 @@ class LocalWorkers:
 
     async def scale(self, count: int) -> None:
         """Start workers, or end the youngest ones and wait until they have left in good order."""
+        devices = self._devices or cuda_devices()
+        if devices and len(self._keepers) < count:
+            tell_sharing(devices, count)
         while len(self._keepers) < count:
             name = f"local-{self._number}"
-            device = self._devices[self._number % len(self._devices)] if self._devices else ""
             self._number += 1
-            self._keepers[name] = asyncio.create_task(self._keep(name, device), name=f"keep {name}")
+            if devices:
+                used = (device for other, device in self._device_of.items() if other in self._keepers)
+                self._device_of[name] = least_used(devices, used)
+            self._keepers[name] = asyncio.create_task(self._keep(name), name=f"keep {name}")
         await self._end(list(self._keepers)[count:])
 
     async def aclose(self) -> None:
@@ -99,6 +128,8 @@ class LocalWorkers:
 
     async def _end(self, names: list[str]) -> None:
         keepers = [self._keepers.pop(name) for name in names]
+        for name in names:
+            self._device_of.pop(name, None)
         for keeper in keepers:
             keeper.cancel()
         if keepers:
@@ -112,7 +143,8 @@ class LocalWorkers:
 
     # -- one worker ----------------------------------------------------------------------------------------
 
-    async def _keep(self, name: str, device: str) -> None:
+    async def _keep(self, name: str) -> None:
+        device = self._device_of.get(name, "")
         restarts: deque[float] = deque(maxlen=_RESTARTS)
         while True:
             words: deque[str] = deque(maxlen=_LAST_WORDS)
@@ -148,7 +180,7 @@ class LocalWorkers:
         ]  # fmt: skip
         if self._reference:
             command += ["--job", self._reference]
-        if device:
+        if device and self._devices:
             command += ["--device", device]
         if not self._join:
             command += ["--server", self._address]
@@ -158,6 +190,8 @@ class LocalWorkers:
             command += ["--data-dir", str(self._data_dir)]
         # The child's environment is ours with this run's token in place of wherever ours came from.
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
+        if device:
+            environment.setdefault("W5XDE_DEVICE", device)
         if self._join:
             environment["W5XDE_JOIN"] = self._join
         elif self._token:

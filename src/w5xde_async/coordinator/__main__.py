@@ -93,6 +93,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
             if settings.workers:
                 workers = LocalWorkers(
                     settings.workers, address=coordinator.address, reference=reference,
+                    devices=settings.worker_devices(),
                     threads=settings.worker_threads or 1, token=token, join=coordinator.local_join,
                     config_path=settings.config, data_dir=settings.data_dir, grace_s=config.grace_s + 2.0,
                     on_all_lost=coordinator.workers_failed,

@@ -50,7 +50,9 @@ def memory_bound_bytes(vector_bytes: int, state_bytes: int, num_leaves: int, con
         vectors += MOST_AHEAD
     if config.update.rule != "sync":
         # Each worker's results under way, encoded (never more than they are raw), one decoded, and the rule's own.
-        vectors, replica_bytes = config.max_workers * config.pacing.leases_ahead + 4, 0
+        # Under rules of local steps leases have no results, and a fragment is asked for again when it has come.
+        results = 1 if config.update.local else config.pacing.leases_ahead
+        vectors, replica_bytes = config.max_workers * results + 4, 0
         vectors += 64 if config.update.average == "median" else 3
     if not config.update.plain:  # what is published, one copy of it being sent, and deltas that wait for the slowest
         replica_bytes += 6 * state_bytes

@@ -479,7 +479,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(min(config.heartbeat_s, 1.0))
             now = self._runtime.clock()
-            run.training.tick(now)
+            run.tick(now)
             self._outputs.tick(now)
             if self._workers_failed and not self.num_workers:
                 self.request_stop(self._workers_failed)

@@ -132,8 +132,8 @@ class RunContext:
 class Lifecycle:
     """How a training ends: a stop or a failure. ``wake`` is set for the task that drives the training."""
 
-    def __init__(self, clock: Callable[[], float], grace_s: float) -> None:
-        self._clock, self._grace_s = clock, grace_s
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.wake = asyncio.Event()
         self.failure: BaseException | None = None
         self.stopping = False
@@ -144,11 +144,11 @@ class Lifecycle:
         """Whether the training was stopped or has failed."""
         return self.stopping or self.failure is not None
 
-    def stop(self) -> bool:
-        """End in good order. True for the first call."""
+    def stop(self, grace_s: float) -> bool:
+        """End in good order, and give up what is under way after ``grace_s``. True for the first call."""
         first, self.stopping = not self.stopping, True
         if first:
-            self.stop_at = self._clock() + self._grace_s
+            self.stop_at = self._clock() + grace_s
         self.wake.set()
         return first
 
@@ -174,7 +174,7 @@ class Phase:
         """``version``: the one that was published last."""
         config, history = context.config, context.history
         self._context, self._ledger = context, scheduling.ledger
-        self.lifecycle = Lifecycle(context.clock, config.grace_s)
+        self.lifecycle = Lifecycle(context.clock)
         self.roster = Roster(
             scheduling, greeting, config, context.bus, context.clock,
             contributions=history.contributions, on_quarantine=context.hooks.on_quarantine,
@@ -238,10 +238,11 @@ class Phase:
         self.begun = self.begun or ready >= wanted
         return self.begun
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float | None = None) -> None:
         """End in good order: members are told."""
-        if self.lifecycle.stop():
-            self.roster.tell_stop(self._context.config.grace_s)
+        grace_s = self._context.config.grace_s if grace_s is None else grace_s
+        if self.lifecycle.stop(grace_s):
+            self.roster.tell_stop(grace_s)
 
     def introduce(self, session: Session) -> None:
         """A worker is here, again or for the first time."""
@@ -362,8 +363,8 @@ class Training(WorkSource, Protocol):
     async def run(self) -> None:
         """Train until the end, a stop or a failure (which is raised)."""
 
-    def stop(self) -> None:
-        """End after the step under way, or after ``grace_s`` where that takes longer."""
+    def stop(self, grace_s: float | None = None) -> None:
+        """End after the step under way, or after ``grace_s`` (that of the config) where that takes longer."""
 
     def data_came(self) -> None:
         """The loader has read something: leases that waited for it can be sent."""

@@ -52,10 +52,18 @@ class Outbox:
         return not self._items and not self._sending
 
     def post(
-        self, chunks: list[Buffer], *, sent: Callable[[], None] | None = None, version: int = -1, lease: int = 0
-    ) -> None:
-        """Queue a frame; ``sent`` is called when it has been handed to the kernel whole."""
-        self._items.append(_Item(version, lease, chunks, sent))
+        self, chunks: list[Buffer], *, sent: Callable[[], None] | None = None, version: int = -1, lease: int = 0,
+        first: bool = False,
+    ) -> None:  # fmt: skip
+        """Queue a frame; ``sent`` is called when it has been handed to the kernel whole.
+
+        ``first``: before all that waits.
+        """
+        item = _Item(version, lease, chunks, sent)
+        if first:
+            self._items.appendleft(item)
+        else:
+            self._items.append(item)
         if lease:
             self.lease_bytes += sum(map(len, chunks))
         elif version < 0:

@@ -14,7 +14,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import Invitation, read_secret_file
-from w5xde_async.settings.flags import Program, declared
+from w5xde_async.settings.flags import Program, declared, read
 from w5xde_async.telemetry.progress import ProgressConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.config import WorkerConfig
@@ -82,6 +82,12 @@ class CoordinatorSettings(Program):
 
     def require(self) -> None:
         need(self.job is not None, "JOB is missing: give FILE.py:NAME or MODULE:NAME, for example train.py:job")
+
+    def worker_devices(self) -> tuple[str, ...]:
+        """What the environment or the [worker] table says of local workers' device; empty: they are dealt out."""
+        given = ("--server", "localhost", *(() if self.config is None else ("--config", str(self.config))))
+        device = str(read(WorkerSettings, given, prog="")[0].values["device"])
+        return () if device == "auto" else (device,)
 
     def coordinator_config(self, token: str) -> CoordinatorConfig:
         """Raises UsageError (a host off loopback without a token)."""

@@ -321,6 +321,7 @@ class Report(Message, frozen=True):
     """What a worker's process uses, told with every heartbeat; 0 for what it does not know.
 
     ``device_bytes`` hold its tensors, of ``device_total_bytes``. ``flops_per_leaf`` was counted on its first block.
+    ``leaf_s``: what a leaf of its last block took to compute, known before the block's results have been sent.
     """
 
     TYPE = 20
@@ -329,6 +330,7 @@ class Report(Message, frozen=True):
     device_total_bytes: _Bytes
     cpu_s: _Seconds
     flops_per_leaf: Annotated[float, Meta(ge=0.0, le=1e30)]
+    leaf_s: _Seconds = 0.0
 
 
 class Accepted(Message, frozen=True):

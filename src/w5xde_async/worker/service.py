@@ -127,7 +127,7 @@ class Worker:
             lifetime = loop.call_later(self.config.lifetime_s, self.drain, "its lifetime is over")
         departure: Departure | None = None
         try:
-            await loop.run_in_executor(self._compute, self._set_threads)  # first: the sandbox's process gets them too
+            await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
             await self._engines.start()
             while departure is None:
                 departure = await self._one_connection(given)
@@ -174,7 +174,8 @@ class Worker:
             self._joining = None
         link, welcome = joined.link, joined.welcome
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
-        inline_s = self.config.inline_block_s if is_plain(welcome) and not self._engines.sandboxed else 0.0
+        inline = is_plain(welcome) and not self._engines.sandboxed and self._device.type == "cpu"
+        inline_s = self.config.inline_block_s if inline else 0.0
         thread = ComputeThread(
             pool=self._compute, inline_s=inline_s, clock=self._runtime.clock, wait=self._runtime.wait
         )  # fmt: skip
@@ -258,9 +259,12 @@ class Worker:
             )
         return True
 
-    def _set_threads(self) -> None:
+    def _begin_thread(self) -> None:
+        """On the compute thread: whatever names no device (pinned memory) would make a context on the first one."""
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
 
 def _last_word(refused: Refused) -> Departure:

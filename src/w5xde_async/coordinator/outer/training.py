@@ -180,8 +180,8 @@ class OuterTraining:
         except TimeoutError:
             pass
 
-    def stop(self) -> None:
-        self.phase.stop()
+    def stop(self, grace_s: float | None = None) -> None:
+        self.phase.stop(grace_s)
         for worker in self.roster.sessions:
             self._give_back_unbegun(worker)
         self.schedule()

@@ -1,7 +1,7 @@
 """A run: one training after the other over the same parameters, listener and directory.
 
 Most runs have one. Under ``auto`` the first steps are exact synchronous ones, and where the links ask for another rule
-or codec the run goes on by those: workers connect anew, and what was computed so far counts.
+or codec the run goes on by those: workers connect anew, and the steps that were made so far count.
 """
 
 from __future__ import annotations
@@ -117,6 +117,19 @@ class Run:
                 return
             await self._change(choice)
 
+    def tick(self, now: float) -> None:
+        """Do what is due by time. Called every second or so."""
+        self.training.tick(now)
+        if self._chooser is None or self._next is not None or self.training.phase.lifecycle.ends:
+            return
+        undecided = self._chooser.current is None
+        choice, said = self._chooser.tick(self.training)
+        if said:
+            self._warn(said)
+        if choice is not None:
+            # The rest of the first step would take longer than to compute it again by what was chosen.
+            self._choose(choice, grace_s=0.0 if undecided else None)
+
     def stop(self) -> None:
         """End in good order."""
         self._stopping = True
@@ -147,35 +160,42 @@ class Run:
         assert self._tasks is not None
         self.checkpointing.on_commit(commit, self._tasks)
         self.evaluation.on_commit(commit, self.training.aggregator, self._tasks)
-        choice = None if self._chooser is None else self._chooser.after_commit(self.training)
+        if self._chooser is None or self._next is not None:
+            return
+        choice = self._chooser.after_commit(self.training)
         if choice is not None:
             self._choose(choice)
 
-    def _choose(self, choice: Choice) -> None:
-        """Go by what was chosen for the run's links. That is done once."""
-        self._chooser = None
+    def _choose(self, choice: Choice, *, grace_s: float | None = None) -> None:
+        """Go by what was chosen for the run's links; a step that takes longer than ``grace_s`` is made anew."""
+        assert self._chooser is not None
         update = self.config.update
         if choice.reason:
             self._warn(f"auto: {choice.reason}")
-        if (choice.update, choice.codec) != (update.rule, update.codec):
-            self._next = choice
-            self.training.stop()
-        else:
+        same = (choice.update, choice.codec) == (update.rule, update.codec)
+        if same and (choice.update == "sync" or choice.inner_steps == update.inner_steps):
             bound = self._memory_bound_bytes()
             self.training.pacing.lead(choice.leases_ahead)
-            self._tell_bound(bound)
+            self._tell_bound(bound, len(self.training.roster.sessions))
+            self._chooser.begins(choice, self.training)
+        else:
+            self._next = choice
+            self.training.stop(grace_s)
 
-    def _memory_bound_bytes(self) -> int:
+    def _memory_bound_bytes(self, num_workers: int = 0) -> int:
+        """For ``num_workers``; for as many as may come where that is 0."""
         layout, config = self._spec.layout, replace(self.config, pacing=self.training.pacing.config)
+        config = replace(config, max_workers=num_workers or config.max_workers)
         return memory_bound_bytes(layout.vector_bytes, layout.state_bytes, self._batch_leaves, config)
 
-    def _tell_bound(self, before: int) -> None:
+    def _tell_bound(self, before: int, num_workers: int) -> None:
         """Say how much may be held for workers now, where it is not ``before``."""
-        bound = self._memory_bound_bytes()
+        bound, here = self._memory_bound_bytes(), self._memory_bound_bytes(num_workers)
         if bound != before:
             self._warn(
-                f"auto: workers have {self.training.pacing.config.leases_ahead} leases at once; for them the "
-                f"coordinator holds at most {bound / 2**30:,.1f} GiB from now on"
+                f"auto: workers have {self.training.pacing.config.leases_ahead} leases at once; from now on the "
+                f"coordinator holds at most {here / 2**30:,.1f} GiB for {num_workers} workers, and "
+                f"{bound / 2**30:,.1f} GiB for {self.config.max_workers} (--max-workers)"
             )
 
     def _warn(self, text: str) -> None:
@@ -210,6 +230,7 @@ class Run:
         Every lease was given back; workers connect anew.
         """
         before, bound = self.training, self._memory_bound_bytes()
+        num_workers = len(before.roster.sessions)
         before.roster.say_goodbye(ByeCode.STOPPING, "the update rule changes; join again")
         await gone(before)
         for session in tuple(before.roster.sessions.values()):
@@ -225,7 +246,7 @@ class Run:
             )
         except (JobError, UsageError) as error:
             self._warn(f"auto: the run goes on as before: {error}")
-            leases_ahead = self.config.pacing.leases_ahead
+            leases_ahead, self._chooser = self.config.pacing.leases_ahead, None
         else:
             if (unlike := self.config.unlike_results(update)) is not None:
                 self._warn(unlike)
@@ -238,7 +259,9 @@ class Run:
         )  # fmt: skip
         self.training = self._begin(history)
         self.training.pacing.lead(leases_ahead)
-        self._tell_bound(bound)
+        self._tell_bound(bound, num_workers)
+        if self._chooser is not None:
+            self._chooser.begins(choice, self.training)
         self.checkpointing = self._checkpointing()
         if self._stopping:
             self.training.stop()

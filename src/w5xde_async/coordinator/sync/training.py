@@ -142,8 +142,8 @@ class SyncTraining:
         if self.lifecycle.failure is not None:
             raise self.lifecycle.failure
 
-    def stop(self) -> None:
-        self.phase.stop()
+    def stop(self, grace_s: float | None = None) -> None:
+        self.phase.stop(grace_s)
 
     async def aclose(self) -> None:
         """Wait for the loader and the aggregator's thread."""

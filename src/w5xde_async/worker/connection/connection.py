@@ -227,6 +227,7 @@ class Connection:
         beat_s, silence_s = self.welcome.heartbeat_s, self.welcome.silence_s
         seen, since = -1, self._clock()
         said = told = since
+        told_speed = False
         while True:
             await asyncio.sleep(min(beat_s, 1.0))
             now = self._clock()
@@ -235,13 +236,15 @@ class Connection:
                     encode(messages.Heartbeat("building the model" if self.leases is None else self.leases.activity))
                 )
                 said = now
+            leaf_s = 0.0 if self.leases is None else self.leases.leaf_s
             if (
                 self._executor is not None
                 and self._state in (State.READY, State.DRAINING)
-                and now - told >= beat_s * 0.99
+                and (now - told >= beat_s * 0.99 or bool(leaf_s) > told_speed)
             ):
-                self._outbox.post(encode(_report(self._executor)))
-                told = now
+                # Before the results that wait: on a slow line a gradient takes minutes.
+                self._outbox.post(encode(_report(self._executor, leaf_s)), first=True)
+                told, told_speed = now, bool(leaf_s)
             if self._state is State.JOINING or self.link.bytes_received != seen:
                 # While the model is being built nobody reads: silence then says nothing of the coordinator.
                 seen, since = self.link.bytes_received, now
@@ -255,12 +258,12 @@ class Connection:
             await self.leases.aclose()
 
 
-def _report(executor: LeaseExecutor) -> messages.Report:
+def _report(executor: LeaseExecutor, leaf_s: float) -> messages.Report:
     times, device = os.times(), device_memory(executor.device)
     child = usage_of(executor.child)
     return messages.Report(
         host_bytes() + child.host_bytes, device.used_bytes, device.total_bytes,
-        times.user + times.system + child.cpu_s, executor.flops_per_leaf,
+        times.user + times.system + child.cpu_s, executor.flops_per_leaf, leaf_s,
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class Leases:
         self._revoked: set[int] = set()
         self._not_begun: set[int] = set()  # given back before they were begun; until their verdict is here
         self.num_done = self.num_stale = self.num_applied = 0
+        self.leaf_s = 0.0  #: of computing, in the last block; 0.0 before the first
 
     @property
     def activity(self) -> str:
@@ -142,6 +143,7 @@ class Leases:
     def done(self, held: HeldLease, computed: Computed, wait_s: float) -> None:
         """The whole block is."""
         lease = held.message.lease
+        self.leaf_s = computed.outcome.compute_s / len(held.message.samples)
         self._inbox.end(lease)
         self._answer(held.message, computed, wait_s)
         self._revoked.discard(lease)  # it was computed for nothing; that it was tells that we are still here
