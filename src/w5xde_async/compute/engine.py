@@ -11,6 +11,7 @@ at the step's values; one thread computes. What this room does not do: talk to a
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -86,10 +87,18 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Its model, for CUDA; elsewhere its type, the machine's architecture and what its CPU can do."""
+    """Its model, for CUDA; elsewhere its type, the machine's architecture and what its CPU can do; and its kernels."""
+    kernels = ", deterministic kernels" if torch.are_deterministic_algorithms_enabled() else ""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        return torch.cuda.get_device_name(device) + kernels
+    return f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}{kernels}"
+
+
+def use_deterministic_kernels() -> None:
+    """In all of this process, from now on. To be called before it first multiplies matrices on CUDA."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses cuBLAS then
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
 
 
 class Engine:

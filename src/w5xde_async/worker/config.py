@@ -60,6 +60,10 @@ class WorkerConfig(SecurityConfig):
     device: str = setting("auto", _DEVICE.accepts, _DEVICE, "machine")
     threads: int | None = setting(None, "torch's threads", whole(1), "machine", shown="torch's choice")
     compile: bool = setting(False, "torch.compile the step where that pays; gives other bits", YES_OR_NO, "machine")
+    deterministic: bool = setting(
+        False, "kernels that give the same bits each time, for CUDA: slower; an operator that has none fails its leaf",
+        YES_OR_NO, "machine",
+    )  # fmt: skip
     sandbox: str = setting(
         "auto", "run the coordinator's program in a process without files, network and secrets (Linux): on, off, or "
         "auto, which is on off loopback; it does not touch --job", one_of("auto", "on", "off"), "machine",

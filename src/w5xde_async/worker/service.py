@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from w5xde_async.compute.engine import choose_device, device_name
+from w5xde_async.compute.engine import choose_device, device_name, use_deterministic_kernels
 from w5xde_async.compute.program.sandbox import unsupported
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
@@ -263,6 +263,8 @@ class Worker:
         """On the compute thread: whatever names no device (pinned memory) would make a context on the first one."""
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        if self.config.deterministic:
+            use_deterministic_kernels()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 

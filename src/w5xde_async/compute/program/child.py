@@ -1,4 +1,5 @@
-"""``python -P -m w5xde_async.compute.program.child CONTROL DEVICE THREADS MEMORY``: where a stranger's program runs.
+"""Where a stranger's program runs: ``python -P -m w5xde_async.compute.program.child CONTROL DEVICE THREADS MEMORY
+DETERMINISTIC`` (0 or 1).
 
 Started fresh by a worker (``sandbox``), with an environment of a few harmless names and no open file but a socket to
 the worker. Imports, is told the precision, warms up whatever opens files or starts threads at its first use, closes the
@@ -40,7 +41,7 @@ def main() -> int:
 
         order = channel.order_of(descriptor)
         assert isinstance(order, channel.Warm)
-        runner.warm_up(device, threads, order.precision)
+        runner.warm_up(device, threads, order.precision, deterministic=sys.argv[5] == "1")
         _shut(control, cuda=cuda, memory_bytes=memory_bytes)
     except EOFError:
         return 0

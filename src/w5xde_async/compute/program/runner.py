@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import LeafSpec, Task, autocast
-from w5xde_async.compute.engine import Engine, LeafError
+from w5xde_async.compute.engine import Engine, LeafError, use_deterministic_kernels
 from w5xde_async.compute.program import channel
 from w5xde_async.compute.program.channel import SlotPool
 from w5xde_async.compute.program.form import DEVICE, Document, Graph, Input, Node, Program, Ref, encode, parse
@@ -29,10 +29,12 @@ from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Layout
 
 
-def warm_up(device: str, threads: int, precision: str) -> None:
+def warm_up(device: str, threads: int, precision: str, *, deterministic: bool = False) -> None:
     """Whatever opens files, loads libraries or starts threads at its first use is used once."""
 
     torch.set_num_threads(threads)
+    if deterministic:
+        use_deterministic_kernels()
 
     for encoding in ("ascii", "utf-8", "latin-1"):
         codecs.lookup(encoding)

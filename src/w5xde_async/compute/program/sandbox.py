@@ -66,6 +66,7 @@ class Sandbox:
 
     def __init__(self, device: torch.device, *, threads: int, memory_bytes: int) -> None:
         self.device, self._threads, self._memory_bytes = device, threads, memory_bytes
+        self._deterministic = torch.are_deterministic_algorithms_enabled()  # as in this process
         self._process: subprocess.Popen[bytes] | None = None
         self._sealed = False
 
@@ -78,7 +79,7 @@ class Sandbox:
         environment |= {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
         command = [
             sys.executable, "-P", "-s", "-m", self.module, str(theirs.fileno()), str(self.device), str(self._threads),
-            str(self._memory_bytes),
+            str(self._memory_bytes), str(int(self._deterministic)),
         ]  # fmt: skip
         try:
             self._process = subprocess.Popen(
