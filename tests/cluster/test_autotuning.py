@@ -144,9 +144,9 @@ async def test_the_leases_ahead_that_were_chosen_are_given(monkeypatch: pytest.M
     assert result.outcome == "finished"
     assert coordinator._training is not None
     assert coordinator._training.context.config.update.rule != "sync"
-    # A round trip of 4.8 batches, a fragment's way down of 2.6 (a quarter of 52 kB), and the one at work.
+    # A round trip of 4.8 batches, twice a fragment's way down of 2.6 (a quarter of 52 kB), and the one at work.
     assert coordinator._training.context.config.update.fragments == 4
-    assert coordinator._training.pacing.config.leases_ahead == 9
+    assert coordinator._training.pacing.config.leases_ahead == 11
 
 
 async def test_more_leases_ahead_are_more_leases() -> None:

@@ -108,7 +108,7 @@ def test_leases_are_sent_ahead_by_the_round_trip_and_by_the_fragment_before_them
     assert choose(situation(worker(1e5, 500, batch_s=1e-4))).leases_ahead == 64
     streamed = choose(NETWORKS["20/100"])
     down = CODECS[streamed.codec].value_bytes if streamed.downlink == streamed.codec else CODECS["int8"].value_bytes
-    fragment_s = GPT_VALUES * down / streamed.fragments / (10e6 / 8)
+    fragment_s = 2 * GPT_VALUES * down / streamed.fragments / (10e6 / 8)
     assert fragment_s > 0.33
     assert streamed.leases_ahead == 1 + math.ceil((0.1 + fragment_s + 4096 / (10e6 / 8)) / 0.33) > 2
 

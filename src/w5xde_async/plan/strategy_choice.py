@@ -5,7 +5,7 @@ A worker's figures are measured while all transfer at once, so the coordinator's
     T  = n (bytes/value up / up rate + bytes/value down / down rate) + round trip + coding       of the slowest worker
     sync:       computes C = 1 / sum(1 / batch_s) a step      utilization C / (C + T)
     local:      computes R = H batch_s a round                utilization R / (R + T)
-    streaming:  a P-th at a time, hidden where it is back within d batch_s; the longer way fills no line
+    streaming:  a P-th at a time, hidden where twice its way takes at most d batch_s; the longer way fills half a line
 
 Candidates stand in the order of how much they give up (``LADDER``), and the first that reaches its target (``Targets``)
 is chosen, or the best where none does. Exact sync has a lower one, and any network that costs a step next to nothing is
@@ -51,8 +51,12 @@ LADDER: tuple[tuple[str, str, int], ...] = (
 )  # fmt: skip
 #: (update, codec) of all of them.
 PAIRS = frozenset((update, codec) for update, codec, _ in LADDER)
-_FULL = 0.8  # of a line that is busier fragments queue up behind each other
-_MAX_DELAY = 5  # inner steps that a streamed fragment may be late (arXiv:2501.18512)
+_FULL = 0.5  # of a line that is busier fragments queue up behind each other
+#: Inner steps that a streamed fragment may be late: 5 cost next to nothing (arXiv:2501.18512, section 3.3), 16 hardly
+#: more in what docs/slow-links.md measured.
+_MAX_DELAY = 16
+#: What a fragment takes over its bytes alone: it queues behind leases and others, and waits for the slowest worker.
+_QUEUED = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +167,7 @@ def predict(situation: Situation, update: str, codec: str, inner_steps: int) -> 
         for worker in situation.workers:
             computing_s = inner_steps * worker.batch_s
             up_s, down_s, coding_s = _ways_s(situation, worker, codec)
-            away_s = (up_s + down_s + coding_s) / fragments + worker.round_trip_s
+            away_s = _QUEUED * (up_s + down_s + coding_s) / fragments + worker.round_trip_s
             shown_s = max(0.0, away_s - delay * worker.batch_s)
             round_s = max(computing_s + fragments * shown_s, up_s / _FULL, down_s / _FULL)
             utilization = min(utilization, computing_s / round_s)
@@ -179,7 +183,7 @@ def predict(situation: Situation, update: str, codec: str, inner_steps: int) -> 
 
 def _queue_s(situation: Situation, worker: Figures, codec: str, fragments: int) -> float:
     """What a lease may take on its way down: a batch, behind a fragment where fragments come meanwhile."""
-    fragment_s = _ways_s(situation, worker, codec)[1] / fragments if fragments > 1 else 0.0
+    fragment_s = _QUEUED * _ways_s(situation, worker, codec)[1] / fragments if fragments > 1 else 0.0
     return fragment_s + situation.batch_bytes / worker.down_bytes_s
 
 
@@ -189,7 +193,8 @@ def _fragments(situation: Situation, codec: str, inner_steps: int) -> tuple[int,
     for delay in range(1, min(_MAX_DELAY, inner_steps - 1) + 1):
         for fragments in range(2, most + 1):
             if all(
-                sum(_ways_s(situation, worker, codec)) / fragments + worker.round_trip_s <= delay * worker.batch_s
+                _QUEUED * sum(_ways_s(situation, worker, codec)) / fragments + worker.round_trip_s
+                <= delay * worker.batch_s
                 for worker in situation.workers
             ):
                 return fragments, delay
