@@ -66,7 +66,7 @@ _ALWAYS_SAID = {"Hello", "Proof", "Introduction", "Ready", "Result", "Done"}
 _SAMPLES: dict[str, tuple[Any, ...]] = {
     "Failed": (None, 0, "ValueError: no", "Traceback"),
     "Heartbeat": ("idle",),
-    "Report": (1, 1, 1, 1.0, 1.0),
+    "Report": (1, 1, 1, 1.0, 1.0, 1.0),
     "Drain": ("leaving", 1.0),
     "Bye": (3, "leaving"),
     "ProgramRequest": (1, b""),

@@ -146,6 +146,8 @@ class Ready(Message, frozen=True):
     """The worker has built the same model and wants work. ``threads`` counts its torch threads.
 
     ``awaited``: leases whose results left on an earlier link and whose verdicts it has not read; each is answered.
+    ``held``: the version under the synchronous rule, of this run and term, whose parameters it has from an earlier
+    link, whole and to the bit; empty for none.
     """
 
     TYPE = 6
@@ -155,6 +157,7 @@ class Ready(Message, frozen=True):
     threads: Annotated[int, Meta(ge=0, le=1 << 16)]
     torch_version: _Name
     awaited: _Wholes = ()
+    held: _Wholes = ()
 
 
 class Params(Message, frozen=True):

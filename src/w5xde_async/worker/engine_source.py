@@ -18,6 +18,7 @@ from w5xde_async.compute.program.sandbox import Computing, Sandbox, Sandboxed
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
@@ -77,10 +78,8 @@ class EngineSource:
         key = (spec, welcome.bucket_bytes, self._program_digest, self.sandboxed and is_plain(welcome))
         loop = asyncio.get_running_loop()
         if self._engine is None or self._engine_key != key:
-            if self._engine is not None:
-                await loop.run_in_executor(self._pool, self._engine.close)
-                self._engine = None
-            self._engine = await loop.run_in_executor(self._pool, self._build, spec, welcome, theirs)
+            before, self._engine = self._engine, None
+            self._engine = await loop.run_in_executor(self._pool, self._rebuild, before, spec, welcome, theirs)
             self._engine_key = key
         engine = self._engine
         if engine.layout.fingerprint != welcome.fingerprint:
@@ -109,6 +108,20 @@ class EngineSource:
                 self._program = await loop.run_in_executor(self._pool, parse, document, layout)
             self._program_digest = digest
             logger.info("program received bytes=%d constants=%d", len(document.text), len(document.constants))
+
+    def _rebuild(self, before: Computing | None, spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:
+        """An engine in place of ``before``, whose parameters it goes on with where the model is the same."""
+        state: FlatState | None = None
+        if before is not None:
+            if before.layout.fingerprint == layout.fingerprint:
+                state = FlatState(layout)
+                state.copy_groups(before.incoming)
+            before.close()
+        engine = self._build(spec, welcome, layout)
+        if state is not None and engine.layout.fingerprint == layout.fingerprint:
+            engine.incoming.copy_groups(state)
+            engine.load(range(len(layout.buckets)))
+        return engine
 
     def _build(self, spec: LeafSpec, welcome: Welcome, layout: Layout) -> Computing:
         try:

@@ -21,7 +21,7 @@ from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Runtime
-from w5xde_async.wire.messages import Ready
+from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.compute_queue import ComputeThread
 from w5xde_async.worker.connection.connection import Connection, Departure, RunFailed
@@ -75,6 +75,7 @@ class Worker:
             job, self.config, self._device, sandboxed=sandboxed, pool=self._compute, clock=self._runtime.clock
         )
         self._uplink = Uplink(self.config.data_dir, name=self.name, worker_id=self.worker_id, clock=self._runtime.clock)
+        self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
@@ -212,6 +213,8 @@ class Worker:
             leases = connection.leases
             applied = leases is not None and leases.num_applied > 0
             self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard)
+            if leases is not None and is_plain(welcome) and leases.whole_version >= 0:
+                self._held = (*_model(welcome), leases.whole_version)
             if leases is not None:
                 self.leases_done += leases.num_done
                 self.leases_stale += leases.num_stale
@@ -227,6 +230,11 @@ class Worker:
             # loop must have the compute thread's.
             torch.set_num_threads(threads)
         limit = self.config.batch_bytes
+        before, self._held = self._held, None  # from here on the engine's parameters may change
+        held = (before[-1],) if before is not None and before[:-1] == _model(welcome) else ()
+        if held:  # it may have come when nothing was loaded any more
+            everything = range(len(joined.layout.buckets))
+            await asyncio.get_running_loop().run_in_executor(self._compute, engine.load, everything)
         awaited: tuple[int, ...] = ()
         executor: LeaseExecutor
         if is_plain(welcome):
@@ -235,10 +243,12 @@ class Worker:
             encoder = await self._uplink.encoder_for(welcome, joined.layout)
             # What left on the link before may have counted since: until the verdict is here nothing is known of it.
             awaited = encoder.awaited
-            executor = CodedExecutor(engine, welcome, joined.inner, encoder, capacity_bytes=limit)
+            executor = CodedExecutor(
+                engine, welcome, joined.inner, encoder, capacity_bytes=limit, held=bool(held)
+            )  # fmt: skip
         device = str(self._device)
         return executor, Ready(
-            engine.layout.fingerprint, device, device_name(self._device), threads, torch.__version__, awaited
+            engine.layout.fingerprint, device, device_name(self._device), threads, torch.__version__, awaited, held
         )
 
     def _wants_sandbox(self) -> bool:
@@ -276,3 +286,8 @@ def _last_word(refused: Refused) -> Departure:
     if refused.code is RefusalCode.RUN_FAILED:
         raise RunFailed(refused.reason) from None
     raise refused
+
+
+def _model(welcome: Welcome) -> tuple[str, int, bytes]:
+    """Whose versions they are: a coordinator that was started again may count the same ones anew."""
+    return welcome.run_id, welcome.term, welcome.fingerprint

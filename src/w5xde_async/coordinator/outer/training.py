@@ -383,7 +383,11 @@ class OuterTraining:
     def introduce(self, session: Session, awaited: Sequence[int]) -> None:
         self.phase.introduce(session)
         self.scheduler.joined(session.worker_id)
-        self.publisher.join(session)
+        said = session.ready
+        assert said is not None
+        # Until the first commit of this phase these are the parameters with which the synchronous one before it ended.
+        begins = self.publisher.sent == 0
+        self.publisher.join(session, held=begins and self.context.history.step in said.held)
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:

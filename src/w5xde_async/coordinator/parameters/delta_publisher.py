@@ -123,10 +123,11 @@ class DeltaPublisher:
 
     # -- on the loop's thread ------------------------------------------------------------------------------
 
-    def join(self, session: Session) -> None:
-        """A worker has come: it lacks everything."""
+    def join(self, session: Session, *, held: bool = False) -> None:
+        """A worker has come. It lacks everything, or nothing where it has ``held`` on to this version."""
         self._ways[session] = _Way(seen=self.sent)
-        session.unsent.update(range(len(self.layout.buckets)))
+        if not held:
+            session.unsent.update(range(len(self.layout.buckets)))
         self.catch_up(session)
 
     def forget(self, session: Session) -> None:

@@ -39,8 +39,8 @@ class Publisher(Protocol):
     def advance(self, changed: Iterable[int]) -> list[Piece]:
         """What tells the new version from the one before. In the parameters' thread, right after the update."""
 
-    def join(self, session: Session) -> None:
-        """A worker has come: it lacks everything, and is sent it."""
+    def join(self, session: Session, *, held: bool = False) -> None:
+        """A worker has come. It lacks everything, or nothing where it has ``held`` on to this version."""
 
     def forget(self, session: Session) -> None:
         """The session has ended."""
@@ -63,8 +63,8 @@ class LivePublisher:
     def advance(self, changed: Iterable[int]) -> list[Piece]:
         return [self._piece(number) for number in changed]
 
-    def join(self, session: Session) -> None:
-        self._queue(session, range(len(self._layout.buckets)))
+    def join(self, session: Session, *, held: bool = False) -> None:
+        self._queue(session, () if held else range(len(self._layout.buckets)))
 
     def forget(self, session: Session) -> None:
         """Nothing is kept of it."""

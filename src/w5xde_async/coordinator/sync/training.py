@@ -444,7 +444,8 @@ class SyncTraining:
         assert said is not None
         machine = Machine(said.device.partition(":")[0], said.device_name, said.threads, said.torch_version)
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
-        self.publisher.join(session)
+        # A number under this rule is a step's: no other version of the term has it.
+        self.publisher.join(session, held=self.version in said.held)
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:

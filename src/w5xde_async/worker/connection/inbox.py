@@ -35,6 +35,7 @@ class Inbox:
     def __init__(self, parameters: ParameterReceiver, limit_bytes: int, *, exact: bool) -> None:
         self._parameters, self._limit, self._exact = parameters, limit_bytes, exact
         self.version = -1  # the newest whole one
+        self._torn = False  # a newer one has begun to come
         self._receiving = -1
         self._num_received = 0  # buckets of the version being received
         self._fresh: set[int] = set()  # buckets that came since the last whole version
@@ -46,6 +47,16 @@ class Inbox:
     def held_bytes(self) -> int:
         """Bytes of batches held, those included that wait for the compute thread or are in it."""
         return sum(self._sizes.values())
+
+    @property
+    def whole(self) -> int:
+        """``version``, where nothing of a newer one has come; else -1."""
+        return -1 if self._torn else self.version
+
+    def place_params(self, message: Params, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
+        """Memory for a bucket of parameters. Raises MalformedFrame."""
+        self._torn = True
+        return self._parameters.place(message, specs)
 
     def params(self, message: Params) -> Version | None:
         """A bucket has come (or none, where nothing changed). The version, once it is whole.
@@ -64,7 +75,7 @@ class Inbox:
             return None
         # Buckets of a version that was overtaken before it was whole are not sent again: they count now.
         fresh, self._fresh = tuple(sorted(self._fresh)), set()
-        self.version = message.version
+        self.version, self._torn = message.version, False
         return Version(message.version, message.loss_scale, fresh, self._parameters.take())
 
     def place_lease(self, message: Lease, specs: Sequence[BufferSpec]) -> list[memoryview]:

@@ -57,6 +57,11 @@ class Leases:
         """Bytes of batches held."""
         return self._inbox.held_bytes
 
+    @property
+    def whole_version(self) -> int:
+        """The newest version that has come whole, where nothing of a newer one has come; else -1."""
+        return self._inbox.whole
+
     def stop(self) -> None:
         """Begin no further block."""
         self._queue.stop()
@@ -70,7 +75,7 @@ class Leases:
     def place(self, message: messages.Message, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
         """Memory for a frame's buffers. Raises MalformedFrame for a frame that has none, OverMemoryLimit."""
         if type(message) is messages.Params:
-            return self._executor.parameters.place(message, specs)
+            return self._inbox.place_params(message, specs)
         if type(message) is messages.Lease:
             return self._inbox.place_lease(message, specs)
         raise MalformedFrame(f"{type(message).__name__} came with buffers")

@@ -35,14 +35,19 @@ class CodedExecutor:
     flops_per_leaf = 0.0
 
     def __init__(
-        self, engine: Computing, welcome: Welcome, inner: bytes, encoder: ResultEncoder, *, capacity_bytes: int
-    ) -> None:
-        """``inner``: what WELCOME said of the optimizer under rules of local steps. Raises MalformedFrame."""
+        self, engine: Computing, welcome: Welcome, inner: bytes, encoder: ResultEncoder, *, capacity_bytes: int,
+        held: bool = False,
+    ) -> None:  # fmt: skip
+        """``inner``: what WELCOME said of the optimizer under rules of local steps. ``held``: what the engine has in
+        ``incoming`` may be what is published first. Raises MalformedFrame.
+        """
         self.layout, self.device, self.capacity_bytes = engine.layout, engine.device, capacity_bytes
         self.exact, self.newest_first = welcome.update == "sync", welcome.update == "async"
         self.parameters = DeltaReceiver(engine.layout, _codec_of(welcome.downlink))
         self._engine, self._encoder = engine, encoder
         self._published = published = Published(engine.layout)
+        if held:
+            published.state.copy_groups(engine.incoming)
         self._replica: Replica
         if welcome.update in ("sync", "async"):
             self._replica = FollowingReplica(engine, published)
