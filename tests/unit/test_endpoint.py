@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import errno
 import gc
 import logging
@@ -10,7 +11,10 @@ import socket
 import ssl
 import sys
 import tempfile
+import threading
+import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import trustme
@@ -18,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from w5xde_async.errors import LinkLost, PortInUse, Refused, Unreachable, UsageError
-from w5xde_async.net import endpoint
+from w5xde_async.net import endpoint, racing
 from w5xde_async.net.endpoint import DEFAULT_PORT, connect, format_address, listen, parse_address
 from w5xde_async.net.link import Link
 from w5xde_async.wire.frame import encode
@@ -151,7 +155,7 @@ async def test_a_name_that_does_not_resolve():
 
 
 async def test_no_answer_within_the_deadline(monkeypatch: pytest.MonkeyPatch):
-    """Each address has its share of the time, so a dead first one leaves some for the second."""
+    """A dead first address does not hold the second one up."""
     listener = await listen("127.0.0.1", 0, echo)
     tried = []
 
@@ -167,7 +171,8 @@ async def test_no_answer_within_the_deadline(monkeypatch: pytest.MonkeyPatch):
     original = endpoint._connect_one
     monkeypatch.setattr(endpoint, "_resolve", addresses)
     monkeypatch.setattr(endpoint, "_connect_one", connect_one)
-    link = await connect("both", 1, timeout_s=0.2)
+    monkeypatch.setattr(racing, "DELAY_S", 0.01)
+    link = await connect("both", 1, timeout_s=5)
     assert tried == ["dead", "127.0.0.1"]
     await beat(link)
     await asyncio.gather(link.aclose(), listener.aclose())
@@ -437,3 +442,62 @@ async def test_a_connection_that_was_accepted_elsewhere_is_closed_whenever_its_t
     with theirs:
         assert await asyncio.to_thread(theirs.recv, 1) == b""
     await listener.aclose()
+
+
+def test_a_resolver_that_hangs_holds_up_neither_the_caller_nor_the_end_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that asks is left to itself, and one is enough for whoever asks again."""
+    answered, asked = threading.Event(), []
+    original = socket.getaddrinfo
+
+    def hang(host: str, *args: Any, **kwargs: Any) -> Any:
+        if socket.AI_NUMERICHOST in args or host != "hangs.example.org":
+            return original(host, *args, **kwargs)
+        asked.append(host)
+        answered.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+
+    async def twice() -> None:
+        for _ in range(2):
+            with pytest.raises(Unreachable, match="did not resolve in time"):
+                await connect("hangs.example.org", 1, timeout_s=0.02)
+
+    began = time.monotonic()
+    try:
+        with asyncio.Runner() as runner:
+            runner.run(twice())
+        assert time.monotonic() - began < 5
+        assert asked == ["hangs.example.org"]
+    finally:
+        answered.set()
+        for thread in threading.enumerate():
+            if thread.name == "w5xde-may-hang":
+                thread.join()
+
+
+def test_families_take_turns() -> None:
+    six, four = [(socket.AF_INET6, (str(n), 1)) for n in range(3)], [(socket.AF_INET, (str(n), 1)) for n in range(2)]
+    assert endpoint._families_in_turn([*six, *four]) == [six[0], four[0], six[1], four[1], six[2]]
+    assert endpoint._families_in_turn([]) == []
+
+
+async def test_a_certificate_that_is_not_valid_today_says_what_the_clock_says() -> None:
+    """One that is of tomorrow looks wrong to a machine whose clock is wrong."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority = trustme.CA()
+    for days, reason in ((2, "not yet valid"), (-2, "expired")):
+        cert = authority.issue_cert(
+            "localhost",
+            not_before=now + datetime.timedelta(days=days - 1),
+            not_after=now + datetime.timedelta(days=days),
+        )
+        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        cert.configure_cert(server)
+        authority.configure_trust(client)
+        listener = await listen("127.0.0.1", 0, echo, ssl=server)
+        with pytest.raises(Refused, match=f"{reason}.*compare the clocks.*{now:%Y-%m-%d}"):
+            await connect("localhost", listener.port, timeout_s=5, ssl=client)
+        await listener.aclose()

@@ -42,6 +42,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
         super().__init__(peer)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
+        self.connected = False  # it has a transport
         self._gone = self._loop.create_future()
         self._tls = self._paused = False
         self._reading: asyncio.Future[int] | None = None  # how much the receive under way has been given
@@ -57,6 +58,7 @@ class TransportChannel(Channel, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit it
+        self.connected = True
         self._tls = transport.get_extra_info("ssl_object") is not None
         # asyncio's TLS compares with >=, its plain transports with >: both mean "anything unsent".
         self._transport.set_write_buffer_limits(high=1 if self._tls else 0, low=0)
