@@ -178,6 +178,20 @@ async def test_an_odd_block_is_recomputed_here_where_the_other_worker_is_here_bu
         assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
 
 
+async def test_what_a_worker_had_sent_of_a_lease_that_failed_does_not_count():
+    """Buckets that had left may be wrong, or of whole microbatches where the next attempt halves them."""
+    async with judged(min_workers=2) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        mine = await a.lease()
+        await send(a, mine, 0, 7.0)
+        await a.link.send(encode(Failed(mine.lease, mine.start, "TypeError: two gradients", "")))
+        await settle()
+        assert not run.training.store.supplied_by(a.worker_id)
+        await work(a, b, until=lambda: run.training.version >= 1)
+        assert run.applied() == {float(run.training.version)}
+        assert not any(isinstance(event, WorkerQuarantined) for event in run.events)
+
+
 async def test_nobody_is_left_to_compare_and_the_block_counts():
     async with judged(min_workers=2) as run:
         a, b = await run.worker("a"), await run.worker("b")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.fake_cuda import DEVICE, fake_cuda
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -75,19 +76,18 @@ class Deep(nn.Module):
 
 @contextmanager
 def lacking(engine: Engine) -> Iterator[None]:
-    """``make_vector`` and copies to the device are places too; every vector is made anew."""
-    make, batch, pool = engine._pool._make, engine._transfer.batch, engine._pool
+    """Taking a vector to sum in, as if it were made, and copies to the device are places too."""
+    take, batch = engine._pool.take, engine._transfer.batch
 
-    def made(layout: Any) -> ResultVector:
+    def taken() -> ResultVector:
         LACK("make_vector")
-        return make(layout)
+        return take()
 
     def copied(given: Any) -> Any:
         LACK("copies")
         return batch(given)
 
-    pool.spare, pool._make, engine._transfer.batch = 0, made, copied  # type: ignore[method-assign]
-    pool._free.clear()
+    engine._pool.take, engine._transfer.batch = taken, copied  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -143,16 +143,25 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
     return (gap / sum(float(b.square().sum()) for b in expected)) ** 0.5
 
 
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("local", [False, True], ids=["exact", "local"])
-@pytest.mark.parametrize("seed", range(40))
-def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, local: bool) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, local: bool, cuda: bool) -> None:
+    if not cuda:
+        return lack_anywhere(seed, "cpu", local=local)
+    with fake_cuda(seed) as device:
+        lack_anywhere(seed, DEVICE, local=local)
+        assert device.hazards == []
+
+
+def lack_anywhere(seed: int, device: torch.device | str, *, local: bool) -> None:
     chance = random.Random(seed)
     accumulate = chance.choice([1, 1, 2])
-    engine = Engine(job(accumulate), bucket_bytes=chance.choice([256, 1 << 20]))
+    engine = Engine(job(accumulate), device=device, bucket_bytes=chance.choice([256, 1 << 20]))
     if local:
         engine.keep_results()
     with lacking(engine):
-        for number in range(8):
+        for number in range(6):
             task = block(chance, 4 * accumulate)
             LACK.arm("", 0, [])
             expected, results = plain(engine, task), Results(engine, local=local)
@@ -170,7 +179,7 @@ def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, 
             if failed is not None:
                 assert smallest or (LACK.raised == 2 and (results.emitted or engine._halving.splits == 2)), place
                 assert smallest or not local or engine._halving.splits == 2, "nothing has left"
-                assert engine._pool.num_out == len(failed.vectors)
+                assert engine._transfer.host_pool.num_out == len(failed.vectors)
                 for vector in failed.vectors:
                     engine.release(vector)
                 LACK.arm("", 0, [])
@@ -179,7 +188,7 @@ def test_a_block_that_lacks_memory_anywhere_gives_the_plain_gradient(seed: int, 
             else:
                 assert local or len(results.emitted) == len(set(results.emitted)), "each bucket leaves once"
                 done(engine, outcome)
-            assert engine._pool.num_out == 0
+            assert engine._pool.num_out == engine._transfer.host_pool.num_out == 0
             assert error_of(results.gradients(), expected) < 1e-5, (number, place, LACK.raised)
 
 

@@ -11,6 +11,7 @@ are added as they come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from w5xde_async.coordinator.parameters.aggregator import StepState
@@ -227,11 +228,15 @@ class Results:
         if step is None:
             return
         for block, theirs in self._store.supplied_by(worker).items():
-            suppliers = self._store.suppliers(block)
-            self._store.empty(block, theirs)
-            self._ledger.emptied(step.plan.step, block.start)
-            for bucket in theirs:
-                self._verdicts.dropped(suppliers[bucket].lease, bucket)
+            self._empty(step.plan.step, block, theirs)
+
+    def _empty(self, step: int, block: Block, buckets: Sequence[int]) -> None:
+        """What has been sent of a block that is not finished is computed again."""
+        suppliers = self._store.suppliers(block)
+        self._store.empty(block, buckets)
+        self._ledger.emptied(step, block.start)
+        for bucket in buckets:
+            self._verdicts.dropped(suppliers[bucket].lease, bucket)
 
     def _refuse(self, session: Session, done: Done, code: VerdictCode, reason: str) -> None:
         if not done.losses:
@@ -259,8 +264,11 @@ class Results:
         self._current(grant)
         self._verdicts.confirmed(session.worker_id, grant.step)
         leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
+        sent = [b for b, by in self._store.suppliers(grant.block).items() if by.lease == failed.lease]
         failed_work = self._ledger.fail(failed.lease, leaf)
         self._verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
+        if sent and self._verification.active:  # they may be wrong, or not what the leaf gives the next time
+            self._empty(grant.step, grant.block, sent)
         if failed_work is None:
             self._phase.warn(
                 f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again"
