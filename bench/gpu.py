@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from models import Reply, Rig, coordinate, free_device, make_job, serve, work
+from models import Reply, Rig, coordinate, device_name, free_device, lacks_device, make_job, serve, work
 from report import Report, parser
 from w5xde_async.job import build_model
 from w5xde_async.plan.sampler import Sampler
@@ -40,8 +40,7 @@ def main() -> None:
     if args.child:
         serve({"coordinate": coordinate, "work": work, "plain": plain})
         return
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no CUDA on this machine: nothing measured (--device cpu --tiny tries the script)")
+    if lacks_device(args.device):
         return
     rounds, steps = args.rounds or (1 if args.quick else 3), args.steps or (6 if args.quick else 20)
     options = {
@@ -138,10 +137,6 @@ def now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
 
 
 if __name__ == "__main__":

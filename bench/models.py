@@ -460,6 +460,18 @@ def free_device(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def lacks_device(device: str) -> bool:
+    """Whether there is no such GPU here; says so then."""
+    if not device.startswith("cuda") or torch.cuda.is_available():
+        return False
+    print("no CUDA on this machine: nothing measured (--device cpu tries the script)")
+    return True
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+
+
 def _profiled(reply: Reply, main: Coroutine[Any, Any, None], profile: bool) -> None:
     """Run ``main`` on uvloop; with ``profile`` every thread under cProfile, and one more answer: the tables."""
     profiles: list[tuple[str, cProfile.Profile]] = []

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.blocks import GARBAGE
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +32,6 @@ from w5xde_async.params.flat import bytes_of
 from w5xde_async.params.reducer import VectorPool
 
 DEVICE = torch.device("cuda", 0)
-GARBAGE = 0xAB  # as float32 about -1e-12, as int64 a large negative number: neither neutral nor plausible
 ASSERTED = "CUDA error: device-side assert triggered"
 _READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__}
 _MAKES = {torch.tensor, torch.as_tensor}

@@ -5,29 +5,25 @@ Each planted fault is one that this must find: it says that the harness looks wh
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.support import fake_cuda as fakes
 from tests.support import jobs
+from tests.support.blocks import BUCKET_BYTES, JOBS, Line, differences, hungry, play, play_again, task, turns
 from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from w5xde_async.compute.batch import flatten
-from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.block import Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.job import Job, build_model
-from w5xde_async.params.flat import FlatState, ResultVector, bytes_of
-
-NAMES = ("mlp_sgd", "cnn_adamw", "gpt_adamw", "odd", "accumulated", "metrics")
-BUCKET_BYTES = 4 << 10
+from w5xde_async.params.flat import ResultVector
 
 
 @pytest.fixture(autouse=True)
@@ -35,158 +31,22 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class Hunger:
-    """Lack of memory at the end of a block's last backward pass, when most of its buckets have left."""
-
-    left = 0  #: passes until then; 0: none
-
-    class _Pass(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(context: Any, gradient: Tensor) -> Tensor:
-            Hunger.left -= 1
-            if Hunger.left == 0:
-                raise torch.OutOfMemoryError("no memory left")
-            return gradient
-
-    class GPT(jobs.GPT):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed.register_forward_hook(lambda module, args, output: Hunger._Pass.apply(output))
-
-
-@dataclass
-class Block:
-    """What an engine gave for one block."""
-
-    outcome: ComputedBlock
-    buckets: dict[int, bytes]
-    order: list[int]
-
-
-class Line:
-    """Takes what an engine emits, as a network does: it reads it at once, or much later, and releases it then."""
-
-    def __init__(self, engine: Engine, late: random.Random | None = None) -> None:
-        self.engine, self._late = engine, late
-        self._held: list[tuple[Block, dict[int, ResultVector]]] = []
-        self.unread = 0
-
-    def block(self, task: Task) -> Block:
-        found: dict[int, ResultVector] = {}
-        order: list[int] = []
-
-        def emit(bucket: int, vector: ResultVector) -> None:
-            assert bucket not in found
-            found[bucket] = vector
-            order.append(bucket)
-
-        block = Block(self.engine.compute(task, emit), {}, order)
-        self._held.append((block, found))
-        while self._held and (self._late is None or self._late.random() < 0.5 or len(self._held) > 3):
-            self._read(*self._held.pop(0))
-        return block
-
-    def close(self) -> None:
-        for held in self._held:
-            self._read(*held)
-        self.engine.close()
-
-    def _read(self, block: Block, found: dict[int, ResultVector]) -> None:
-        for bucket, vector in found.items():
-            block.buckets[bucket] = bytes(bytes_of(vector.buckets[bucket]))
-        for vector in block.outcome.vectors:
-            self.engine.release(vector)
-
-
-def task(job: Job, leaves: int, step: int = 0) -> Task:
-    """A block of a job whose samples are tensors."""
-    count = leaves * job.leaf_samples
-    samples = [job.dataset[(step * 7 + index) % len(job.dataset)] for index in range(count)]
-    batch = tuple(torch.stack([torch.as_tensor(value) for value in column]) for column in zip(*samples, strict=True))
-    structure, tensors = flatten(batch)
-    return Task(
-        step=step, start=0, samples=(job.leaf_samples,) * leaves, loss_scale=1.0, structure=structure, packed=True,
-        tensors=tensors,
-    )  # fmt: skip
-
-
-def new_values(state: FlatState, seed: int) -> list[int]:
-    """A version of the parameters: some buckets have others. Their numbers."""
-    generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
-    buckets = state.layout.buckets
-    changed = draw.sample(buckets, draw.randint(1, len(buckets)))
-    for bucket in changed:
-        values = state.bucket(bucket)
-        if values.is_floating_point():
-            values.mul_(1 + 0.01 * torch.rand(values.shape, generator=generator).to(values.dtype))
-    return [bucket.index for bucket in changed]
-
-
-def spoil(state: FlatState) -> None:
-    """The next version is being received into the same memory."""
-    for group in state.groups:
-        bytes_of(group)[:] = bytes([fakes.GARBAGE]) * (group.numel() * group.element_size())
-
-
-def compare(job: Job, seed: int, *, pace: float, blocks: int = 12) -> tuple[FakeCuda, list[Block], list[Block]]:
-    """The same blocks and versions by an engine on late streams, and by one on the CPU."""
-    draw = random.Random(seed)
-    plan = [(step, draw.choice((1, 1, 2, 3, 4, 5, 8)), draw.random() < 0.4) for step in range(blocks)]
-    hungry = blocks // 2
-    host = Engine(job, device="cpu", bucket_bytes=BUCKET_BYTES)
-    versions: dict[int, dict[int, bytes]] = {}
-    line, expected = Line(host), []
-    for step, leaves, is_new in plan:
-        if is_new:
-            changed = new_values(host.incoming, step)
-            host.load(changed)
-            versions[step] = {bucket: bytes(host.incoming.bucket_bytes[bucket]) for bucket in changed}
-        Hunger.left = leaves if step == hungry else 0
-        expected.append(line.block(task(job, leaves, step)))
-    line.close()
-    actual: list[Block] = []
+def compare(job: Job, seed: int, *, pace: float, blocks: int) -> tuple[FakeCuda, list[str]]:
+    """The same blocks and versions by an engine on late streams, and by one on the CPU: what differs."""
+    plan = turns(seed, blocks)
+    expected = play(Engine(job, device="cpu", bucket_bytes=BUCKET_BYTES), job, plan)
     with fake_cuda(seed, pace=pace) as cuda:
-        device = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
-        line = Line(device, draw)
-        for step, leaves, _ in plan:
-            if step in versions:
-                for bucket, values in versions[step].items():
-                    device.incoming.bucket_bytes[bucket][:] = values
-                device.load(versions[step])
-                spoil(device.incoming)
-            Hunger.left = leaves if step == hungry else 0
-            actual.append(line.block(task(job, leaves, step)))
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        actual = play_again(engine, job, plan, expected.versions, seed)
         cuda.synchronize()
-        line.close()
-    return cuda, expected, actual
+    return cuda, differences(expected.blocks, actual.blocks)
 
 
-def differences(expected: list[Block], actual: list[Block]) -> list[str]:
-    """What differs, to the last bit."""
-    found = []
-    for number, (mine, theirs) in enumerate(zip(expected, actual, strict=True)):
-        fields = ("losses", "metric_names", "metrics", "untouched", "absent", "splits")
-        others = [f for f in fields if repr(getattr(mine.outcome, f)) != repr(getattr(theirs.outcome, f))]
-        found += [f"block {number}: {field}" for field in others]
-        if sorted(mine.order) != sorted(theirs.order):
-            found.append(f"block {number}: other buckets")
-        found += [f"block {number}: bucket {b}" for b in mine.buckets if mine.buckets[b] != theirs.buckets.get(b)]
-    return found
-
-
-def hungry() -> Job:
-    return replace(jobs.gpt_adamw(), model=Hunger.GPT)
-
-
-@pytest.mark.parametrize("make", [*[jobs.ALL[name] for name in NAMES], hungry])
+@pytest.mark.parametrize("make", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("pace", [0.0, 0.1, 1.0])
 def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float) -> None:
-    cuda, expected, actual = compare(make(), seed=len(make.__name__), pace=pace, blocks=10)
-    assert differences(expected, actual) == []
+    cuda, differing = compare(make(), seed=len(make.__name__), pace=pace, blocks=10)
+    assert differing == []
     assert cuda.hazards == []
     assert cuda.counts.copies_out
 
@@ -197,8 +57,8 @@ def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float) -> Non
 def found(seeds: int = 4) -> bool:
     """Whether some order of events shows a fault."""
     for seed in range(seeds):
-        cuda, expected, actual = compare(hungry(), seed, pace=(0.0, 0.05, 0.3, 0.8)[seed % 4], blocks=4)
-        if cuda.hazards or differences(expected, actual):
+        cuda, differing = compare(hungry(), seed, pace=(0.0, 0.05, 0.3, 0.8)[seed % 4], blocks=4)
+        if cuda.hazards or differing:
             return True
     return False
 
