@@ -208,18 +208,23 @@ async def test_the_only_worker_may_take_its_time():
         assert other
 
 
-async def test_a_result_in_the_middle_at_its_deadline_ends_the_link():
+async def test_a_result_in_the_middle_at_its_deadline_is_dropped_and_its_link_stays():
     async with scripted(pacing=PacingConfig(leases_ahead=1, backup_factor=1e6), silence_s=60.0) as run:
         stuck, idle, lease = await stuck_and_idle(run)
         chunks = stuck.result(lease, 1)
         await stuck.link.send([chunks[0], memoryview(chunks[1])[:1000]])
         await settle()
         await run.pass_time(6.0)
-        assert stuck.ended()
+        assert stuck.revoked() == [lease.lease]
         (again,) = held(idle, 1)
         await idle.compute(again)
         await run.commits(2)
+        await stuck.link.send([b"\x7f" * (len(chunks[1]) - 1000)])  # nobody's any more
+        await settle()
+        await stuck.done(lease)
         assert run.applied() == {2.0}
+        assert not stuck.ended()
+        assert [v.code for v in stuck.all(Verdict) if lease.lease in v.leases] == [VerdictCode.STALE]
 
 
 async def test_a_repeated_done_is_a_duplicate():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -435,6 +436,16 @@ async def test_accept_is_asked_before_a_payload_byte_moves(pair: Pair):
     with pytest.raises(RemoteError, match="not for you"):
         await pair.far.recv(refuse)
     assert seen == [(Result(3, 0), 1 << 20)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+async def test_what_the_other_machine_has_acknowledged_is_known_over_tcp(pair: Pair):
+    before = pair.near.acked_bytes
+    if before is None:
+        assert pair.near.figures is None  # no TCP: memory, a Unix socket
+        return
+    await pair.near.send(frame(b"x" * 1000))
+    await until(lambda: (pair.near.acked_bytes or 0) >= before + 1000)
 
 
 @pytest.mark.parametrize("nbytes", [40_000, 3 << 20])

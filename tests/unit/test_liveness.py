@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,8 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.hub.members.liveness import Liveness
 from w5xde_async.hub.members.roster import Roster
+from w5xde_async.hub.members.session import Uptake
+from w5xde_async.net.link import Link
 from w5xde_async.plan.leases import LeaseTable
 from w5xde_async.plan.ledger import Ledger
 from w5xde_async.plan.membership import Member, Membership, Standing
@@ -22,7 +24,7 @@ from w5xde_async.updates.config import UpdateConfig
 
 def scheduling(ledger: LeaseTable[Any], revoke: Callable[[Any, str], None]) -> Any:
     """What liveness needs of a training."""
-    return SimpleNamespace(ledger=ledger, revoke=revoke, pacing=Pacing(PacingConfig()))
+    return SimpleNamespace(ledger=ledger, revoke=revoke, pacing=Pacing(PacingConfig()), divert=lambda session: False)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,58 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     liveness.await_answer("b")
     assert membership.members["b"].standing is standing
     assert len(said) == (standing is Standing.LATE)
+
+
+class Line:
+    """What a link says of a line that carries ``rate`` bytes a second, of which the kernel holds ``held``."""
+
+    def __init__(self, rate: float, held: int, *, says: bool) -> None:
+        self._rate, self._held, self._says, self.now = rate, held, says, 0.0
+
+    @property
+    def acked_bytes(self) -> int | None:
+        return int(self._rate * self.now) if self._says else None
+
+    @property
+    def bytes_sent(self) -> int:
+        """The kernel takes more once a third of what it holds has left."""
+        portion = self._held // 3
+        return self._held + int(self._rate * self.now) // portion * portion
+
+
+def cut_at(line: Line, until_s: float) -> float | None:
+    """When a peer behind this line counts as one that takes nothing, looked at every second."""
+    uptake = Uptake()
+    for second in range(int(until_s)):
+        line.now = float(second)
+        if uptake.stalled_s(cast(Link, line), line.now, 12.0):
+            return line.now
+    return None
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("kilobits", [5, 20, 100, 2000])
+def test_a_slow_line_is_not_cut_while_bytes_flow(kilobits: int, says: bool) -> None:
+    """Where the kernel tells what was acknowledged at any rate, elsewhere where it takes portions often enough."""
+    line = Line(kilobits * 125.0, 256 << 10, says=says)
+    alive = says or (256 << 10) / 3 / (kilobits * 125.0) < 12.0
+    assert cut_at(line, 600.0) is None if alive else cut_at(line, 600.0) is not None
+
+
+def test_a_line_that_gets_slower_has_the_time_that_it_needed_before() -> None:
+    line = Line(8_000.0, 256 << 10, says=False)  # a portion takes eleven seconds
+    uptake = Uptake()
+    for second in range(100):
+        line.now = float(second)
+        assert not uptake.stalled_s(cast(Link, line), line.now, 12.0)
+    stopped = line.now
+    waits = [second for second in range(60) if uptake.stalled_s(cast(Link, line), stopped + second, 12.0)]
+    assert 12 <= waits[0] <= 24
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_who_reads_nothing_is_cut_after_the_silence(says: bool) -> None:
+    assert cut_at(Line(0.0, 256 << 10, says=says), 60.0) == 12.0
 
 
 @pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local"])

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from w5xde_async.errors import LinkLost, LocalError, RemoteError
 from w5xde_async.net.stock import our_pair
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES
-from w5xde_async.net.tuning import Figures, figures
+from w5xde_async.net.tuning import Figures, acked_bytes, figures
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message
 
@@ -77,6 +77,12 @@ class Link:
     def bytes_received(self) -> int:
         """Bytes taken in so far, read-ahead included."""
         return self._reader.bytes_received
+
+    @property
+    def acked_bytes(self) -> int | None:
+        """Bytes that the other machine has acknowledged; None where nobody says. Only that it grows has a meaning."""
+        sock = None if self._writer.is_closing() else self._writer.get_extra_info("socket")
+        return None if sock is None else acked_bytes(sock, self.bytes_sent)
 
     @property
     def figures(self) -> Figures | None:

@@ -19,6 +19,8 @@ USER_TIMEOUT_MS = 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_CO
 
 _TCP_INFO_BYTES = 104
 _RTT_OFFSET, _RETRANSMITS_OFFSET = 68, 100  # of tcpi_rtt (microseconds) and tcpi_total_retrans in Linux's tcp_info
+_ACKED_OFFSET, _ACKED_INFO_BYTES = 120, 128  # of tcpi_bytes_acked there, since Linux 4.1
+_SO_NWRITE_MACOS = 0x1024  # bytes that the peer has not acknowledged yet
 
 _TCP_KEEPALIVE_MACOS = 0x10  # named TCP_KEEPALIVE only by some builds of Python
 
@@ -78,6 +80,21 @@ def figures(sock: socket.socket, *, platform: str = sys.platform) -> Figures | N
         return None
     (rtt_us,), (again,) = (struct.unpack_from("=I", info, offset) for offset in (_RTT_OFFSET, _RETRANSMITS_OFFSET))
     return Figures(rtt_us / 1e6, again)
+
+
+def acked_bytes(sock: socket.socket, sent_bytes: int, *, platform: str = sys.platform) -> int | None:
+    """Bytes that the other machine has acknowledged of the ``sent_bytes`` that were handed over; None where this
+    platform, kernel or kind of socket does not say. Only that it grows has a meaning: TLS adds its own bytes."""
+    try:
+        if platform == "darwin":
+            return sent_bytes - sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE_MACOS)
+        option = getattr(socket, "TCP_INFO", None)
+        if platform != "linux" or option is None:
+            return None
+        info = sock.getsockopt(socket.IPPROTO_TCP, option, _ACKED_INFO_BYTES)
+    except OSError:
+        return None
+    return None if len(info) < _ACKED_INFO_BYTES else int(struct.unpack_from("=Q", info, _ACKED_OFFSET)[0])
 
 
 def tune_listener(sock: socket.socket, *, platform: str = sys.platform) -> None:

@@ -394,6 +394,9 @@ class OuterTraining:
         self.intake.left(session)
         self.publisher.forget(session)
 
+    def divert(self, session: Session) -> bool:
+        return False
+
     def take_back(self, session: Session) -> int:
         worker = session.worker_id
         for grant in self.ledger.held(worker):

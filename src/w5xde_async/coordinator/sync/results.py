@@ -121,13 +121,19 @@ class Results:
         if writer is None:
             return True
         assert isinstance(writer, Session)
-        if not writer.divert(self._layout.result_nbytes(self._layout.result_buckets[key.bucket])):
+        if not self.divert(writer):
             return False  # a thread takes what has come of it: the line is fast
-        self._store.abandon(writer)
         for grant in self._ledger.held(writer.worker_id):
             if self._slots_of(grant) == key.of:
                 self._turn_away(grant)
         return True
+
+    def divert(self, session: Session) -> bool:
+        """Drop what this session is receiving: nothing is written for it any more. False where that cannot be now."""
+        diverted = session.divert()
+        if diverted:
+            self.left(session)
+        return diverted
 
     def left(self, session: Session) -> None:
         """The session has ended: nothing writes for it any more."""

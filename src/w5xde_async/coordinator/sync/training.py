@@ -452,6 +452,9 @@ class SyncTraining:
         self.results.left(session)
         self.publisher.forget(session)
 
+    def divert(self, session: Session) -> bool:
+        return self.results.divert(session)
+
     def take_back(self, session: Session) -> int:
         grants, failed_work = self.ledger.lose(session.worker_id, died=session.vanished)
         self.scheduler.left(session.worker_id)

@@ -47,6 +47,9 @@ class Scheduling(Protocol):
     def release(self, session: Session) -> None:
         """Nothing is received for this session any more, and nothing is sent to it."""
 
+    def divert(self, session: Session) -> bool:
+        """Drop the result that is being received for this session. False where its memory cannot be freed so."""
+
     def take_back(self, session: Session) -> int:
         """A member is gone: its leases are for others. Returns how many there were."""
 
@@ -64,6 +67,7 @@ class Liveness:
         self._config, self._sessions, self._joining = config, sessions, joining
         self._membership, self._ledger, self._warn = membership, scheduling.ledger, warn
         self._revoke, self._overran = scheduling.revoke, scheduling.pacing.overran
+        self._divert = scheduling.divert
 
     def tick(self, now: float, activity: str) -> None:
         """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""
@@ -87,11 +91,9 @@ class Liveness:
     def _sending(self, session: Session, now: float, activity: str) -> None:
         if session.outbox.idle:
             session.post(Heartbeat(activity))
-            session.taken = (session.link.bytes_sent, now)
-        elif session.link.bytes_sent != session.taken[0]:
-            session.taken = (session.link.bytes_sent, now)
-        elif now - session.taken[1] >= self._config.silence_s:
-            session.abort(f"it has taken nothing of what was sent for {now - session.taken[1]:.0f} s")
+            session.uptake.begin(now)
+        elif stalled_s := session.uptake.stalled_s(session.link, now, self._config.silence_s):
+            session.abort(f"it has taken nothing of what was sent for {stalled_s:.0f} s")
 
     def _receiving(self, session: Session, now: float) -> None:
         received = session.link.bytes_received
@@ -108,7 +110,7 @@ class Liveness:
             return  # nobody else could do it sooner
         self._overran(grant.worker)
         holder = self._sessions.get(grant.worker)
-        if holder is not None and holder.receiving == grant.lease:
+        if holder is not None and holder.receiving == grant.lease and not self._divert(holder):
             # Its bytes are on their way into the block's memory: only the end of the link frees that.
             holder.abort("its lease's deadline passed in the middle of a result")
             return

@@ -263,7 +263,7 @@ class Roster:
         self._ids[session.worker_id] += 1
         self._ids_at.setdefault((where, session.identity), Counter())[session.worker_id] += 1
         self._joining[session] = session.admitted_at = self._clock()
-        session.taken = (session.link.bytes_sent, session.admitted_at)
+        session.uptake.begin(session.admitted_at)
         return None
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:

@@ -102,6 +102,34 @@ class WorkSource(Protocol):
         """The worker wants to leave."""
 
 
+class Uptake:
+    """Whether a peer takes what it is sent: by what its machine acknowledges, where that is known.
+
+    Elsewhere by what could be handed over. A slow line takes that in portions, each after a while; as long as such a
+    while has been, it may be again.
+    """
+
+    _PATIENCE, _MOST = 2.0, 10.0  # times the longest while, and times ``silence_s`` at most
+
+    def __init__(self) -> None:
+        self._taken, self._since, self._longest_s = 0, 0.0, 0.0
+
+    def begin(self, now: float) -> None:
+        """Nothing waits to be sent."""
+        self._since = now
+
+    def stalled_s(self, link: Link, now: float, silence_s: float) -> float:
+        """Seconds for which the peer has taken nothing, where they are too many; else 0.0."""
+        acked = link.acked_bytes
+        taken, waited_s = link.bytes_sent if acked is None else acked, now - self._since
+        if taken != self._taken:
+            self._taken, self._since = taken, now
+            self._longest_s = max(self._longest_s, waited_s) if acked is None else 0.0
+            return 0.0
+        allowed_s = min(max(silence_s, self._PATIENCE * self._longest_s), self._MOST * silence_s)
+        return waited_s if waited_s >= allowed_s else 0.0
+
+
 class Session:
     """One connection from its first byte to its last."""
 
@@ -115,6 +143,7 @@ class Session:
         self.hello: Hello | None = None
         self.state = State.GREETING
         self.receiving: int | None = None  # the lease whose result is being received into lent memory
+        self._receiving_bytes = 0  # of that result
         self.receiving_s = 0.0  # spent in the middle of receiving results
         self.result_bytes = 0  # of those results
         self._header_at = 0.0  # when the header of the last one came
@@ -123,7 +152,7 @@ class Session:
         self.unsent: set[int] = set()  # buckets whose newest value this worker has not been sent
         self.seen_bytes = 0
         self.admitted_at = 0.0
-        self.taken = (0, 0.0)  # bytes sent, and since when no more of them
+        self.uptake = Uptake()
         self.ended = asyncio.Event()
         self.last_message = ""
         self.report: Report | None = None  # the last that it sent
@@ -164,12 +193,12 @@ class Session:
             self._scratch = bytearray(nbytes)
         return memoryview(self._scratch)[:nbytes]
 
-    def divert(self, nbytes: int) -> bool:
-        """Drop the result of ``nbytes`` that is being received: nothing is written into lent memory any more.
+    def divert(self) -> bool:
+        """Drop the result that is being received: nothing is written into lent memory any more.
 
         False where that cannot be now.
         """
-        if not self.link.divert(self.scratch(nbytes)):
+        if self.receiving is not None and not self.link.divert(self.scratch(self._receiving_bytes)):
             return False
         self.receiving = None
         return True
@@ -358,7 +387,7 @@ class Session:
         self._header_at = self._clock()
         view, authorized = self._work.place(self, message, specs[0])
         if view is not None:
-            self.receiving = message.lease
+            self.receiving, self._receiving_bytes = message.lease, specs[0].nbytes
             return (view,)
         nbytes = specs[0].nbytes
         self._garbage += 0 if authorized else nbytes
