@@ -144,8 +144,10 @@ class WorkerSettings(Program):
         need(len(given) < 2, f"{' and '.join(given)} both say where the coordinator is; leave out one of them")
 
     def where(self) -> str:
-        """The coordinator: ``host:port`` or a join string. Raises UsageError."""
+        """The coordinator: ``host:port`` or a join string; "" where there is no join file yet. Raises UsageError."""
         if self.join_file is not None:
+            if not self.join_file.expanduser().exists():
+                return ""
             place, text = f"join file {self.join_file}", read_secret_file(self.join_file, kind="join file")
         elif self.join is not None:
             place, text = "W5XDE_JOIN or --join", self.join

@@ -60,11 +60,14 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     job = None if settings.job is None else load_job(settings.job)
 
     async def work() -> int:
-        worker = Worker(server, job=job, config=config)
+        worker = Worker(server, job=job, config=config, join_file=settings.join_file)
         with signals(worker.drain), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
-            address = format_address(worker.host, worker.port)
-            said = "" if f":{worker.port}" in server else " (the default port)"
-            logger.info("connecting server=%s%s name=%s", address, said, worker.name)
+            if server:
+                address = format_address(worker.host, worker.port)
+                said = "" if f":{worker.port}" in server else " (the default port)"
+                logger.info("connecting server=%s%s name=%s", address, said, worker.name)
+            else:
+                logger.info("waiting for the join file path=%s name=%s", settings.join_file, worker.name)
             try:
                 running = asyncio.create_task(worker.run(), name="worker")
                 parting = asyncio.create_task(worker.parted.wait(), name="parting")

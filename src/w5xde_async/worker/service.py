@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,6 @@ from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, R
 from w5xde_async.job import Job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
-from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
@@ -51,17 +51,22 @@ class Worker:
         config: WorkerConfig | None = None,
         runtime: Runtime | None = None,
         hooks: WorkerHooks | None = None,
+        join_file: Path | None = None,
     ) -> None:
         """``server`` is ``host:port`` or a join string, whose secret and certificate then count; leave it out if you
         give ``run`` a connection.
 
         Without ``job`` it computes with the coordinator's program. ``runtime``: where clock, threads, links and random
-        bytes come from, if not from this machine. ``hooks``: who hears of its work. Raises UsageError for a bad
+        bytes come from, if not from this machine. ``hooks``: who hears of its work. ``join_file`` is read again
+        whenever the coordinator is looked for: it may be there late, and change; give what it holds as ``server``, if
+        it is there. Raises UsageError for a bad
         address, TLS files that cannot be used, or a device that is not there.
         """
         self._runtime, self._hooks = runtime or Runtime(), hooks or WorkerHooks()
-        self._dialer = Dialer(server, config or WorkerConfig(), self._runtime, on_welcome=self._hooks.on_welcome)
-        self.config, self.host, self.port = self._dialer.config, self._dialer.host, self._dialer.port
+        self._dialer = Dialer(
+            server, config or WorkerConfig(), self._runtime, join_file=join_file, on_welcome=self._hooks.on_welcome
+        )
+        self.config = self._dialer.config
         self.name, self.worker_id = self._dialer.name, self._dialer.worker_id
         self.leases_done = self.leases_stale = 0
         self.parted = asyncio.Event()  #: it has left, though the block under way is not finished
@@ -70,6 +75,7 @@ class Worker:
         except (ValueError, RuntimeError) as error:
             raise UsageError(str(error)) from error
         sandboxed = job is None and self._wants_sandbox()
+        self._dialer.stays_here = job is None and not sandboxed and self.config.sandbox == "auto"
         self._compute = self._runtime.executor(1, "w5xde-compute")
         self._engines = EngineSource(
             job, self.config, self._device, sandboxed=sandboxed, pool=self._compute, clock=self._runtime.clock
@@ -79,7 +85,16 @@ class Worker:
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
-        self._running = False
+        self._running = self._has_joined = self._expired = False
+
+    @property
+    def host(self) -> str:
+        """Of the coordinator, as far as it is known."""
+        return self._dialer.address[0]
+
+    @property
+    def port(self) -> int:
+        return self._dialer.address[1]
 
     @property
     def bytes_sent(self) -> int:
@@ -103,15 +118,16 @@ class Worker:
         as everywhere, over TLS bound to the certificate that the other side shows. Encryption is the application's
         matter; nothing here checks for it.
 
-        Raises Unreachable (nobody answered for ``connect_timeout_s``), Refused (with the reason), RunFailed, UsageError
-        (no lease fits in its memory limit); over a given connection LinkLost and RemoteError too.
+        Raises Unreachable (nobody answered for ``connect_timeout_s``, or in its whole ``lifetime_s``), Refused (with
+        the reason), RunFailed, UsageError (no lease fits in its memory limit; the join file names another machine than
+        this one, for which it has no sandbox); over a given connection LinkLost and RemoteError too.
         """
         if (reader is None) != (writer is None):
             raise UsageError("a connection is a reader and a writer: give both or neither")
         if self._running:
             raise UsageError("this worker has run before; make a new Worker to run again")
         if reader is None or writer is None:
-            if not self.host:
+            if not self._dialer.is_known:
                 raise UsageError("this worker has no address: give Worker one, or give run a connection")
             return await self._work(None)
         link = Link(reader, writer)
@@ -125,7 +141,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         lifetime: asyncio.TimerHandle | None = None
         if self.config.lifetime_s is not None:
-            lifetime = loop.call_later(self.config.lifetime_s, self.drain, "its lifetime is over")
+            lifetime = loop.call_later(self.config.lifetime_s, self._expire)
         departure: Departure | None = None
         try:
             await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
@@ -134,6 +150,8 @@ class Worker:
                 departure = await self._one_connection(given)
                 if departure is None and given is not None:
                     raise LinkLost(given.peer, "the coordinator stopped before the run was finished")
+            if self._expired:
+                raise self._dialer.unreachable(self.config.lifetime_s or 0.0)
             return departure
         finally:
             if lifetime is not None:
@@ -149,6 +167,10 @@ class Worker:
             self._joining.cancel()
         if self._connection is not None:
             self._connection.drain(self._drain, self.config.grace_s)
+
+    def _expire(self) -> None:
+        self._expired = not self._has_joined  # a life in which it has reached nobody was no success
+        self.drain("its lifetime is over")
 
     def _leaving(self) -> bool:
         return bool(self._drain)
@@ -173,6 +195,7 @@ class Worker:
             raise
         finally:
             self._joining = None
+        self._has_joined = True
         link, welcome = joined.link, joined.welcome
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
         inline = is_plain(welcome) and not self._engines.sandboxed and self._device.type == "cpu"
@@ -254,7 +277,7 @@ class Worker:
     def _wants_sandbox(self) -> bool:
         """Raises UsageError where a sandbox is wanted and there is none."""
         config = self.config
-        if config.sandbox == "off" or (config.sandbox == "auto" and is_loopback(self.host)):
+        if config.sandbox == "off" or (config.sandbox == "auto" and self._dialer.is_here):
             return False
         lacking = unsupported(self._device)
         if lacking:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import os
 import random
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import stamina
 
@@ -24,19 +26,22 @@ from w5xde_async.errors import (
     UsageError,
     W5xdeError,
 )
-from w5xde_async.net.endpoint import format_address, parse_address
-from w5xde_async.net.join import Invitation, check_strength
 from w5xde_async.net.link import Link
-from w5xde_async.net.tls import client_context, is_loopback
+from w5xde_async.net.racing import NoneWorked, first_that_works
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.handshake import member_id
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.handshake import Joined, join
 from w5xde_async.worker.connection.metering import Traffic
+from w5xde_async.worker.connection.target import JoinFile, Target
+
+logger = logging.getLogger(__name__)
 
 _TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
 _HUNG_UP = 3
+#: While it looks for a coordinator it says so no more often than that.
+_SAID_EVERY_S = 30.0
 #: Before it connects again after links that ended, one after the other, without a lease that was applied.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
 _TRY_AGAIN = (RefusalCode.SHUTTING_DOWN, RefusalCode.RUN_FULL, RefusalCode.TERM)
@@ -55,38 +60,48 @@ class Dialer:
         config: WorkerConfig,
         runtime: Runtime,
         *,
+        join_file: Path | None = None,
         on_welcome: Callable[[Welcome], Welcome] | None = None,
     ) -> None:
         """``server`` is ``host:port``, a join string (whose secret and certificate then count), or "" where ``join``
-        is given a link. Raises UsageError.
+        is given a link. ``join_file`` is read again whenever the coordinator is looked for; then ``server`` is what it
+        held, or "" where it was not there yet. Raises UsageError.
         """
-        if server.startswith("w5xde://"):
-            told = Invitation.parse(server, place="server")
-            self.host, self.port = told.host, told.port
-            config = replace(
-                config, token=told.secret or config.token, identity=told.identity, certificate=told.certificate
-            )
-        else:
-            self.host, self.port = parse_address(server) if server else ("", 0)
-        self.config, self._runtime, self._on_welcome = config, runtime, on_welcome
-        secure = bool(server) and not config.insecure and (config.asks_for_tls or not is_loopback(self.host))
-        if secure and not (config.certificate or config.tls.ca is not None or config.token):
-            raise UsageError(
-                f"nothing tells {self.host} from another machine that answers in its place: give the coordinator's "
-                "join file (--join-file), its token (--token-file, W5XDE_TOKEN) or its authority (--tls-ca-file); "
-                "--insecure goes without encryption, for a network that you trust"
-            )
-        if not config.certificate and config.tls.ca is None and not is_loopback(self.host):
-            check_strength(config.token, "the token")  # whoever answers is given a proof of it
-        self._tls = client_context(config.tls) if secure else None
+        self._target = Target.of(server, config) if server else None
+        self._join_file = None if join_file is None else JoinFile(join_file, config, known=server)
+        self.config = config if self._target is None else self._target.config
+        self._runtime, self._on_welcome = runtime, on_welcome
+        self.stays_here = False  #: no other machine will do: what it sends is computed without a sandbox
         self._hung_up = 0  # TLS stood and the coordinator closed without a word, so many times in a row
         self._key = runtime.random_bytes(16).hex()
-        self.worker_id = member_id(config.identity, self._key)
+        self.worker_id = member_id(self.config.identity, self._key)
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.traffic = Traffic()
         self._terms: dict[str, int] = {}  # run -> the highest term served
         self._heard = ""  # what the last coordinator said that it did
         self._failed_links = 0  # in a row: ended without a goodbye and without a lease that was applied
+        self._reason = ""  # why the last attempt failed
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, the likeliest where there are several; "" and 0 where none is known yet."""
+        return ("", 0) if self._target is None else self._target.addresses[0]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the coordinator is known and on this machine."""
+        return self._target is not None and self._target.is_here
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has an address, or a file that may yet say one."""
+        return self._target is not None or self._join_file is not None
+
+    def unreachable(self, waited_s: float) -> Unreachable:
+        """What to raise after so long."""
+        file = "" if self._join_file is None else f"join file {self._join_file.path}"
+        where = file if self._target is None else str(self._target)
+        return Unreachable(where, self._reason or "no attempt was made", waited_s, self._heard)
 
     def link_ended(self, *, failed: bool, applied: bool, heard: str) -> None:
         """A link that ``join`` gave is over. ``failed``: it ended without a goodbye; ``applied``: a lease counted;
@@ -113,30 +128,61 @@ class Dialer:
         if self._failed_links:
             await asyncio.sleep(_pause_s(self._failed_links))
         clock, limit = self._runtime.clock, self.config.connect_timeout_s
-        began = clock()
+        began = said = clock()
 
         def goes_on(error: Exception) -> bool:
-            return isinstance(error, LinkLost | _NotNow | RemoteError) and clock() - began < limit
+            nonlocal said
+            if not isinstance(error, LinkLost | _NotNow | RemoteError):
+                return False
+            self._reason = error.reason if isinstance(error, LinkLost) else str(error)
+            left_s = limit - (clock() - began)
+            if left_s > 0 and clock() - said >= _SAID_EVERY_S:
+                said = clock()
+                where = self._target or "unknown"
+                logger.info("no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s)
+            return left_s > 0
 
         try:
             async for attempt in stamina.retry_context(
                 on=goes_on, attempts=None, timeout=None, wait_initial=0.1, wait_max=2.0, wait_jitter=0.5,
             ):  # fmt: skip
                 with attempt:
+                    await self._read_join_file()
                     return await self._try_to_join(max(limit - (clock() - began), 0.5))
         except (LinkLost, _NotNow, RemoteError) as error:
-            reason = error.reason if isinstance(error, LinkLost) else str(error)
-            raise Unreachable(format_address(self.host, self.port), reason, limit, self._heard) from error
+            raise self.unreachable(limit) from error
         raise LocalError("retrying ended without a result")
 
-    async def _try_to_join(self, left_s: float, given: Link | None = None) -> Joined:
-        link = given or await self._runtime.connect(self.host, self.port, timeout_s=min(left_s, 10.0), ssl=self._tls)
+    async def _read_join_file(self) -> None:
+        """Where the coordinator is now. Raises _NotNow, and UsageError for a machine that will not do."""
+        if self._join_file is None:
+            return
         try:
-            self._check_certificate(link)
+            target = await self._join_file.changed()
+        except UsageError as error:
+            if self._target is None:
+                raise _NotNow(str(error)) from None
+            self._join_file.complain(str(error))
+            return
+        if target is None:
+            return
+        if self.stays_here and not target.is_here:
+            raise UsageError(
+                f"the join file names another machine now ({target}), and this worker computes without a sandbox; "
+                "start it again"
+            )
+        logger.info("join file read server=%s", target)
+        self._target, self._hung_up = target, 0
+
+    async def _try_to_join(self, left_s: float, given: Link | None = None) -> Joined:
+        config = self.config if self._target is None else self._target.config
+        link = given or await self._reach(min(left_s, 10.0))
+        try:
+            _check_certificate(link, config.certificate)
             async with asyncio.timeout(min(left_s, 20.0)):
                 joined = await join(
-                    link, key=self._key, name=self.name, token=self.config.token, terms=self._terms,
-                    identity=self.config.identity,
+                    link, key=self._key, name=self.name, token=config.token, terms=self._terms,
+                    identity=config.identity,
                 )  # fmt: skip
             self._hung_up = 0
             self.traffic.add(link)
@@ -153,18 +199,41 @@ class Dialer:
                 raise _NotNow(error.reason) from None
             raise
 
-    def _check_certificate(self, link: Link) -> None:
-        expected = self.config.certificate
-        if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
-            raise Refused(
-                RefusalCode.AUTHENTICATION,
-                "the coordinator's certificate is not the one of the join string",
-                "take its present join string; if it has not changed, somebody sits between",
+    async def _reach(self, timeout_s: float) -> Link:
+        """A link to the first of the coordinator's addresses that shows its certificate."""
+        target = self._target
+        assert target is not None
+
+        async def attempt(address: tuple[str, int]) -> tuple[tuple[str, int], Link]:
+            link = await self._runtime.connect(*address, timeout_s=timeout_s, ssl=target.tls)
+            try:
+                _check_certificate(link, target.config.certificate)
+            except BaseException:
+                link.abort()
+                raise
+            return address, link
+
+        if len(target.addresses) == 1:
+            return (await attempt(target.addresses[0]))[1]
+        try:
+            won, link = await first_that_works(
+                [partial(attempt, address) for address in target.addresses], discard=lambda result: result[1].abort()
             )
+        except NoneWorked as failed:
+            for other in failed.errors:
+                if not isinstance(other, LinkLost | Refused):
+                    raise other from None
+            lost = [error for error in failed.errors if isinstance(error, LinkLost)]
+            if not lost:
+                raise failed.errors[0] from None
+            raise LinkLost(str(target), ", ".join(f"{each.peer}: {each.reason}" for each in lost)) from None
+        self._target = target.preferring(won)
+        return link
 
     def _explain(self, error: BaseException, link: Link) -> None:
         """Raise Refused where an ended handshake means that both sides disagree about TLS."""
-        if self._tls is None and isinstance(error, FrameTooLarge) and error.nbytes >> 16 == _TLS_ALERT:
+        tls = None if self._target is None else self._target.tls
+        if tls is None and isinstance(error, FrameTooLarge) and error.nbytes >> 16 == _TLS_ALERT:
             raise Refused(
                 RefusalCode.AUTHENTICATION,
                 "the coordinator speaks TLS and this worker does not",
@@ -172,7 +241,7 @@ class Dialer:
             ) from None
         if not isinstance(error, LinkLost) or self._terms or link.bytes_received:
             return
-        if self._tls is None:
+        if tls is None:
             reason = f"{error.reason} at the first words; it may want TLS: use its join file"
             raise LinkLost(link.peer, reason) from None
         self._hung_up += 1
@@ -183,6 +252,15 @@ class Dialer:
                 f"the coordinator closed right after TLS began ({error.reason})",
                 "it may want a certificate of this worker: --tls-cert and --tls-key",
             ) from None
+
+
+def _check_certificate(link: Link, expected: bytes) -> None:
+    if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
+        raise Refused(
+            RefusalCode.AUTHENTICATION,
+            "the coordinator's certificate is not the one of the join string",
+            "take its present join string; if it has not changed, somebody sits between",
+        )
 
 
 def _pause_s(failed_links: int) -> float:

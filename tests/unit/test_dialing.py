@@ -1,0 +1,214 @@
+"""Looking for the coordinator: join files that come late and change, several addresses, what is said meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.simulator.loop import VirtualLoop
+
+from w5xde_async.errors import ExitCode, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.net.join import Invitation, write_private_line
+from w5xde_async.net.link import Link
+from w5xde_async.runtime import Runtime
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection import target as target_module
+from w5xde_async.worker.connection.dialing import Dialer
+from w5xde_async.worker.service import Worker
+
+_SECRET = "a secret that is long enough: 9f8e7d6c"
+
+
+def _elsewhere(function: Callable[[], Any]) -> Any:
+    """What another thread or process does: it may block."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return function()
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+class Found(Exception):
+    """The test's end: this address was tried."""
+
+
+@dataclass
+class World:
+    """A network in which nobody answers but at ``answers``, on virtual time; what was tried, and when."""
+
+    loop: VirtualLoop
+    answers: set[tuple[str, int]] = field(default_factory=set)
+    silent: set[tuple[str, int]] = field(default_factory=set)
+    refuses: set[tuple[str, int]] = field(default_factory=set)
+    tried: list[tuple[tuple[str, int], float]] = field(default_factory=list)
+
+    async def connect(self, host: str, port: int, *, timeout_s: float, **_: Any) -> Link:
+        address = host, port
+        self.tried.append((address, self.loop.time()))
+        if address in self.answers:
+            raise Found(host)
+        if address in self.silent:
+            await asyncio.sleep(timeout_s)
+        if address in self.refuses:
+            raise Refused(RefusalCode.AUTHENTICATION, "not it")
+        raise Unreachable(f"{host}:{port}", "no answer" if address in self.silent else "Connection refused", timeout_s)
+
+    def later(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
+        self.loop.call_later(seconds, _elsewhere, partial(act, *arguments))
+
+    def dialer(self, server: str = "", *, join_file: Path | None = None, limit_s: float = 300.0) -> Dialer:
+        runtime = Runtime(clock=self.loop.time, connect=self.connect)
+        return Dialer(server, WorkerConfig(connect_timeout_s=limit_s, device="cpu"), runtime, join_file=join_file)
+
+
+def _invitation(*addresses: tuple[str, int]) -> str:
+    (host, port), *also = addresses
+    return Invitation(host=host, port=port, certificate=bytes(32), secret=_SECRET, also=tuple(also)).reveal()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[World], Awaitable[None]]], World]:
+    async def at_once(key: object, function: Callable[[], Any]) -> Any:
+        return _elsewhere(function)
+
+    monkeypatch.setattr(target_module, "in_daemon_thread", at_once)
+
+    def runs(main: Callable[[World], Awaitable[None]]) -> World:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, VirtualLoop)
+            world = World(loop)
+
+            async def body() -> None:
+                await main(world)
+
+            runner.run(body())
+        return world
+
+    return runs
+
+
+def test_a_join_file_may_come_late(run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a shared disk; meanwhile it says every half minute what it waits for, and how long it will."""
+    path = tmp_path / "join"
+
+    async def main(world: World) -> None:
+        dialer = world.dialer(join_file=path)
+        assert dialer.address == ("", 0)
+        world.answers.add(("10.0.0.1", 77))
+        world.later(100, write_private_line, path, _invitation(("10.0.0.1", 77)))
+        with caplog.at_level(logging.INFO), pytest.raises(Found):
+            await dialer.join()
+        assert dialer.address == ("10.0.0.1", 77)
+
+    world = run(main)
+    assert 100 < world.tried[0][1] < 104
+    said = [record.getMessage() for record in caplog.records if "no coordinator yet" in record.getMessage()]
+    assert len(said) == 3
+    assert all("join file" in line and "not there yet" in line for line in said)
+    left = [float(re.findall(r"gives_up_in_s=(\d+)", line)[0]) for line in said]
+    assert left == pytest.approx([270, 240, 210], abs=8)
+
+
+def test_without_a_join_file_it_gives_up_in_time_and_names_it(run: Any, tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        with pytest.raises(Unreachable, match=r"join file .*/join within 20 s .*not there yet") as caught:
+            await world.dialer(join_file=tmp_path / "join", limit_s=20.0).join()
+        assert caught.value.exit_code is ExitCode.UNREACHABLE
+        assert world.loop.time() < 25
+
+    run(main)
+
+
+def test_a_coordinator_on_another_port_is_found_by_its_join_file(run: Any, tmp_path: Path) -> None:
+    path, old, new = tmp_path / "join", ("10.0.0.1", 77), ("10.0.0.2", 78)
+    write_private_line(path, _invitation(old))
+
+    async def main(world: World) -> None:
+        dialer = world.dialer(_invitation(old), join_file=path)
+        world.answers.add(new)
+        world.later(10, write_private_line, path, _invitation(new))
+        with pytest.raises(Found, match=new[0]):
+            await dialer.join()
+
+    world = run(main)
+    assert [address for address, _ in world.tried[:-1]] == [old] * (len(world.tried) - 1)
+    assert world.tried[-1][0] == new
+    assert world.tried[-1][1] < 14
+
+
+@pytest.mark.parametrize("broken", ["gone", "nonsense", "open to others"])
+def test_a_join_file_that_breaks_does_not_count(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    """What it said before does, and that is said once."""
+    path, old = tmp_path / "join", ("10.0.0.1", 77)
+    if broken == "nonsense":
+        write_private_line(path, "nonsense")
+    elif broken == "open to others":
+        write_private_line(path, _invitation(("10.0.0.2", 78)))
+        path.chmod(0o644)
+
+    async def main(world: World) -> None:
+        dialer = world.dialer(_invitation(old), join_file=path, limit_s=20.0)
+        with pytest.raises(Unreachable, match=r"10\.0\.0\.1:77 within"):
+            await dialer.join()
+
+    world = run(main)
+    assert {address for address, _ in world.tried} == {old}
+    assert sum("not read again" in record.getMessage() for record in caplog.records) == 1
+    assert _SECRET not in caplog.text
+
+
+def test_of_several_addresses_the_first_that_answers_counts(run: Any) -> None:
+    dead, wrong, good = ("10.0.0.1", 1), ("172.17.0.1", 2), ("192.168.0.1", 3)
+
+    async def main(world: World) -> None:
+        world.silent.add(dead)
+        world.refuses.add(wrong)
+        with pytest.raises(Unreachable, match=r"10\.0\.0\.1:1: no answer") as caught:
+            await world.dialer(_invitation(dead, wrong), limit_s=15.0).join()
+        assert "172" in str(caught.value)
+        with pytest.raises(Refused, match="not it"):  # nobody else could be it
+            await world.dialer(_invitation(wrong, wrong)).join()
+        world.tried.clear()
+        world.answers.add(good)
+        with pytest.raises(Found):
+            await world.dialer(_invitation(dead, wrong, good)).join()
+
+    tried = run(main).tried
+    assert [address for address, _ in tried] == [dead, wrong, good]
+    assert tried[-1][1] - tried[0][1] < 1
+
+
+def test_a_worker_without_a_sandbox_follows_no_join_file_to_another_machine(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "join"
+    write_private_line(path, _invitation(("10.0.0.2", 78)))
+
+    async def main(world: World) -> None:
+        dialer = world.dialer(_invitation(("127.0.0.1", 77)), join_file=path)
+        assert dialer.is_here
+        dialer.stays_here = True
+        with pytest.raises(UsageError, match="without a sandbox"):
+            await dialer.join()
+        assert not world.tried
+
+    run(main)
+
+
+async def test_a_lifetime_in_which_nobody_was_reached_is_no_success() -> None:
+    async def nobody(*address: Any, **_: Any) -> Link:
+        raise Unreachable("host:1", "Connection refused", 1.0)
+
+    config = WorkerConfig(device="cpu", lifetime_s=0.05, connect_timeout_s=60.0)
+    worker = Worker("127.0.0.1:1", config=config, runtime=Runtime(connect=nobody))
+    with pytest.raises(Unreachable, match="Connection refused"):
+        await worker.run()
