@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support import jobs, reference
+from tests.support import blocks, jobs, reference
 from tests.support.cluster import settings
 from torch import Tensor
 
+from w5xde_async.codecs.codec import BytePool
+from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import Task
 from w5xde_async.compute.engine import Engine, choose_device
@@ -23,6 +25,9 @@ from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.service import Worker
 
 DEVICE = choose_device("auto")
+CODECS = (
+    "raw", "bf16", "fp16", "int8", "int4", "sign", "topk:0.1", "sparseloco", "lz4", "lz4-shuffle", "lz4:int8",
+)  # fmt: skip
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
@@ -168,3 +173,108 @@ async def test_a_run_on_the_device_learns_what_the_plain_loop_learns(name: str) 
         result = await coordinator.wait()
     assert result.outcome == "finished"
     assert result.loss == pytest.approx(losses[-1], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["odd", "accumulated", "metrics"])
+@pytest.mark.parametrize("leaves", [1, 3, 8])
+def test_blocks_of_unusual_models_agree_with_the_cpu(name: str, leaves: int) -> None:
+    """bfloat16, frozen, rare and scalar parameters; leaves of several microbatches; numbers among metrics."""
+    job = jobs.ALL[name]()
+    job = replace(job, model=lambda: without_dropout(jobs.ALL[name]().model()))  # type: ignore[operator]
+    host, device = engines(job)
+    try:
+        given = blocks.task(job, leaves)
+        for _ in range(3):
+            expected, actual = block_sum(host, given), block_sum(device, given)
+            assert sorted(actual[0]) == sorted(expected[0])
+            torch.testing.assert_close(actual[1], expected[1], rtol=5e-2, atol=5e-3 * float(expected[1].abs().max()))
+    finally:
+        host.close()
+        device.close()
+
+
+@pytest.mark.parametrize("name", blocks.JOBS)
+def test_overlapping_copies_change_no_bit(name: str) -> None:
+    """Both streams stand still at random, results are read late, memory lacks once (bench/gpu_stress.py does more)."""
+    plan, job = blocks.turns(3, 8), blocks.JOBS[name]()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*determinis.*")  # cuBLAS asks for a variable of the environment
+            with blocks.one_after_the_other(Engine(job, device=DEVICE, bucket_bytes=blocks.BUCKET_BYTES)) as engine:
+                expected = blocks.play(engine, job, plan)
+            with blocks.delayed_at_random(Engine(job, device=DEVICE, bucket_bytes=blocks.BUCKET_BYTES), 3) as engine:
+                actual = blocks.play_again(engine, job, plan, expected.versions, 3)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    assert blocks.differences(expected.blocks, actual.blocks) == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")
+def test_the_second_device_gives_the_first_ones_bits() -> None:
+    """Dropout too: each device has a generator of its own."""
+    job = jobs.gpt_adamw()
+    found = []
+    for index in (0, 1):
+        engine = Engine(job, device=torch.device("cuda", index), bucket_bytes=64 << 10)
+        assert all(tensor.device.index == index for tensor in engine.tensors)
+        found.append(block_sum(engine, task(job, 4))[1])
+        engine.close()
+    assert torch.equal(*found)
+
+
+class Wide(torch.nn.Module):
+    """64 MiB of parameters; 1 MiB a sample and activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 1 << 18, bias=False), torch.nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide: Tensor = self.first(x)
+        for _ in range(4):
+            wide = torch.sin(wide)  # each keeps its input
+        out: Tensor = self.last(x) + wide.mean(1, keepdim=True)
+        return out
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA is needed: elsewhere memory has no limit of our own")
+def test_a_leaf_larger_than_the_devices_memory_is_halved() -> None:
+    job = replace(jobs.mlp_sgd(), model=Wide, microbatch_size=256, batch_size=512)
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    engine = Engine(job, device=DEVICE)
+    try:
+        given = blocks.task(job, 1)
+        _, expected, _ = block_sum(engine, given)
+        torch.cuda.empty_cache()
+        limit = torch.cuda.memory_allocated(DEVICE) + 2 * engine.layout.vector_bytes + (1 << 30)  # 1.25 GiB are needed
+        torch.cuda.set_per_process_memory_fraction(limit / total, DEVICE)
+        outcome = engine.compute(given, lambda bucket, vector: None)
+        assert outcome.splits >= 1
+        for vector in outcome.vectors:
+            engine.release(vector)
+        _, actual, _ = block_sum(engine, given)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        engine.close()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("numel", [1, 257, 65537, 200_000])
+def test_codecs_on_the_device(name: str, numel: int) -> None:
+    """What the device wrote the CPU reads as the device does."""
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).pow(4)
+    made = codec(name)
+    there = made.encode(values.to(DEVICE), BytePool(device=DEVICE))
+    here = made.encode(values, BytePool())
+    read_there = torch.full((numel,), 77.0, device=DEVICE)
+    read_here = torch.full((numel,), 77.0)
+    there.codec.decode(there.data, read_there)
+    there.codec.decode(there.data.cpu(), read_here)
+    torch.testing.assert_close(read_there.cpu(), read_here, rtol=1e-6, atol=1e-9)
+    again = torch.full((numel,), 77.0)
+    here.codec.decode(here.data, again)
+    assert float((again - values).norm()) == pytest.approx(float((read_here - values).norm()), rel=1e-2, abs=1e-6)
