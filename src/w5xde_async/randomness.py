@@ -37,14 +37,23 @@ def seed_all(seed: int, device: torch.device | None = None, *, python: bool = Tr
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def torch_states(device: torch.device) -> tuple[bytes, ...]:
-    """Where torch's generators stand that a step on ``device`` draws from: the CPU's and the device's."""
-    host = torch.default_generator.get_state().numpy().tobytes()
-    if device.type == "cuda":
-        return host, torch.cuda.default_generators[device.index or 0].get_state().numpy().tobytes()
-    if device.type == "mps":
-        return host, torch.mps.get_rng_state().numpy().tobytes()
-    return (host,)
+def has_drawn(device: torch.device) -> bool:
+    """Whether anybody has drawn from torch's generators, the CPU's and the device's, since they were seeded.
+
+    MPS does not tell: there it is assumed.
+    """
+    if device.type == "mps" or _header(torch.default_generator) not in _SEEDED:
+        return True
+    return device.type == "cuda" and _header(torch.cuda.default_generators[device.index or 0]) not in _SEEDED
+
+
+def _header(generator: torch.Generator) -> bytes:
+    """How far a generator is: the CPU's place in its Mersenne twister, or CUDA's offset. Behind the seed."""
+    return generator.get_state().numpy()[8:24].tobytes()
+
+
+# No draw leads back there: the twister's place is never again both before its first number and before its next 624.
+_SEEDED = {_header(torch.Generator()), bytes(8)}
 
 
 class random_state:

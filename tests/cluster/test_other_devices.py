@@ -4,6 +4,7 @@ is put out, and who lies is found wherever somebody computes alike."""
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -153,3 +154,25 @@ async def test_halved_microbatches_hide_no_lie():
     outcome = await run(job(norm=True), CPU, CPU | {"splits": 1} | LIAR, CPU)
     assert outcome.finished
     assert set(outcome.put_out) == {"1"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_in_any_company_nobody_honest_is_put_out_and_who_lies_is_found_if_it_can_be(seed: int):
+    """Generated: who is there, what they halve, what is drawn, whether one lies."""
+    chance = random.Random(seed)
+    kinds = [chance.randrange(3) for _ in range(chance.randrange(2, 6))]
+    workers = [{"kind": kind, "splits": chance.choice([0, 0, 0, 1, 2])} for kind in kinds]
+    liar = chance.choice([None, *range(len(workers))])
+    if liar is not None:
+        workers[liar] |= LIAR
+    draws = chance.random() < 0.7
+    made = job(40, dropout=0.5 if draws else 0.0, norm=chance.random() < 0.5)
+    outcome = await run(made, *workers)
+    assert outcome.finished
+    assert set(outcome.put_out) <= {str(liar)}, (workers, outcome.put_out)
+    if liar is None:
+        return
+    alike = [number for number, one in enumerate(workers) if one["kind"] == kinds[liar] and number != liar]
+    like_it = [number for number in alike if workers[number]["splits"] == workers[liar]["splits"]]
+    if not draws or kinds[liar] == 0 or (len(like_it) >= 2 and 2 * len(like_it) > len(alike) + 1):
+        assert set(outcome.put_out) == {str(liar)}, workers

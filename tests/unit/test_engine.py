@@ -646,6 +646,26 @@ def test_the_callers_random_state_is_untouched_and_draws_are_seeded() -> None:
         assert found == (float(torch.rand(())), random.gauss(0, 1), float(np.random.rand()))
 
 
+def sometimes_drawing(module: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(F.dropout(module(x), 0.3 if float(x[0, 0]) > 0 else 0.0), y)
+
+
+@pytest.mark.parametrize("model", [plain_net, lambda: nn.Linear(8, 3)])
+@pytest.mark.parametrize("drawing_leaf", [0, 1, 2])
+def test_a_block_says_whether_torch_drew(model: Any, drawing_leaf: int) -> None:
+    wanted = job(loss=None, step=sometimes_drawing, model=model)
+    batches = leaves((4, 4, 4))
+    for number, (x, _) in enumerate(batches):
+        x[0, 0] = 1.0 if number == drawing_leaf else -1.0
+    dropping = model is plain_net  # the model itself drops out
+    run = Run(wanted)
+    assert run.compute(task(batches[:1] if drawing_leaf else batches[1:2], (4,))).drew is dropping
+    assert Run(wanted).compute(task(batches, (4, 4, 4))).drew  # in whichever leaf of an engine's first block
+    run.compute(task(batches[: drawing_leaf + 1], (4,) * (drawing_leaf + 1)))
+    assert run.compute(task(batches[1:2] if drawing_leaf != 1 else batches[:1], (4,))).drew, "from now on"
+
+
 def test_a_step_of_a_small_model_that_draws_from_python_alone() -> None:
     """One gradient bucket: nothing leaves before the block's end."""
     wanted = job(loss=None, step=drawing, model=lambda: nn.Linear(8, 3))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from w5xde_async.randomness import draws_random, random_state, seed_all
+from w5xde_async.randomness import draws_random, has_drawn, random_state, seed_all
 
 DRAWS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(()),
@@ -34,6 +37,36 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
         assert sequence() == first
         seed_all(6)
         assert sequence() != first
+
+
+def dropout(p: float) -> Tensor:
+    return F.dropout(torch.ones(64), p)
+
+
+@pytest.mark.parametrize(
+    ("draw", "drawn"),
+    [
+        *[(partial(torch.rand, count), True) for count in (1, 2, 623, 624, 625, 1248, 624 * 7)],
+        (lambda: torch.randn(5), True),
+        (lambda: torch.randperm(3), True),
+        (lambda: torch.bernoulli(torch.full((2,), 0.5)), True),
+        (lambda: dropout(0.5), True),
+        (lambda: dropout(0.0), False),
+        (lambda: F.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3, dropout_p=0.5), True),
+        (lambda: F.scaled_dot_product_attention(*[torch.ones(1, 2, 4, 8)] * 3), False),
+        (random.random, False),  # the same on every machine
+        (np.random.rand, False),
+        (lambda: torch.ones(9).sum(), False),
+        (lambda: torch.rand(3, generator=torch.Generator()), False),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 5, (1 << 63) - 1])
+def test_whether_torch_drew_is_seen(draw: Callable[[], object], drawn: bool, seed: int) -> None:
+    with random_state():
+        seed_all(seed)
+        assert not has_drawn(torch.device("cpu"))
+        draw()
+        assert has_drawn(torch.device("cpu")) is drawn
 
 
 def test_python_and_numpy_are_seeded_as_their_own_functions_do() -> None:

@@ -37,7 +37,7 @@ from w5xde_async.params.layout import Bucket, Layout, runs
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.tree import carries
-from w5xde_async.randomness import random_state, seed_all, torch_states
+from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
 _MAX_TRACEBACK = 8000
@@ -339,7 +339,6 @@ class Engine:
     def _leaf(self, block: Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
         step, leaf = block.task.step, block.task.start + index
         seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
-        seeded = None if self._drew else torch_states(self.device)
         self._buffers.restore()
         size = -(-self._microbatch // self._halving.pieces)
         loss_sum: Tensor | None = None
@@ -354,7 +353,6 @@ class Engine:
                     loss, metrics = self._step(self.model, piece)
             if self._times_written() != written:
                 raise TypeError(_CHANGED)
-            self._check_bound()
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
             if loss.dim() or loss.dtype != torch.float32:
@@ -363,6 +361,7 @@ class Engine:
                 raise TypeError("the loss does not depend on any trainable parameter")
             self._fires.clear()
             if finishing and end == samples and self._overlap:
+                self._check_bound()  # before anything leaves
                 block.count_down(self._grad_buckets)
             before = len(self._notes)
             _run_backward(loss, self._weight((end - begin) * block.task.loss_scale))
@@ -376,7 +375,8 @@ class Engine:
                 {} if metrics is None else metrics, end - begin, (end - begin) / samples, first=begin == 0
             )
         assert loss_sum is not None
-        self._drew = seeded is None or torch_states(self.device) != seeded
+        if not self._drew and (finishing or not self._overlap):  # all leaves of the first block, then the last of each
+            self._drew = has_drawn(self.device)
         block.losses.append(loss_sum)
         self._buffers.collect(block.open[-1], samples, block.changed)
         if not (finishing and self._overlap):
@@ -386,7 +386,10 @@ class Engine:
     def _times_written(self) -> int:
         """How often gradients have been written so far: views share their tensor's count."""
         assert self._bound is not None
-        return self._bound.memory._version + sum([flat._version for flat in self._native_memory.values()])
+        written = self._bound.memory._version
+        for flat in self._native_memory.values():
+            written += flat._version
+        return written
 
     def _check_bound(self) -> None:
         """Raises TypeError where a parameter's gradient is not the one that is summed."""

@@ -214,7 +214,7 @@ class Done(Message, frozen=True):
     differ from an undivided leaf), the same in all buckets of the lease. ``compute_s`` is forward, backward and, under
     rules of local steps, the optimizer. ``version`` is the one that was computed with, ``encode_s`` what its codec
     took, and ``raw_bytes`` what its results would be without one. ``drew``: torch's generators have been drawn from, in
-    this lease or before.
+    this lease or before, as far as was looked.
     """
 
     TYPE = 10
