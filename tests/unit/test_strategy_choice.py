@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_what_is_chosen_for_which_network() -> None:
     given_up = [gentleness(chosen[name]) for name in order]
     assert given_up == sorted(given_up)
     for choice in chosen.values():
-        assert choice.utilization >= (0.7 if choice.codec == "raw" else 0.9)
+        assert choice.utilization >= (0.6 if choice.codec == "raw" else 0.9)
         assert (choice.fragments > 1) == (choice.update == "streaming")
         assert (choice.delay > 0) == (choice.update == "streaming")
 
@@ -145,3 +146,22 @@ def test_only_what_is_possible_is_chosen() -> None:
     none = choose(network, possible=set())
     assert (none.update, none.codec) == ("sync", "raw")
     assert "nothing better fits this job" in none.reason
+
+
+def test_the_documents_table_has_what_is_chosen() -> None:
+    """docs/slow-links.md: 10.9M parameters, two workers, a fifth of a second for an own step, buckets of 4 MiB."""
+    networks = [
+        (worker(16000, 0.1, 0.2),) * 2, (worker(500, 10, 0.2),) * 2, (worker(50, 40, 0.2),) * 2,
+        (worker(10, 100, 0.2),) * 2, (worker(50, 40, 0.2), worker(20, 100, 0.2)),
+    ]  # fmt: skip
+    chosen = []
+    for workers in networks:
+        choice = choose(situation(*workers, num_layers=11))
+        said = f"{choice.update}, {choice.codec}" + (f", {choice.inner_steps}" if choice.inner_steps else "")
+        if choice.fragments > 1:
+            said += f", {choice.fragments} fragments, overlap {choice.delay}, {choice.leases_ahead} leases"
+        chosen.append(said)
+    text = (Path(__file__).parents[2] / "docs" / "slow-links.md").read_text()
+    table = text[text.index("| because | auto |") :].split("\n\n")[0].splitlines()[2:]
+    told = [line.split(" | ")[-1].removesuffix("|").strip() for line in table]
+    assert told == [*chosen, ""]  # nothing is said of unequal machines on good lines

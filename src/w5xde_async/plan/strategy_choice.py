@@ -5,7 +5,7 @@ A worker's figures are measured while all transfer at once, so the coordinator's
     T  = n (bytes/value up / up rate + bytes/value down / down rate) + round trip + coding       of the slowest worker
     sync:       computes C = 1 / sum(1 / batch_s) a step      utilization C / (C + T)
     local:      computes R = H batch_s a round                utilization R / (R + T)
-    streaming:  a P-th at a time, hidden where twice its way takes at most d batch_s; the longer way fills half a line
+    streaming:  a P-th at a time, hidden where twice its way takes at most d batch_s; lines are full at two thirds
 
 Candidates stand in the order of how much they give up (``LADDER``), and the first that reaches its target (``Targets``)
 is chosen, or the best where none does. Exact sync has a lower one, and any network that costs a step next to nothing is
@@ -51,7 +51,7 @@ LADDER: tuple[tuple[str, str, int], ...] = (
 )  # fmt: skip
 #: (update, codec) of all of them.
 PAIRS = frozenset((update, codec) for update, codec, _ in LADDER)
-_FULL = 0.5  # of a line that is busier fragments queue up behind each other
+_FULL = 0.65  # of a line that is busier fragments queue up behind each other
 #: Inner steps that a streamed fragment may be late: 5 cost next to nothing (arXiv:2501.18512, section 3.3), 16 hardly
 #: more in what docs/slow-links.md measured.
 _MAX_DELAY = 16
@@ -93,7 +93,7 @@ class Targets:
     ``negligible_s``: what the network may cost a step without being worth a thought."""
 
     computing: float = 0.9
-    exact: float = 0.7
+    exact: float = 0.6
     negligible_s: float = 0.005
 
     def reached(self, choice: Choice) -> bool:
