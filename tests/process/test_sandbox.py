@@ -25,7 +25,7 @@ from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.program import sandbox as sandboxes
 from w5xde_async.compute.program.sandbox import Sandbox, Sandboxed
 from w5xde_async.coordinator.service import Coordinator, RunResult
-from w5xde_async.errors import ProgramKilled, ProgramRefused
+from w5xde_async.errors import DeviceLost, ProgramKilled, ProgramRefused
 from w5xde_async.params.flat import named_digest
 from w5xde_async.worker import engine_source
 from w5xde_async.worker.config import WorkerConfig
@@ -135,6 +135,21 @@ async def test_the_worker_outlives_it_says_why_and_the_run_goes_on(how: str, mon
         running = asyncio.create_task(next_one.run())
         result = await coordinator.wait()
         assert await running is Departure.FINISHED
+    assert result.digest == named_digest(reference.train(jobs.mlp_adamw())[0])
+
+
+async def test_a_child_that_loses_its_device_is_not_held_against_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker says which leaf it was, and is to be started again."""
+    monkeypatch.setenv("CUDA_TEST_DEATH", "loses its device")
+    monkeypatch.setattr(engine_source, "Sandbox", Deadly)
+    async with Coordinator(jobs.mlp_adamw(), config=settings(code_free=True, max_time_s=100.0)) as coordinator:
+        with pytest.raises(DeviceLost, match="an illegal address") as caught:
+            await Worker(coordinator.address, config=SANDBOXED).run()
+        assert caught.value.exit_code == 7
+        monkeypatch.setattr(engine_source, "Sandbox", Sandbox)
+        again = asyncio.create_task(Worker(coordinator.address, config=SANDBOXED).run())
+        result = await coordinator.wait()
+        assert await again is Departure.FINISHED
     assert result.digest == named_digest(reference.train(jobs.mlp_adamw())[0])
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.program import child, runner
 
 _compute = Engine.compute
@@ -21,6 +21,8 @@ def compute(self: Engine, *arguments: Any) -> Any:
         how = os.environ.get("CUDA_TEST_DEATH", "")
         if how == "reads beside its memory":
             ctypes.string_at(8)
+        if how == "loses its device":
+            raise LeafError(arguments[0].start, RuntimeError("CUDA error: an illegal address"), device_lost=True)
         if how == "opens a file":
             os.open("/etc/passwd", os.O_RDONLY)
         if how == "aborts":
@@ -35,9 +37,9 @@ if __name__ == "__main__":
     count = Engine.compute
     child_warm = runner.warm_up
 
-    def warm(*arguments: Any) -> None:
+    def warm(*arguments: Any, **named: Any) -> None:
         global _blocks
-        child_warm(*arguments)
+        child_warm(*arguments, **named)
         _blocks = 0
 
     runner.warm_up = warm

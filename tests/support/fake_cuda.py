@@ -273,6 +273,7 @@ class FakeCuda:
         self._random, self._pace = random.Random(seed), pace
         self.compute = Stream(self, late=False)
         self.current = self.compute
+        self.current_device: torch.device | None = None
         self.sides: list[Stream] = []
         self._left: int | None = None  # calls until a device that has asserted says so; None: it is well
 
@@ -302,6 +303,14 @@ class FakeCuda:
         for side in self.sides:
             side.run_until(None)
         self.host_copies_are_done()
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current_device = self.current_device, device
+        try:
+            yield
+        finally:
+            self.current_device = before
 
     def empty_cache(self) -> None:
         self.check()

@@ -237,7 +237,8 @@ class Engine:
         """
         block = Block(task, emit, self._metric_names)
         try:
-            return self._compute(block)
+            with self._transfer.current_device():
+                return self._compute(block)
         except BaseException as error:
             lost = self._transfer.lost()
             if lost is None:
