@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _TURN = threading.RLock()  # a job's own code may build models and load jobs
 
@@ -30,6 +31,7 @@ def seed_all(seed: int, device: torch.device | None = None, *, python: bool = Tr
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     elif device is not None and device.type == "mps":
         torch.mps.manual_seed(seed)
+        _mps_seeded[:] = [torch.mps.get_rng_state()]
     if not python:
         return
     _seed_python(seed)
@@ -38,12 +40,11 @@ def seed_all(seed: int, device: torch.device | None = None, *, python: bool = Tr
 
 
 def has_drawn(device: torch.device) -> bool:
-    """Whether anybody has drawn from torch's generators, the CPU's and the device's, since they were seeded.
-
-    MPS does not tell: there it is assumed.
-    """
-    if device.type == "mps" or _header(torch.default_generator) not in _SEEDED:
+    """Whether anybody has drawn from torch's generators, the CPU's and the device's, since ``seed_all``."""
+    if _header(torch.default_generator) not in _SEEDED:
         return True
+    if device.type == "mps":
+        return not all(torch.equal(state, torch.mps.get_rng_state()) for state in _mps_seeded)
     return device.type == "cuda" and _header(torch.cuda.default_generators[device.index or 0]) not in _SEEDED
 
 
@@ -54,6 +55,7 @@ def _header(generator: torch.Generator) -> bytes:
 
 # No draw leads back there: the twister's place is never again both before its first number and before its next 624.
 _SEEDED = {_header(torch.Generator()), bytes(8)}
+_mps_seeded: list[Tensor] = []  # MPS has no such place: where its generator stood when it was seeded last
 
 
 class random_state:

@@ -26,6 +26,7 @@ ERRORS: list[Callable[[], RuntimeError]] = [
     lambda: RuntimeError("CUDA error: out of memory"),  # pinned memory
     lambda: RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GiB, max allowed: 18.13 GiB)."),
     lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
     lambda: RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
 ]
 PLACES = ("forward", "backward", "last backward", "make_vector", "copies")
@@ -236,6 +237,12 @@ def test_every_kind_of_lack_is_known(make: Callable[[], RuntimeError]) -> None:
 )
 def test_other_errors_are_none(error: BaseException) -> None:
     assert not lacks_memory(error)
+
+
+def test_the_cpus_allocator_says_it_so() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert lacks_memory(caught.value)
 
 
 # -- halves, and back

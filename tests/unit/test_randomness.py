@@ -69,6 +69,28 @@ def test_whether_torch_drew_is_seen(draw: Callable[[], object], drawn: bool, see
         assert has_drawn(torch.device("cpu")) is drawn
 
 
+class Accelerator:
+    """Of its generator a state is known, and how to seed it."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.manual_seed, self.get_rng_state = self.generator.manual_seed, self.generator.get_state
+
+
+@pytest.mark.parametrize("name", ["mps", "cuda:0"])
+def test_draws_on_a_device_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Accelerator()
+    monkeypatch.setattr(torch, "mps", fake)
+    monkeypatch.setattr(torch.cuda, "default_generators", (fake.generator,))
+    with random_state():
+        for seed in (5, 6):
+            seed_all(seed, torch.device(name))
+            assert not has_drawn(torch.device(name))
+            torch.rand(3, generator=fake.generator)
+            assert has_drawn(torch.device(name))
+            assert not has_drawn(torch.device("cpu"))
+
+
 def test_python_and_numpy_are_seeded_as_their_own_functions_do() -> None:
     with random_state():
         seed_all(1234567890123)

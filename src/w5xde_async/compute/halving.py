@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-#: MPS, pinned memory and CUDA's libraries say it in a plain RuntimeError ("MPS backend out of memory",
-#: "CUDA error: out of memory", CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_..._ALLOCATION_FAILED).
-_SIGNS = ("out of memory", "alloc_failed", "allocation_failed")
+#: MPS, pinned memory, CUDA's libraries and the CPU's allocator say it in a plain RuntimeError ("MPS backend out of
+#: memory", "CUDA error: out of memory", CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_..._ALLOCATION_FAILED,
+#: "DefaultCPUAllocator: can't allocate memory").
+_SIGNS = ("out of memory", "alloc_failed", "allocation_failed", "can't allocate memory")
 _PATIENCE, _MOST_PATIENCE = 32, 1024  # blocks
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a device, or the pinned memory beside it, was too small: with less to do at once it may go well."""
+    """Whether memory was too small, a device's or the host's beside it: with less to do at once it may go well."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not isinstance(error, RuntimeError):
