@@ -8,9 +8,9 @@ from tests.support.scripted import LEAVES, Run, Scripted, ready, scripted, settl
 
 from w5xde_async.errors import LinkLost
 from w5xde_async.plan.pacing import PacingConfig
-from w5xde_async.telemetry.events import Waiting, WorkerLeft
+from w5xde_async.telemetry.events import Waiting, Warned, WorkerLeft
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Bye, Done, Drain, Failed, Lease, Verdict, VerdictCode
+from w5xde_async.wire.messages import Bye, Done, Drain, Failed, Lease, Params, Verdict, VerdictCode
 
 BUCKETS = 4
 
@@ -446,3 +446,34 @@ async def test_why_nothing_is_leased_is_said_once_not_at_every_look() -> None:
         assert said[0] == "0 of 2 workers"
         assert said[-1] == "1 of 2 workers, 1 joining"
         assert len(set(said)) == len(said)
+
+
+async def test_who_has_no_work_is_sent_no_parameters_and_that_is_said_once():
+    """Six workers on four leaves a step: two are there in vain, until one that has work leaves."""
+    async with scripted() as run:
+        workers = [await run.worker(f"w{number}") for number in range(LEAVES + 2)]
+        for version in range(1, 4):
+            await run.pass_time(1.0)
+            busy = [worker for worker in workers if held(worker, version - 1)]
+            assert len(busy) == LEAVES
+            for worker in busy:
+                await finish(run, worker, version - 1)
+            await run.commits(version)
+            await settle()
+        for worker in workers:
+            told = {params.version for params in worker.all(Params)}
+            had = {lease.version for lease in worker.all(Lease)}
+            assert told <= had | {0}, "a version that it has no lease of"
+        warned = [event.text for event in run.events if isinstance(event, Warned)]
+        assert [text for text in warned if "have no work" in text] == warned
+        assert len(warned) == 1
+        assert f"{LEAVES + 2} workers share steps of {LEAVES} leaves: 2 of them have no work" in warned[0]
+
+        gone = next(worker for worker in workers if held(worker, 3))
+        gone.link.abort()
+        await settle()
+        for worker in workers:
+            if worker is not gone:
+                await finish(run, worker, 3)
+        await run.commits(4)
+        assert run.applied() == {4.0}

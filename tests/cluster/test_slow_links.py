@@ -109,9 +109,9 @@ class Watch:
             OuterAggregator.offer,
         )
 
-        def sent(publisher: DeltaPublisher, sessions: Any, version: int, pieces: Any) -> None:
+        def sent(publisher: DeltaPublisher, sessions: Any, version: int, pieces: Any, **idle: Any) -> None:
             self.published[version] = digest(publisher._published)
-            send(publisher, sessions, version, pieces)
+            send(publisher, sessions, version, pieces, **idle)
 
         def sent_lacking(publisher: DeltaPublisher, sessions: Any, pieces: Any) -> None:
             version = publisher._version

@@ -17,7 +17,7 @@ many bytes as the model has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -123,12 +123,18 @@ class DeltaPublisher:
 
     # -- on the loop's thread ------------------------------------------------------------------------------
 
-    def join(self, session: Session, *, held: bool = False) -> None:
-        """A worker has come. It lacks everything, or nothing where it has ``held`` on to this version."""
+    def join(self, session: Session, *, held: bool = False, idle: bool = False) -> None:
+        """A worker has come. It lacks everything, or nothing where it has ``held`` on to this version.
+
+        ``idle`` ones are sent everything too: deltas are small, and whoever missed some would be sent the whole model.
+        """
         self._ways[session] = _Way(seen=self.sent)
         if not held:
             session.unsent.update(range(len(self.layout.buckets)))
         self.catch_up(session)
+
+    def bring(self, session: Session) -> None:
+        """It comes anyway."""
 
     def forget(self, session: Session) -> None:
         """The session has ended."""
@@ -168,7 +174,9 @@ class DeltaPublisher:
             way.seen = self.sent
         return session.unsent
 
-    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+    def send(
+        self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece], *, idle: Collection[Session] = ()
+    ) -> None:
         """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
         self._version = version
         told_to = [(session, self._ways[session]) for session in sessions]

@@ -8,7 +8,7 @@ commit leaves alone (frozen parameters, constant buffers) therefore travel once,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from w5xde_async.hub.members.session import Session
@@ -39,14 +39,25 @@ class Publisher(Protocol):
     def advance(self, changed: Iterable[int]) -> list[Piece]:
         """What tells the new version from the one before. In the parameters' thread, right after the update."""
 
-    def join(self, session: Session, *, held: bool = False) -> None:
-        """A worker has come. It lacks everything, or nothing where it has ``held`` on to this version."""
+    def join(self, session: Session, *, held: bool = False, idle: bool = False) -> None:
+        """A worker has come. It lacks everything, or nothing where it has ``held`` on to this version.
+
+        ``idle``: it has no work, and may be sent nothing until ``bring`` is called.
+        """
+
+    def bring(self, session: Session) -> None:
+        """A worker has work of the newest version, which it may not have been sent."""
 
     def forget(self, session: Session) -> None:
         """The session has ended."""
 
-    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
-        """Queue a version that ``advance`` made. Who cannot follow is sent later what it lacks."""
+    def send(
+        self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece], *, idle: Collection[Session] = ()
+    ) -> None:
+        """Queue a version that ``advance`` made. Who cannot follow is sent later what it lacks.
+
+        Those that are ``idle`` have no work, and may be sent nothing until ``bring`` is called.
+        """
 
 
 class LivePublisher:
@@ -63,25 +74,38 @@ class LivePublisher:
     def advance(self, changed: Iterable[int]) -> list[Piece]:
         return [self._piece(number) for number in changed]
 
-    def join(self, session: Session, *, held: bool = False) -> None:
-        self._queue(session, () if held else range(len(self._layout.buckets)))
+    def join(self, session: Session, *, held: bool = False, idle: bool = False) -> None:
+        if not held:
+            session.unsent.update(range(len(self._layout.buckets)))
+        if not idle:
+            self._queue(session)
+
+    def bring(self, session: Session) -> None:
+        if session.current_version != self._version:
+            self._queue(session)
 
     def forget(self, session: Session) -> None:
         """Nothing is kept of it."""
 
-    def send(self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece]) -> None:
+    def send(
+        self, sessions: Iterable[Session], version: int, pieces: Sequence[Piece], *, idle: Collection[Session] = ()
+    ) -> None:
         self._version, self._loss_scale = version, self._rule.loss_scale
         self._encoded.clear()
         changed = [piece.bucket for piece in pieces]
         for session in sessions:
-            self._queue(session, changed)
+            session.unsent.update(changed)
+            if session in idle:
+                session.outbox.supersede(version)
+                session.current_version = -1
+            else:
+                self._queue(session)
 
-    def _queue(self, session: Session, changed: Iterable[int]) -> None:
-        """Every bucket that the worker lacks, ``changed`` ones included, at the current version."""
+    def _queue(self, session: Session) -> None:
+        """Every bucket that the worker lacks, at the current version."""
         version = self._version
         session.outbox.supersede(version)
         session.current_version = version
-        session.unsent.update(changed)
         unsent = sorted(session.unsent)
         if not unsent:
             session.post(Params(version, 0, 0, self._loss_scale))

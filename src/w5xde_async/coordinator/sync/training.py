@@ -80,7 +80,9 @@ class SyncTraining:
             lease_terms(context, greeting, lambda: self.roster.present),
             allowed_s=self._allowed_s, has_come=self._has_come,
         )  # fmt: skip
-        self.scheduler = LeaseScheduler(self.ledger, self.pacing, context.loader, at_most_half=growing is not None)
+        self.scheduler = LeaseScheduler(
+            self.ledger, self.pacing, context.loader, at_most_half=growing is not None, granted=self._granted
+        )
         self.phase = Phase(context, greeting, self, version=first_step)
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
         self.growing, self.rule = growing, rule
@@ -107,6 +109,7 @@ class SyncTraining:
         receive = ReceiveBuffers(layout, update.uplink_codec)
         self.results = Results(shared, self.scheduler, self.verification, receive)
         self._look_again: asyncio.TimerHandle | None = None
+        self._warned_of_idle = False
         self._last_commit = clock()
 
     @property
@@ -250,7 +253,9 @@ class SyncTraining:
     def _publish(self, pieces: Sequence[Piece]) -> None:
         """Tell every worker what became of its results and of the new version."""
         self.verdicts.committed(self.version)
-        self.publisher.send(self.roster.sessions.values(), self.version, pieces)
+        sessions = self.roster.sessions
+        idle = {session for worker, session in sessions.items() if not self._has_work(worker)}
+        self.publisher.send(sessions.values(), self.version, pieces, idle=idle)
         if self.roster.keeps_residuals:
             for member in tuple(self.roster.membership.members.values()):
                 if member.standing is Standing.DRAINING:
@@ -321,6 +326,31 @@ class SyncTraining:
             self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
         self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
+
+    def _granted(self, grant: BlockGrant) -> None:
+        """A lease was given: of the current version, perhaps to one that had no work and was not sent it."""
+        if grant.step == self.version and (session := self.roster.sessions.get(grant.worker)) is not None:
+            self.publisher.bring(session)
+
+    def _has_work(self, worker: str) -> bool:
+        """Whether it holds a lease of the current step."""
+        return any(grant.step == self.version for grant in self.ledger.held(worker))
+
+    def _too_many(self) -> bool:
+        """Whether there are more workers than leaves, in this step and the next."""
+        ready, steps = self.roster.membership.num_ready, self.ledger.open_steps
+        return bool(steps) and all(ready > self.ledger.num_leaves(step) for step in steps)
+
+    def _warn_of_idle(self) -> None:
+        """Say once that there is not work for all."""
+        if self._warned_of_idle or not self.phase.begun or not self._too_many():
+            return
+        self._warned_of_idle = True
+        ready, leaves = self.roster.membership.num_ready, self.ledger.num_leaves(self.ledger.open_steps[0])
+        self.phase.warn(
+            f"{ready} workers share steps of {leaves} {'leaf' if leaves == 1 else 'leaves'}: {ready - leaves} of them "
+            "have no work; raise batch_size or lower microbatch_size to have more leaves a step, or start fewer workers"
+        )
 
     def _allowed_s(self, grant: BlockGrant) -> float:
         """How long a lease may take, by what is known of its worker now."""
@@ -432,6 +462,7 @@ class SyncTraining:
     def tick(self, now: float) -> None:
         self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
         self.schedule()
+        self._warn_of_idle()
         if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self._recomputation is not None:
             self._recomputation.give_up()
         if self.roster.keeps_residuals:
@@ -445,7 +476,7 @@ class SyncTraining:
         machine = Machine(said.device.partition(":")[0], said.device_name, said.threads, said.torch_version)
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
         # A number under this rule is a step's: no other version of the term has it.
-        self.publisher.join(session, held=self.version in said.held)
+        self.publisher.join(session, held=self.version in said.held, idle=self.phase.begun and self._too_many())
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:

@@ -57,8 +57,12 @@ class _Plan:
 class LeaseScheduler:
     """Grants leases and pairs them with their data. Knows no sessions."""
 
-    def __init__(self, ledger: Ledger, pacing: Pacing, loader: Loader, *, at_most_half: bool = False) -> None:
-        """``at_most_half``: no lease holds leaves of both halves of its step, which are measured."""
+    def __init__(
+        self, ledger: Ledger, pacing: Pacing, loader: Loader, *, at_most_half: bool = False,
+        granted: Callable[[BlockGrant], None] = lambda grant: None,
+    ) -> None:  # fmt: skip
+        """``at_most_half``: no lease holds leaves of both halves of its step, which are measured. ``granted`` is told
+        of each lease before its data is read."""
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[BlockGrant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, BlockGrant] = {}  #: leases whose data had not been read, some that have ended among them
@@ -77,7 +81,7 @@ class LeaseScheduler:
         self._plans: dict[int, _Plan] = {}  # by step, where lines are slow
         self._left_out: dict[str, int] = {}  # workers whose line is too slow to be of use -> in which step
         self._ahead = pacing.config.leases_ahead
-        self._at_most_half = at_most_half
+        self._at_most_half, self._granted = at_most_half, granted
         self._gave_back = False
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
@@ -144,6 +148,8 @@ class LeaseScheduler:
             self._grant(steps, now, has_credit, hold_back)
             self._back_up(steps[0], now, has_credit)
         fresh, self._fresh = self._fresh, []
+        for grant in fresh:
+            self._granted(grant)
         yield from self._send(fresh)
 
     def gave_back(self) -> bool:
