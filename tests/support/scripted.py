@@ -122,7 +122,13 @@ class Run:
         near, far = memory_pair(limit_bytes=limit_bytes)
         self._incarnation += 1
         session = _Readable(
-            near, self.training.roster, self.training, token="", handshake_s=10.0, incarnation=self._incarnation
+            near,
+            self.training.roster,
+            self.training,
+            token="",
+            handshake_s=10.0,
+            incarnation=self._incarnation,
+            clock=lambda: self.now,
         )
         self.task(session.run())
         made = Scripted(self, far, session, worker_id)
