@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from tests.support import fake_cuda as fakes
@@ -21,9 +22,14 @@ from torch.nn import functional as F
 
 from w5xde_async.compute.block import Task
 from w5xde_async.compute.engine import Engine, LeafError
+from w5xde_async.compute.inner import describe_inner
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.job import Job, build_model
-from w5xde_async.params.flat import ResultVector
+from w5xde_async.params.flat import ResultVector, bytes_of
+from w5xde_async.updates.outer import bucket_fragments
+from w5xde_async.wire.messages import VerdictCode
+from w5xde_async.worker.executors.published import Published
+from w5xde_async.worker.executors.replicas import SteppingReplica
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +55,40 @@ def test_late_streams_change_no_bit(make: Callable[[], Job], pace: float) -> Non
     assert differing == []
     assert cuda.hazards == []
     assert cuda.counts.copies_out
+
+
+def local_steps(job: Job, engine: Engine, streaming: list[object] | None) -> list[bytes]:
+    """Every pseudo-gradient of a replica that makes its own steps."""
+    published = Published(engine.layout)
+    published.version = 0
+    published.state.copy_groups(engine.incoming)
+    optimizer = job.optimizer(engine.model)
+    inner = describe_inner(optimizer, engine.layout, engine.model)
+    replica = SteppingReplica(engine, published, msgpack.packb({**inner, "clip": 1.0, "streaming": streaming}))
+    rates = [1e-3] * len(optimizer.param_groups)
+    everything = [bucket.index for bucket in engine.layout.result_buckets]
+    found = []
+    for step in range(8):
+        replica.compute(task(job, 1 + step % 3, step), rates, lambda bucket, vector: None)
+        if step % 2:
+            asked = bucket_fragments(engine.layout, 2)[step // 2 % 2] if streaming else everything
+            vector, _ = replica.submission(step, asked)
+            found += [bytes(bytes_of(vector.buckets[bucket])) for bucket in asked]
+            replica.settle([step], VerdictCode.APPLIED if step != 5 else VerdictCode.REJECTED)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["cnn_adamw", "gpt_adamw", "mlp_sgd"])
+@pytest.mark.parametrize("streaming", [None, [2, 1, 0.5]])
+def test_local_steps_on_late_streams_have_the_same_bits(name: str, streaming: list[object] | None) -> None:
+    """Optimizer and parameters stay on the device; nothing of a block leaves it."""
+    job = jobs.ALL[name]()
+    expected = local_steps(job, Engine(job, device="cpu", bucket_bytes=BUCKET_BYTES), streaming)
+    with fake_cuda(2, pace=0.1) as cuda:
+        actual = local_steps(job, Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES), streaming)
+    assert actual == expected
+    assert cuda.hazards == []
 
 
 # -- what it finds -------------------------------------------------------------------------------------------------
