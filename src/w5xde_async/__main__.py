@@ -1,4 +1,4 @@
-"""``w5xde coordinator ...``, ``w5xde worker ...``, ``w5xde status ...``."""
+"""``w5xde coordinator ...``, ``w5xde worker ...``, ``w5xde status ...``, ``w5xde doctor ...``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ _USAGE = """\
 usage: w5xde coordinator JOB [options]
        w5xde worker --server HOST:PORT [options]
        w5xde status [--server HOST:PORT | --run-dir DIR] [--watch]
+       w5xde doctor --join-file FILE
 
 Each has its own --help. The same as python -m w5xde_async.coordinator,
-python -m w5xde_async.worker and python -m w5xde_async.status.
+python -m w5xde_async.worker and so on.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names; the result is the exit code."""
     from w5xde_async.coordinator.__main__ import main as coordinator
+    from w5xde_async.doctor.__main__ import main as doctor
     from w5xde_async.worker.__main__ import main as worker
 
     given = sys.argv[1:] if arguments is None else list(arguments)
     from w5xde_async.status import main as status
 
-    programs = {"coordinator": coordinator, "worker": worker, "status": status}
+    programs = {"coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor}
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
     if given and given[0] == "--version":

@@ -24,6 +24,7 @@ LEVELS = {
     "coordinator.parameters": 15,
     "coordinator.durability": 15,
     "coordinator.monitoring": 15,
+    "doctor": 16,
     "worker": 15,
     "coordinator.training": 14,
     "coordinator.verification_config": 10,

@@ -70,6 +70,7 @@ _SAMPLES: dict[str, tuple[Any, ...]] = {
     "Drain": ("leaving", 1.0),
     "Bye": (3, "leaving"),
     "ProgramRequest": (1, b""),
+    "Probe": (0, b""),
 }
 
 

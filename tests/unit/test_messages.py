@@ -38,6 +38,10 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Done", "encode_s"): _seconds,
     ("Done", "raw_bytes"): _counts,
     ("Drain", "grace_s"): _seconds,
+    ("Probe", "wanted"): st.integers(0, 3072),
+    ("Probed", "wall"): st.floats(0.0, 1e12),
+    ("Probed", "num_values"): _counts,
+    ("Probed", "leaf_s"): _seconds,
     ("Report", "host_bytes"): _counts,
     ("Report", "device_bytes"): _counts,
     ("Report", "device_total_bytes"): _counts,
@@ -61,7 +65,7 @@ FREE = {
     ("Params", "bucket"), ("Params", "num_buckets"), ("Lease", "lease"), ("Lease", "version"), ("Lease", "step"),
     ("Lease", "start"), ("Result", "lease"), ("Result", "bucket"), ("Done", "lease"), ("Done", "version"),
     ("Failed", "lease"), ("Failed", "leaf"), ("Verdict", "code"), ("Revoke", "lease"), ("Bye", "code"),
-    ("ProgramRequest", "form"), ("Submit", "lease"),
+    ("ProgramRequest", "form"), ("Submit", "lease"), ("Probe", "filler"), ("Probed", "filler"),
 }  # fmt: skip
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: _ints,

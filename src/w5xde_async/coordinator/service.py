@@ -495,7 +495,7 @@ class Coordinator:
         self._incarnations += 1
         session = Session(
             link, training.roster, training, token=access.credentials, handshake_s=self.config.handshake_s,
-            incarnation=self._incarnations, clock=self._runtime.clock,
+            incarnation=self._incarnations, clock=self._runtime.clock, wall=self._runtime.wall,
         )  # fmt: skip
         try:
             await session.run()

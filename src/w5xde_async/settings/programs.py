@@ -164,6 +164,18 @@ class WorkerSettings(Program):
         return text
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(WorkerSettings):
+    """Settings of ``w5xde_async.doctor``: a worker's, so that its command line will do."""
+
+    about = (
+        "Say what is wrong between this machine and the coordinator: name, route, port,\ncertificate, secret, clock, "
+        "round trip, rate each way, and what --update auto would\nchoose. It takes the options of a worker, does not "
+        "join the run and takes ten\nseconds at most."
+    )
+    ending = f"{_SECRETS}\n\n{_EXIT_CODES}"
+
+
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
 _OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
 

@@ -17,8 +17,10 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
+#: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
+PROBE_BYTES = 3072
 #: Most metrics that a job may report of a leaf, and characters of the name of one.
 MOST_METRICS, METRIC_NAME = 64, 128
 
@@ -30,6 +32,7 @@ _Name = Annotated[str, Meta(max_length=256)]
 _Sentence = Annotated[str, Meta(max_length=1024)]
 _Data = Annotated[bytes, Meta(max_length=64)]
 _MetricNames = Annotated[tuple[Annotated[str, Meta(max_length=METRIC_NAME)], ...], Meta(max_length=MOST_METRICS)]
+_Filler = Annotated[bytes, Meta(max_length=PROBE_BYTES)]
 _PLACE = re.compile(r"\$\[(\d+)\]")
 
 
@@ -353,6 +356,32 @@ class Introduction(Message, frozen=True):
     key: Annotated[str, Meta(max_length=64)]
     name: _Name
     software: _Name
+
+
+class Probe(Message, frozen=True):
+    """From one who has proved itself, in place of INTRODUCTION: it measures the way here and does not join.
+
+    ``wanted``: bytes of filler in the answer. ``filler`` means nothing.
+    """
+
+    TYPE = 24
+    wanted: Annotated[int, Meta(ge=0, le=PROBE_BYTES)]
+    filler: _Filler
+
+
+class Probed(Message, frozen=True):
+    """Answer to a PROBE. ``wall``: seconds since 1970 by the coordinator's clock.
+
+    Of its run: ``num_values`` that a result has, ``leaf_s`` for a leaf of the fastest worker (0 where nobody's is
+    known) and the name of the update rule.
+    """
+
+    TYPE = 25
+    wall: Annotated[float, Meta(ge=0.0, le=1e12)]
+    num_values: _Bytes
+    leaf_s: _Seconds
+    update: _Name
+    filler: _Filler
 
 
 MESSAGES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__subclasses__()}

@@ -90,6 +90,7 @@ class Roster:
         self._scheduling, self._greeting, self._config = scheduling, greeting, config
         self._bus, self._clock, self._on_quarantine = bus, clock, on_quarantine
         self._welcome, self._layout_text = greeting.message, greeting.layout.describe()
+        self._num_values = sum(bucket.numel for bucket in greeting.layout.result_buckets)
         self._joining: dict[Session, float] = {}  # let in, building their model -> when they last said something
         self._admitted: dict[Session, str] = {}  # those two and their ids
         self._ids: Counter[str] = Counter()
@@ -265,6 +266,10 @@ class Roster:
         self._joining[session] = session.admitted_at = self._clock()
         session.uptake.begin(session.admitted_at)
         return None
+
+    def outline(self) -> tuple[int, float, str]:
+        """Of the run, for one who only probes."""
+        return self._num_values, self._scheduling.pacing.fastest_leaf_s or 0.0, self._welcome.update
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
         """The run, for a new worker."""

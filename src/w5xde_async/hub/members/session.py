@@ -19,7 +19,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from w5xde_async.errors import LinkLost, MalformedFrame, RefusalCode, RemoteError, UsageError, W5xdeError
+from w5xde_async.errors import (
+    LinkLost,
+    MalformedFrame,
+    RefusalCode,
+    RemoteError,
+    UnexpectedMessage,
+    UsageError,
+    W5xdeError,
+)
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
@@ -39,6 +47,8 @@ from w5xde_async.wire.messages import (
     Introduction,
     Lease,
     Message,
+    Probe,
+    Probed,
     ProgramRequest,
     Proof,
     Ready,
@@ -55,11 +65,18 @@ _TALK_RATE, _TALK_BURST = 256, 2048  # messages a second, and at once, that no l
 _GARBAGE_BYTES = 64 << 20  # results that nothing authorizes: more than this in a row is no accident
 
 
+#: Of one connection, in the time that a handshake may take: 3 MB each way.
+_MOST_PROBES = 1024
+
+
 class Admission(Protocol):
     """What a session needs of the list of members: it lets workers in, and is told who came and who left."""
 
     def admit(self, session: Session) -> Refusal | None:
         """A worker has proved itself; None lets it in."""
+
+    def outline(self) -> tuple[int, float, str]:
+        """Of the run, for one who only probes: values of a result, seconds of a leaf (0: unknown), the update rule."""
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
         """The run, for a new worker."""
@@ -135,7 +152,7 @@ class Session:
 
     def __init__(
         self, link: Link, admission: Admission, work: WorkSource, *, token: str | Credentials, handshake_s: float,
-        incarnation: int, clock: Callable[[], float] = time.monotonic,
+        incarnation: int, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """``token``: the run's secret ("" for none), or all that decides who may join."""
         self.link, self.incarnation = link, incarnation
@@ -163,7 +180,7 @@ class Session:
         self._admission, self._work, self._handshake_s = admission, work, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
         self.outbox = Outbox(link, clock=clock)
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._closing = self._mismatch = False
         self._scratch = bytearray()
         self._garbage = 0
@@ -288,9 +305,16 @@ class Session:
         self.identity = hello.identity if auth else ""
         own = prove(secret, "coordinator", hello.nonce, nonce, binding) if auth else b""
         await self.link.send(encode(Accepted(own)))
-        received = await self.link.recv()
-        self.state = advance(COORDINATOR, self.state, received.message)
-        assert isinstance(received.message, Introduction)
+        for _ in range(_MOST_PROBES):
+            received = await self.link.recv()
+            self.state = advance(COORDINATOR, self.state, received.message)
+            if not isinstance(received.message, Probe) or self._credentials.revoked(self.identity, ""):
+                break
+            num_values, leaf_s, update = self._admission.outline()
+            filler = bytes(received.message.wanted)
+            await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler)))
+        if not isinstance(received.message, Introduction):
+            raise UnexpectedMessage(type(received.message).__name__, f"{self.state.value}, after so many of them")
         self.worker_id = member_id(self.identity, received.message.key)
         self.name = _shown(self.identity, received.message.name)
         if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):

@@ -56,6 +56,49 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
 
     Raises Refused (by the coordinator, or by us where it cannot prove itself), LinkLost, RemoteError.
     """
+    await prove_each_other(link, token=token, identity=identity)
+    await link.send(encode(messages.Introduction(key, name[:64], w5xde_async.__version__)))
+    link.caps = SESSION_CAPS
+    texts: list[bytearray] = []
+
+    def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
+        names = tuple(spec.name for spec in specs)
+        if type(message) is not messages.Welcome or names not in (("layout",), ("layout", "inner")):
+            raise MalformedFrame(f"{type(message).__name__} came with buffers in place of WELCOME")
+        for spec, most in zip(specs, (MAX_LAYOUT_BYTES, _MAX_INNER_BYTES), strict=False):
+            if spec.dtype != "uint8" or spec.nbytes > most:
+                raise MalformedFrame(f"WELCOME's {spec.name} of {spec.nbytes} bytes")
+            texts.append(bytearray(spec.nbytes))
+        return [memoryview(text) for text in texts]
+
+    received = await link.recv(accept)
+    advance(WORKER, State.NAMING, received.message)
+    if isinstance(received.message, messages.Refusal):
+        raise refused(received.message)
+    welcome = received.message
+    if not isinstance(welcome, messages.Welcome):
+        raise UnexpectedMessage(type(welcome).__name__, State.NAMING.value)
+    if not texts:
+        raise MalformedFrame("WELCOME came without the layout")
+    if welcome.term < terms.get(welcome.run_id, 0):
+        raise Refused(
+            RefusalCode.TERM,
+            f"the coordinator is of term {welcome.term} of its run; this worker has served {terms[welcome.run_id]}",
+            "a newer coordinator took its place; stop the older one",
+        )
+    if welcome.precision not in PRECISIONS:
+        raise MalformedFrame(f"WELCOME has the precision {welcome.precision[:40]!r}")
+    if welcome.update not in RULES or (welcome.update in LOCAL_RULES) != (len(texts) == 2):
+        raise Refused(
+            RefusalCode.PROTOCOL_VERSION,
+            f"the coordinator trains by a rule that this worker does not know ({welcome.update[:40]!r})",
+            "install the same version of w5xde-async on both sides",
+        )
+    return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"")
+
+
+async def prove_each_other(link: Link, *, token: str, identity: str = "") -> None:
+    """The part of ``join`` before the worker says who it is: both sides know the secret. Raises as ``join`` does."""
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
     binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
@@ -90,43 +133,6 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
             "the coordinator does not know this worker's token",
             "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
         )
-    await link.send(encode(messages.Introduction(key, name[:64], w5xde_async.__version__)))
-    link.caps = SESSION_CAPS
-    texts: list[bytearray] = []
-
-    def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
-        names = tuple(spec.name for spec in specs)
-        if type(message) is not messages.Welcome or names not in (("layout",), ("layout", "inner")):
-            raise MalformedFrame(f"{type(message).__name__} came with buffers in place of WELCOME")
-        for spec, most in zip(specs, (MAX_LAYOUT_BYTES, _MAX_INNER_BYTES), strict=False):
-            if spec.dtype != "uint8" or spec.nbytes > most:
-                raise MalformedFrame(f"WELCOME's {spec.name} of {spec.nbytes} bytes")
-            texts.append(bytearray(spec.nbytes))
-        return [memoryview(text) for text in texts]
-
-    received = await link.recv(accept)
-    advance(WORKER, State.NAMING, received.message)
-    if isinstance(received.message, messages.Refusal):
-        raise refused(received.message)
-    welcome = received.message
-    assert isinstance(welcome, messages.Welcome)
-    if not texts:
-        raise MalformedFrame("WELCOME came without the layout")
-    if welcome.term < terms.get(welcome.run_id, 0):
-        raise Refused(
-            RefusalCode.TERM,
-            f"the coordinator is of term {welcome.term} of its run; this worker has served {terms[welcome.run_id]}",
-            "a newer coordinator took its place; stop the older one",
-        )
-    if welcome.precision not in PRECISIONS:
-        raise MalformedFrame(f"WELCOME has the precision {welcome.precision[:40]!r}")
-    if welcome.update not in RULES or (welcome.update in LOCAL_RULES) != (len(texts) == 2):
-        raise Refused(
-            RefusalCode.PROTOCOL_VERSION,
-            f"the coordinator trains by a rule that this worker does not know ({welcome.update[:40]!r})",
-            "install the same version of w5xde-async on both sides",
-        )
-    return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"")
 
 
 async def fetch_program(receive: Receive, outbox: Outbox, digest: bytes) -> tuple[bytes, Document | None]:

@@ -1,0 +1,1 @@
+"""What is wrong between a worker's machine and its coordinator, found without joining the run."""

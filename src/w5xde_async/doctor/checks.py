@@ -1,0 +1,288 @@
+"""The checks, each a line: name, route, port, certificate, secret, clock, round trip, rate each way, what auto chooses.
+
+It proves the secret as a worker does and then measures with PROBE in place of joining: nobody counts it as a worker,
+and it sends less than a megabyte each way. Everything has a deadline; all of it takes ten seconds at most. The rates
+are those of one machine alone: in a run the coordinator's line is shared by all workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from ipaddress import ip_address
+from typing import NamedTuple
+
+from w5xde_async.errors import ExitCode, LinkLost, RefusalCode, Refused, UnexpectedMessage, W5xdeError
+from w5xde_async.net.endpoint import connect, format_address
+from w5xde_async.net.hanging import in_daemon_thread
+from w5xde_async.net.link import Link
+from w5xde_async.plan.strategy_choice import Figures, Situation, choose
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import PROBE_BYTES, Probe, Probed
+from w5xde_async.worker.connection.handshake import prove_each_other
+from w5xde_async.worker.connection.target import Target
+
+_NAME_S, _PORT_S, _TLS_S, _PROOF_S, _RATE_S = 2.0, 2.0, 2.0, 1.5, 1.0  # together the ten seconds
+_ROUND_TRIPS = 5
+_MOST_PROBES, _ENOUGH_S = 256, 0.3  # of one measurement of a rate
+_CLOCK_S = 30.0  # beyond that, logs of both sides cannot be compared, and certificates may not be valid yet
+_ASSUMED_LEAF_S = 0.5
+_LAYERS = 8  # of the model, by which fragments are bounded; the run knows better
+
+
+class Finding(NamedTuple):
+    """One line. ``advice``: what to do where it is not ``ok``; ``code``: the program's exit code for it."""
+
+    name: str
+    ok: bool
+    said: str
+    advice: str = ""
+    code: ExitCode = ExitCode.ERROR
+
+    def __str__(self) -> str:
+        return f"{'ok' if self.ok else 'FAILED':<7} {self.name:<12} {self.said}" + (f"; {self.advice}" * (not self.ok))
+
+
+class _Over(Exception):
+    """What comes next needs what has failed."""
+
+
+class Doctor:
+    """Examines the way to one coordinator."""
+
+    def __init__(self, target: Target, say: Callable[[Finding], None]) -> None:
+        self._target, self._say = target, say
+        self.code = ExitCode.OK  #: of the first check that failed
+        self._addresses: list[tuple[str, int]] = []  # whose port answers
+
+    async def examine(self) -> ExitCode:
+        """Make all checks that can be made; ``code`` of the first that failed."""
+        try:
+            await self._names()
+            await self._ports()
+            link = await self._certificate()
+            try:
+                await self._proof(link)
+                await self._measure(link)
+            finally:
+                link.abort()
+        except _Over:
+            pass
+        return self.code
+
+    def _found(self, name: str, said: str) -> None:
+        self._say(Finding(name, True, said))
+
+    def _failed(self, name: str, said: str, advice: str, code: ExitCode = ExitCode.UNREACHABLE) -> None:
+        self.code = self.code or code
+        self._say(Finding(name, False, said, advice, code))
+
+    async def _names(self) -> None:
+        """Names and routes of all addresses."""
+        known = 0
+        for host, port in self._target.addresses:
+            try:
+                ip_address(host.partition("%")[0])
+                addresses = [host]
+            except ValueError:
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(_NAME_S):
+                        addresses = await in_daemon_thread(("resolve", host), partial(_resolve, host, port))
+                except TimeoutError:
+                    self._failed("name", f"{host}: the resolver does not answer", "check this machine's DNS")
+                    continue
+                except OSError as error:
+                    advice = "check the spelling and this machine's DNS, or have the coordinator --advertise an address"
+                    self._failed("name", f"{host}: {error.strerror or error}", advice)
+                    continue
+                self._found("name", f"{host} is {', '.join(addresses)} ({(time.monotonic() - began) * 1e3:.0f} ms)")
+            known += 1
+            for address in addresses:
+                self._route(address, port)
+        if not known:
+            raise _Over
+
+    def _route(self, address: str, port: int) -> None:
+        """Which of this machine's addresses the system would use; nothing is sent."""
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.setblocking(False)
+                probe.connect((address, port))
+                self._found("route", f"to {address} from {probe.getsockname()[0]}")
+        except OSError as error:
+            advice = "this machine has no way there: check its network, VPN and routes, or --advertise another address"
+            self._failed("route", f"to {address}: {error.strerror or error}", advice)
+
+    async def _ports(self) -> None:
+        """One that answers is enough; all are tried side by side."""
+
+        async def one(host: str, port: int) -> str:
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(_PORT_S):
+                    link = await connect(host, port, timeout_s=_PORT_S)
+            except TimeoutError:
+                return "no answer"
+            except LinkLost as error:
+                return error.reason
+            link.abort()
+            self._addresses.append((host, port))
+            self._found("port", f"{format_address(host, port)} answers ({(time.monotonic() - began) * 1e3:.0f} ms)")
+            return ""
+
+        reasons = await asyncio.gather(*[one(*address) for address in self._target.addresses])
+        silent = [
+            f"{format_address(*address)}: {reason}"
+            for address, reason in zip(self._target.addresses, reasons, strict=True)
+            if reason
+        ]
+        if not self._addresses:
+            refused = any("refused" in reason.lower() for reason in reasons)
+            advice = (
+                "nothing listens there: start the coordinator, and compare its --port and --host"
+                if refused
+                else "open the port in the firewalls between, forward it, or compare --advertise with the coordinator's"
+            )
+            self._failed("port", ", ".join(silent), advice)
+            raise _Over
+        if silent:
+            self._found("port", f"not needed: {', '.join(silent)}")
+
+    async def _certificate(self) -> Link:
+        target = self._target
+        expected = target.config.certificate
+        error: Exception = LinkLost("", "no address")
+        for host, port in self._addresses:
+            try:
+                link = await connect(host, port, timeout_s=_TLS_S, ssl=target.tls)
+            except (LinkLost, Refused) as found:
+                error = found
+                continue
+            if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
+                link.abort()
+                error = Refused(
+                    RefusalCode.AUTHENTICATION, "it is not that of the join string",
+                    "copy the present join file; if it has not changed, somebody sits between",
+                )  # fmt: skip
+                continue
+            said = "none: not encrypted" if target.tls is None else "TLS 1.3, that of the join string"
+            if target.tls is not None and not expected:
+                said = (
+                    "TLS 1.3, of the authority" if target.config.tls.ca is not None else "TLS 1.3, bound to the token"
+                )
+            self._found("certificate", said)
+            return link
+        reason, hint = getattr(error, "reason", str(error)), getattr(error, "hint", "") or "compare TLS of both sides"
+        self._failed("certificate", reason, hint, ExitCode.AUTHENTICATION)
+        raise _Over
+
+    async def _proof(self, link: Link) -> None:
+        config = self._target.config
+        try:
+            async with asyncio.timeout(_PROOF_S):
+                await prove_each_other(link, token=config.token, identity=config.identity)
+        except TimeoutError:
+            self._failed("secret", "it says nothing", "it may be another program, or a coordinator that hangs")
+            raise _Over from None
+        except Refused as error:
+            self._failed("secret", error.reason, error.hint or "copy the present join file", error.exit_code)
+            raise _Over from None
+        except W5xdeError as error:
+            advice = "what listens there may be no coordinator, or want TLS: use its join file"
+            self._failed("secret", str(error), advice, ExitCode.AUTHENTICATION)
+            raise _Over from None
+        self._found("secret", "both sides know it" if config.token else "none is asked for")
+
+    async def _measure(self, link: Link) -> None:
+        try:
+            trips, offsets = [], []
+            answer: Probed | None = None
+            for _ in range(_ROUND_TRIPS):
+                began, wall = time.monotonic(), time.time()
+                async with asyncio.timeout(_PROOF_S):
+                    (answer,) = await _exchange(link, 1, wanted=0, filler=b"")
+                trips.append(time.monotonic() - began)
+                offsets.append((trips[-1], answer.wall - (wall + trips[-1] / 2)))
+            assert answer is not None
+            _, ahead_s = min(offsets)
+            said = f"the coordinator's is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}"
+            if abs(ahead_s) <= _CLOCK_S:
+                self._found("clock", said)
+            else:
+                self._failed("clock", said, "set the clocks of both machines (NTP)", ExitCode.ERROR)
+            self._found("round trip", f"{statistics.median(trips) * 1e3:.1f} ms, at best {min(trips) * 1e3:.1f} ms")
+            up_s = await _bytes_per_s(link, min(trips), up=True)
+            self._found("rate up", f"{_mbit(up_s)} to the coordinator")
+            down_s = await _bytes_per_s(link, min(trips), up=False)
+            self._found("rate down", f"{_mbit(down_s)} from the coordinator")
+        except (TimeoutError, W5xdeError) as error:
+            said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            self._failed("rate", said, "the line is cut or very slow: try again, and look for losses with ping")
+            raise _Over from None
+        self._found("auto", _choice(answer, up_s, down_s, min(trips)))
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for _, _, _, _, address in found))
+
+
+async def _exchange(link: Link, count: int, *, wanted: int, filler: bytes) -> list[Probed]:
+    """``count`` probes on their way at once, and their answers."""
+
+    async def ask() -> None:
+        for _ in range(count):
+            await link.send(encode(Probe(wanted, filler)))
+
+    async def hear() -> list[Probed]:
+        answers: list[Probed] = []
+        while len(answers) < count:
+            message = (await link.recv()).message
+            if not isinstance(message, Probed):
+                raise UnexpectedMessage(type(message).__name__, "probing")
+            answers.append(message)
+        return answers
+
+    _, answers = await asyncio.gather(ask(), hear())
+    return answers
+
+
+async def _bytes_per_s(link: Link, round_trip_s: float, *, up: bool) -> float:
+    """Of more and more probes at once, until they take long enough for the round trip not to matter."""
+    count, left, ends = 2, _MOST_PROBES, time.monotonic() + _RATE_S
+    while True:
+        began = time.monotonic()
+        async with asyncio.timeout(4 * _RATE_S):
+            await _exchange(link, count, wanted=0 if up else PROBE_BYTES, filler=bytes(PROBE_BYTES) if up else b"")
+        now = time.monotonic()
+        took_s = max(now - began - round_trip_s, 1e-4)
+        left -= count
+        if took_s >= _ENOUGH_S or left <= 0 or now >= ends:
+            return count * PROBE_BYTES / took_s
+        count = min(3 * count, left)
+
+
+def _mbit(bytes_s: float) -> str:
+    return f"{bytes_s * 8e-6:.3g} Mbit/s"
+
+
+def _choice(answer: Probed, up_s: float, down_s: float, round_trip_s: float) -> str:
+    """What ``--update auto`` would choose if all workers had this line."""
+    leaf_s = answer.leaf_s or _ASSUMED_LEAF_S
+    figures = Figures(batch_s=leaf_s, up_bytes_s=up_s, down_bytes_s=down_s, round_trip_s=round_trip_s)
+    if not answer.num_values:
+        return "the run has nothing to train"
+    situation = Situation(num_values=answer.num_values, batch_bytes=0, num_layers=_LAYERS, workers=(figures,))
+    known = f"a leaf takes {leaf_s:.2g} s" + ("" if answer.leaf_s else " (assumed: nobody has computed yet)")
+    return (
+        f"over this line alone --update auto would choose {choose(situation).reason} ({answer.num_values:,} values, "
+        f"{known}); the run has --update {answer.update}"
+    )
