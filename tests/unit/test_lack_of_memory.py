@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -216,6 +217,54 @@ def test_memory_that_lacks_after_a_part_has_left_does_not_halve_the_rest() -> No
         assert results.emitted
         LACK.arm("", 0, [])
         assert engine.compute(task, lambda *_: None).splits == 1, "the next block is halved"
+
+
+def hungry(engine: Engine, most: list[int]) -> None:
+    """Memory for at most ``most[0]`` rows at once."""
+    step = engine._step
+
+    def limited(model: nn.Module, batch: Any) -> Any:
+        if len(batch[0]) > most[0]:
+            raise ERRORS[0]()
+        return step(model, batch)
+
+    engine._step = limited
+
+
+def test_memory_that_has_come_back_is_used_again() -> None:
+    engine, most = Engine(job(1), bucket_bytes=256), [2]
+    hungry(engine, most)
+    task, found = block(random.Random(3), 4), []
+    for number in range(120):
+        most[0] = 2 if number < 70 else 4
+        results = Results(engine, local=False)
+        outcome = engine.compute(task, results)
+        assert len(results.emitted) == len(set(results.emitted))
+        assert error_of(results.gradients(), plain(engine, task)) < 1e-5
+        found.append(outcome.splits)
+        done(engine, outcome)
+    engine.close()
+    assert found[:70] == [1] * 70, "a try is made again in halves before anybody hears of it"
+    assert found[70:] == [1] * 26 + [0] * 24, "the second try comes 64 blocks after the first"
+
+
+def test_what_was_computed_is_freed_before_memory_is_given_back() -> None:
+    """An error's traceback holds the frames, and they hold what the forward pass has made."""
+    engine, held = Engine(job(1)), list[weakref.ref[Tensor]]()
+    step, freed = engine._step, list[bool]()
+
+    def greedy(model: nn.Module, batch: Any) -> Any:
+        made = torch.ones(9)
+        held.append(weakref.ref(made))
+        if len(batch[0]) > 1:
+            raise ERRORS[0]()
+        return step(model, batch)
+
+    engine._step = greedy
+    engine._transfer.empty_cache = lambda: freed.append(all(ref() is None for ref in held))  # type: ignore[method-assign]
+    done(engine, engine.compute(block(random.Random(1), 4), lambda *_: None))
+    engine.close()
+    assert freed == [True, True]
 
 
 # -- what lack of memory looks like
