@@ -11,3 +11,4 @@ from w5xde_async.hub.members import roster
 def short_wait_for_lost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.path.name != "test_endings.py":  # which looks at this wait itself
         monkeypatch.setattr(roster, "_RETURN_S", 0.2)
+        monkeypatch.setattr(roster, "_SILENT_RETURN_S", 0.2)

@@ -204,6 +204,50 @@ async def test_who_comes_after_the_last_message_is_told_the_same(code: ByeCode, 
         assert not run.training.roster.sessions
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_who_is_cut_off_at_the_end_may_come_back_later(noticed: bool) -> None:
+    """A line that is cut says nothing: whether the coordinator has noticed before the end or not, it waits longer for
+    such a worker than for one whose link was reset, until it is back or somebody hurries."""
+    async with scripted(silence_s=12.0, heartbeat_s=3.0) as run:
+        roster, hurry = run.training.roster, False
+        await run.worker("cut")
+        roster.tick(run.now, "")
+        run.now += 13.0 if noticed else 7.0
+        if noticed:
+            roster.tick(run.now, "")
+            await settle()
+            assert not roster.sessions
+        roster.say_goodbye(ByeCode.FINISHED, "it is over")
+        waiting = run.task(roster.wait_for_lost(lambda: hurry))
+        for _ in range(2):
+            run.now += 8.0
+            roster._returned.set()
+            await settle()
+            assert not waiting.done()
+        if noticed:
+            with pytest.raises(Refused, match="it is over"):
+                await run.worker("cut")
+        else:
+            hurry = True
+            roster._returned.set()
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_worker_that_is_gone_for_good_holds_the_end_up_for_half_a_minute_at_most() -> None:
+    async with scripted(silence_s=12.0, heartbeat_s=3.0) as run:
+        await run.worker("gone")
+        run.training.roster.tick(run.now, "")
+        run.now += 13.0
+        run.training.roster.tick(run.now, "")
+        await settle()
+        run.training.roster.say_goodbye(ByeCode.FINISHED, "it is over")
+        waiting = run.task(run.training.roster.wait_for_lost())
+        await settle()
+        run.now += 31.0
+        run.training.roster._returned.set()
+        await asyncio.wait_for(waiting, 5)
+
+
 async def test_nobody_waits_for_those_who_left_in_good_order() -> None:
     async with scripted() as run:
         worker = await run.worker("one")

@@ -464,7 +464,7 @@ class Coordinator:
                     failure = failure or error
                 ticking.cancel()
                 if told is not ByeCode.STOPPING:
-                    await run.training.roster.wait_for_lost()
+                    await run.training.roster.wait_for_lost(self._stopped.is_set)
         finally:
             await self._close()
         failure = failure or self._deadline.error or run.checkpointing.save_error

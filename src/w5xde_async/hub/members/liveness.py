@@ -77,13 +77,13 @@ class Liveness:
         config = self._config
         for session, seen in self._joining.items():
             if now - seen >= config.silence_s:
-                session.abort(f"silent for {now - seen:.0f} s")
+                session.abort(f"silent for {now - seen:.0f} s", silent=True)
             elif now - session.admitted_at >= config.join_s:
                 session.abort(f"not ready {config.join_s:.0f} s after it was let in")
         for member in self._membership.silent(now):
             silent = self._sessions.get(member.worker_id)
             if silent is not None:
-                silent.abort(f"silent for {now - member.last_seen:.0f} s")
+                silent.abort(f"silent for {now - member.last_seen:.0f} s", silent=True)
         for grant in self._ledger.overdue(now):
             if self._ledger.get(grant.lease) is not None:
                 self._overdue(grant)
@@ -93,7 +93,7 @@ class Liveness:
             session.post(Heartbeat(activity))
             session.uptake.begin(now)
         elif stalled_s := session.uptake.stalled_s(session.link, now, self._config.silence_s):
-            session.abort(f"it has taken nothing of what was sent for {stalled_s:.0f} s")
+            session.abort(f"it has taken nothing of what was sent for {stalled_s:.0f} s", silent=True)
 
     def _receiving(self, session: Session, now: float) -> None:
         received = session.link.bytes_received

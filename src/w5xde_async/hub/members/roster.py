@@ -40,6 +40,8 @@ from w5xde_async.wire.messages import (
 
 #: A worker whose link has ended tries again every 2.5 s at most, once it has found that.
 _RETURN_S = 5.0
+#: One that fell silent, as behind a line that is cut, first has to find that, and then the line has to come back.
+_SILENT_RETURN_S = 30.0
 _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
@@ -97,7 +99,10 @@ class Roster:
         self._ids_at: dict[tuple[str, str], Counter[str]] = {}  # (host or name, identity) -> the ids of its links
         self._quarantined: set[str] = set()  # ids
         self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
-        self._lost: dict[str, float] = {}  # workers whose link ended without their goodbye, not back yet -> when
+        self._lost: dict[
+            str, float
+        ] = {}  # workers whose link ended without their goodbye -> until when they may return
+        self._goodbye_at = -math.inf
         self._returned = asyncio.Event()
         self._devices: set[tuple[str, int]] = set()
         self._bytes_before = (0, 0)
@@ -151,20 +156,44 @@ class Roster:
         """Send every worker the last message, those that are building their model too, and those that come later."""
         codes = {ByeCode.FINISHED: RefusalCode.RUN_FINISHED, ByeCode.FAILED: RefusalCode.RUN_FAILED}
         self._last_word = Refusal(codes.get(code, RefusalCode.SHUTTING_DOWN), reason, "")
+        self._goodbye_at = self._clock()
         for session in (*self.sessions.values(), *self._joining):
             session.outbox.supersede(1 << 62)  # nobody computes with these parameters any more
             session.say_goodbye(code, reason)
 
-    async def wait_for_lost(self) -> None:
-        """Return when workers whose link has just ended are back to learn of the end, or have had the time for it.
+    async def wait_for_lost(self, hurries: Callable[[], bool] = lambda: False) -> None:
+        """Return when workers whose link has just ended, or that do not answer the last message, have learned of the
+        end, or have had the time for it: longer where they fell silent, since a line may be cut for a while.
 
         Otherwise a worker that loses its link right before the end would look for the coordinator until its timeout.
+        ``hurries``: whether nobody wants to wait for long any more.
         """
-        while (left_s := max(self._lost.values(), default=-math.inf) + _RETURN_S - self._clock()) > 0:
+        said = False
+        while True:
+            now = self._clock()
+            unheard = [self._heard_of_until(session, now) for session in self.sessions.values()]
+            until = max((*self._lost.values(), *unheard), default=-math.inf)
+            left_s = (min(until, self._goodbye_at + _RETURN_S) if hurries() else until) - now
+            if left_s <= 0:
+                return
+            if now - self._goodbye_at > _RETURN_S and not said:
+                said = True
+                self._warn(f"waits {left_s:.0f} s to tell workers that were cut off of the end; Ctrl-C ends that")
             self._returned.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(min(left_s, 1.0)):
                     await self._returned.wait()
+
+    def _heard_of_until(self, session: Session, now: float) -> float:
+        """How long to wait for the answer to the last message."""
+        member = self.membership.members.get(session.worker_id)
+        if member is None:
+            return -math.inf
+        if session.link.bytes_received != session.seen_bytes:
+            session.seen_bytes, member.last_seen = session.link.bytes_received, now
+        if now - member.last_seen < 2 * self._config.heartbeat_s:
+            return self._goodbye_at + _RETURN_S
+        return member.last_seen + _SILENT_RETURN_S
 
     # -- what members do -----------------------------------------------------------------------------------
 
@@ -364,9 +393,11 @@ class Roster:
                 self._warn(f"{session.name or session.link.peer} did not join: {reason}")
             return
         del self.sessions[session.worker_id]
+        self._returned.set()
         if session.state is not State.CLOSED and session.worker_id not in self._quarantined:
             self._lost.pop(session.worker_id, None)
-            self._lost[session.worker_id] = self._clock()
+            returns_s = _SILENT_RETURN_S if session.fell_silent else _RETURN_S
+            self._lost[session.worker_id] = self._clock() + returns_s
             if len(self._lost) > _MOST_LOST:
                 del self._lost[next(iter(self._lost))]
         if not clean and self.keeps_residuals and member is not None and member.leaves:

@@ -174,6 +174,7 @@ class Session:
         self.last_message = ""
         self.report: Report | None = None  # the last that it sent
         self.given_up = False  # we ended the link, not the worker
+        self.fell_silent = False  # and for no other reason than that nothing came or was taken
         self.identity = ""  # the name that the worker has proved
         self.code_free = False  # it computes with the coordinator's program
         self.ready: Ready | None = None  # what it said of itself when its model was built
@@ -444,8 +445,9 @@ class Session:
         self._end_reason = refusal.reason
         self.post(refusal)
 
-    def abort(self, reason: str) -> None:
-        """End at once; ``run`` returns with that reason."""
+    def abort(self, reason: str, *, silent: bool = False) -> None:
+        """End at once; ``run`` returns with that reason. ``silent``: it is that nothing comes or is taken."""
+        self.fell_silent = silent
         self._end_reason = self._end_reason or reason
         self.given_up = True
         self.link.abort()
