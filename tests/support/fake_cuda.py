@@ -16,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -273,9 +273,13 @@ class FakeCuda:
         self._random, self._pace = random.Random(seed), pace
         self.compute = Stream(self, late=False)
         self.current = self.compute
-        self.current_device: torch.device | None = None
         self.sides: list[Stream] = []
         self._left: int | None = None  # calls until a device that has asserted says so; None: it is well
+
+    def enter(self) -> None:
+        """This thread's work goes to the device too, from now on."""
+        _Functions(self).__enter__()
+        _Kernels(self).__enter__()
 
     # -- what torch.cuda has -------------------------------------------------------------------------------------
 
@@ -303,14 +307,6 @@ class FakeCuda:
         for side in self.sides:
             side.run_until(None)
         self.host_copies_are_done()
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self.current_device = self.current_device, device
-        try:
-            yield
-        finally:
-            self.current_device = before
 
     def empty_cache(self) -> None:
         self.check()
@@ -405,8 +401,8 @@ class FakeCuda:
 
 
 @contextmanager
-def fake_cuda(seed: int = 0, *, pace: float = 0.2) -> Iterator[FakeCuda]:
-    """Everything of this thread that goes to ``cuda:0`` goes to a FakeCuda meanwhile."""
+def fake_cuda(seed: int = 0, *, pace: float = 0.2, here: bool = True) -> Iterator[FakeCuda]:
+    """What goes to ``cuda:0`` goes to a FakeCuda meanwhile: this thread's (``here``), and of those that ``enter``."""
     cuda = FakeCuda(seed, pace=pace)
 
     class Poisoned(VectorPool):
@@ -423,7 +419,10 @@ def fake_cuda(seed: int = 0, *, pace: float = 0.2) -> Iterator[FakeCuda]:
                 vector.memory.numpy()[:] = GARBAGE
             return vector
 
-    with pytest.MonkeyPatch.context() as patch, _Functions(cuda), _Kernels(cuda):
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
+        if here:
+            modes.enter_context(_Functions(cuda))
+            modes.enter_context(_Kernels(cuda))
         patch.setattr(transfer, "_cuda", cuda)
         patch.setattr(transfer, "VectorPool", Poisoned)
         patch.setattr(transfer, "ThreadPoolExecutor", lambda *_, **__: Copier(cuda))

@@ -274,25 +274,6 @@ def test_an_error_of_the_jobs_own_leaves_the_device() -> None:
         engine.close()
 
 
-def test_a_jobs_code_finds_the_replicas_device_where_it_asks_for_cuda() -> None:
-    """Without a number; a thread's own is the first one, whoever computes on another."""
-    job, found = jobs.gpt_adamw(), []
-    with fake_cuda() as cuda:
-        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
-        step = engine._step
-
-        def noted(model: nn.Module, batch: Any) -> Any:
-            found.append(cuda.current_device)
-            return step(model, batch)
-
-        engine._step = noted
-        line = Line(engine)
-        line.block(task(job, 2))
-        line.close()
-        assert found == [DEVICE, DEVICE]
-        assert cuda.current_device is None
-
-
 # -- what it costs -------------------------------------------------------------------------------------------------
 
 

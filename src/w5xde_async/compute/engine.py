@@ -237,8 +237,7 @@ class Engine:
         """
         block = Block(task, emit, self._metric_names)
         try:
-            with self._transfer.current_device():
-                return self._compute(block)
+            return self._compute(block)
         except BaseException as error:
             lost = self._transfer.lost()
             if lost is None:

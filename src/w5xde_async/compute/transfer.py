@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +62,6 @@ class Transfer:
         if self._cuda:
             self._numbers = torch.arange(_NUMBERS, device=device)
             self._reached = torch.zeros((), dtype=torch.int64, pin_memory=True)
-
-    def current_device(self) -> AbstractContextManager[Any]:
-        """Within it this thread's "cuda" is the replica's device: a job's code may ask for it without a number."""
-        device: AbstractContextManager[Any] = _cuda.device(self.device) if self._cuda else nullcontext()
-        return device
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Make the model's parameters views of the state; its buffers stay its own. Tensors in layout order."""

@@ -35,6 +35,8 @@ def warm_up(device: str, threads: int, precision: str, *, deterministic: bool = 
     torch.set_num_threads(threads)
     if deterministic:
         use_deterministic_kernels()
+    if torch.device(device).type == "cuda":  # whatever names no device would make a context on the first one
+        torch.cuda.set_device(device)
 
     for encoding in ("ascii", "utf-8", "latin-1"):
         codecs.lookup(encoding)
