@@ -352,3 +352,24 @@ def test_numbers_cost_no_wait_for_the_device() -> None:
         line.close()
     assert spent.spinning == 1
     assert spent.copies_in == 2 * 8
+
+
+def test_an_emit_that_raises_is_over_with_its_block() -> None:
+    """Nothing of the block is emitted after ``compute`` has raised, and the next block knows nothing of it."""
+    job, emitted = jobs.mlp_sgd(), list[int]()
+
+    def emit(bucket: int, vector: ResultVector) -> None:
+        emitted.append(bucket)
+        if len(emitted) == 1:
+            raise ZeroDivisionError
+
+    with fake_cuda(1, pace=0.0) as cuda:
+        engine = Engine(job, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+        with pytest.raises(ZeroDivisionError):
+            engine.compute(task(job, 2), emit)
+        assert len(emitted) == len(engine.layout.result_buckets)
+        assert not any(copier.queue for copier in cuda.copiers)
+        emitted[:] = [-1]
+        engine.compute(task(job, 2), emit)
+        assert len(emitted) == 1 + len(engine.layout.result_buckets)
+        engine.close()

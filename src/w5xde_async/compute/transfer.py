@@ -127,10 +127,16 @@ class Transfer:
         self._copies.append(self._copier.submit(deliver))
 
     def wait(self) -> None:
-        """Return when everything sent has been emitted."""
-        for copy in self._copies:
-            copy.result()
-        self._copies.clear()
+        """Return when everything sent has been emitted. Raises what ``emit`` raised, first."""
+        copies, self._copies = self._copies, []
+        raised: BaseException | None = None
+        for copy in copies:
+            try:
+                copy.result()
+            except BaseException as error:
+                raised = raised or error
+        if raised is not None:
+            raise raised
 
     def begin(self) -> None:
         """The first leaf of a block begins."""
