@@ -98,7 +98,7 @@ class DeviceLost(LocalError):
 
     def __init__(self, device: str, reason: str) -> None:
         self.device, self.reason = device, reason
-        super().__init__(f"{device} is lost to this process: {reason}; start the worker again")
+        super().__init__(f"{device} is lost to this process: {reason}; only a new process gets it back")
 
 
 class UsageError(W5xdeError):
