@@ -5,6 +5,7 @@ Each planted fault is one that this must find: it says that the harness looks wh
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -373,3 +374,22 @@ def test_an_emit_that_raises_is_over_with_its_block() -> None:
         engine.compute(task(job, 2), emit)
         assert len(emitted) == 1 + len(engine.layout.result_buckets)
         engine.close()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_where_no_more_memory_can_be_pinned_the_bits_are_the_same(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, pin, refused = random.Random(2), FakeCuda.pin, list[int]()
+
+    def scarce(self: FakeCuda, tensor: Tensor) -> Tensor:
+        if self.sides and tensor.nbytes > 8 and chance.random() < share:  # an engine is there
+            refused.append(tensor.nbytes)
+            raise RuntimeError("CUDA error: out of memory")
+        return pin(self, tensor)
+
+    monkeypatch.setattr(FakeCuda, "pin", scarce)
+    cuda, differing = compare(jobs.gpt_adamw(), 5, pace=0.1, blocks=6)
+    assert refused
+    assert differing == []
+    assert cuda.hazards == []

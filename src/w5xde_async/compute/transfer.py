@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.compute.batch import map_tensors
+from w5xde_async.compute.halving import lacks_memory
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.reducer import VectorPool
@@ -47,7 +48,7 @@ class Transfer:
         self._state = self.incoming if self.on_host else FlatState(layout, device)
         self.live = self._state
         self.origin: list[Tensor] = self._state.views
-        self.host_pool = VectorPool(layout, spare=4, make=lambda layout: ResultVector(layout, pinned=self._cuda))
+        self.host_pool = VectorPool(layout, spare=4, make=self._make_host_vector)
         if lent is not None:
             self.host_pool = lent.pool
         self._side: Any = _cuda.Stream(device) if self._cuda else None
@@ -87,12 +88,22 @@ class Transfer:
         if self.on_host:
             return batch
         if self._cuda:
-            return map_tensors(batch, lambda t: t.pin_memory().to(self.device, non_blocking=True))
+            return map_tensors(batch, lambda t: _pinned(t).to(self.device, non_blocking=True))
         return map_tensors(batch, lambda t: t.to(self.device))
 
     def make_vector(self, layout: Layout) -> ResultVector:
         """A vector to sum in, on the device."""
         return ResultVector(layout, self.device)
+
+    def _make_host_vector(self, layout: Layout) -> ResultVector:
+        """One that copies on a side stream can go to; where no more can be pinned, they are waited for."""
+        if self._cuda:
+            try:
+                return ResultVector(layout, pinned=True)
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+        return ResultVector(layout)
 
     def guard(self, vector: ResultVector) -> None:
         """``vector`` is about to be overwritten: let earlier copies out of it finish first (on the device's time)."""
@@ -177,3 +188,13 @@ class Transfer:
     def close(self) -> None:
         if self._copier is not None:
             self._copier.shutdown(wait=True)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A pinned copy; the tensor itself where no more can be pinned: it is then copied while one waits."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        return tensor
