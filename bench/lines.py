@@ -146,7 +146,7 @@ def rows(quick: bool) -> list[Row]:
 
     def at(name: str, first: float, second: float, values: int) -> Row:
         lines = (HUB, replace(HOME, rate_mbit=first), replace(HOME, rate_mbit=second))
-        return replace(made, name=name, lines=lines, values=values, needs_both=first == second)
+        return replace(made, name=name, lines=lines, values=values, needs_both=first == second, limit_s=240.0)
 
     return [
         replace(made, name="20/100, auto", lines=(FAR, FAR, FAR), auto=True, values=1_000_000, leaf_s=0.1,

@@ -17,6 +17,7 @@ import pytest
 from tests.support.processes import ROOT, Program, programs
 
 from w5xde_async.errors import ExitCode
+from w5xde_async.net.join import write_private_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -341,7 +342,7 @@ COORDINATOR_MISTAKES = {
     "no checkpoint": (("{jobs}:job", "--resume", "."), ExitCode.USAGE, "step-..."),
     "no codec": (("{jobs}:job", "--codec", "nope"), ExitCode.USAGE, "--codec: 'nope' will not do; give one of raw,"),
     "no tracker": (("{jobs}:job", "--tracker", "nope"), ExitCode.USAGE, "with commas between them: tensorboard"),
-    "no host": (("{jobs}:job", "--advertise", "a/b"), ExitCode.USAGE, "'a/b:0' has no valid host"),
+    "no host": (("{jobs}:job", "--advertise", "a/b"), ExitCode.USAGE, "'a/b' has no valid host"),
     "no authorities": (("{jobs}:job", "--tls-ca-file", "nope"), ExitCode.USAGE, "TLS authorities nope"),
     "join file below a file": (("{jobs}:job", "--join-file", "{jobs}/join"), ExitCode.USAGE, "jobs.py/join"),
     "stopped while it starts": (("{jobs}:stopped",), ExitCode.OK, "stopped before it began"),
@@ -439,9 +440,26 @@ def test_a_join_file_that_others_could_read_or_that_is_none(start: Callable[...,
     open_to_all.chmod(0o644)
     nonsense.write_text("127.0.0.1:5555\n")
     nonsense.chmod(0o600)
-    for path, words in ((open_to_all, "chmod 600"), (nonsense, "join"), (tmp_path / "missing", "missing")):
+    for path, words in ((open_to_all, "chmod 600"), (nonsense, "join")):
         code, said = run("w5xde_async.worker", "--join-file", str(path))
         assert code == ExitCode.USAGE, said
         assert words in said
         assert "s" * 32 not in said
         assert "Traceback" not in said
+    code, said = run("w5xde_async.worker", "--join-file", str(tmp_path / "missing"), "--connect-timeout", "1s")
+    assert code == ExitCode.UNREACHABLE, said
+    assert "missing is not there yet" in said
+
+
+def test_the_doctor_says_what_is_wrong_and_how_a_worker_would_end(tmp_path: Path) -> None:
+    join = tmp_path / "join"
+    write_private_line(join, f"w5xde://{'s' * 32}@127.0.0.1:1?cert=sha256:{'0' * 64}")
+    command = [sys.executable, "-m", "w5xde_async", "doctor", "--join-file", str(join)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == ExitCode.UNREACHABLE, ended
+    assert "FAILED  port" in ended.stdout
+    assert "start the coordinator" in ended.stdout
+    assert "s" * 32 not in ended.stdout + ended.stderr
+    code, said = run("w5xde_async.doctor", "--join-file", str(tmp_path / "missing"))
+    assert code == ExitCode.USAGE, said
+    assert "the coordinator writes it" in said

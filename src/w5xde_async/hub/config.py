@@ -8,7 +8,7 @@ from pathlib import Path
 
 from w5xde_async.config import PATH, TIME, TIME_OR_0, YES_OR_NO, setting, size, text, whole
 from w5xde_async.errors import need
-from w5xde_async.net.endpoint import bare_host
+from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host
 from w5xde_async.net.join import check_strength
 from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import SecurityConfig, is_loopback
@@ -88,7 +88,7 @@ class NetworkConfig(SecurityConfig):
             "--insecure, or set W5XDE_TOKEN or --token-file on both sides",
         )
         if self.advertise:
-            advertised(self.advertise, self.port)
+            advertised(self.advertise, self.port or DEFAULT_PORT)
         if not is_loopback(self.host):
             check_strength(self.token, "the token")
 

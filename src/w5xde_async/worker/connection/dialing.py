@@ -101,7 +101,7 @@ class Dialer:
         """What to raise after so long."""
         file = "" if self._join_file is None else f"join file {self._join_file.path}"
         where = file if self._target is None else str(self._target)
-        return Unreachable(where, self._reason or "no attempt was made", waited_s, self._heard)
+        return Unreachable(where, self._reason or "no answer so far", waited_s, self._heard)
 
     def link_ended(self, *, failed: bool, applied: bool, heard: str) -> None:
         """A link that ``join`` gave is over. ``failed``: it ended without a goodbye; ``applied``: a lease counted;
