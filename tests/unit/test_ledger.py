@@ -592,3 +592,27 @@ def test_what_is_not_believed_is_missing_again():
     ledger.give_back(again.lease)
     ledger.validate()
     assert ledger.free_leaves(0) == 2
+
+
+def test_a_block_is_leased_again_to_whoever_had_it_where_it_is_free_as_it_was() -> None:
+    come: set[Block] = set()
+    ledger = Ledger(has_come=lambda step, block: block in come)
+    ledger.open(0, 8, 0.0)
+    ledger.grant("b", 0, 2, now=0.0, deadline_s=9.0)
+    had = ledger.grant("a", 0, 2, now=0.0, deadline_s=9.0)
+    assert had is not None
+    assert ledger.grant_again(had, now=1.0, deadline_s=9.0) is None, "it is leased"
+    for begun in (False, True):
+        if begun:
+            come.add(had.block)
+        ledger.lose("a", died=False)
+        ledger.validate()
+        had = ledger.grant_again(had, now=1.0, deadline_s=9.0)
+        assert had is not None
+        assert (had.worker, had.block) == ("a", Block(2, 4))
+        ledger.validate()
+    ledger.give_back(had.lease)
+    ledger.grant("b", 0, 8, now=2.0, deadline_s=9.0)
+    assert ledger.grant_again(had, now=2.0, deadline_s=9.0) is None, "it was given away"
+    ledger.close(0)
+    assert ledger.grant_again(had, now=3.0, deadline_s=9.0) is None, "its step is over"

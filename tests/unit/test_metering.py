@@ -60,7 +60,12 @@ class Metered:
         self.meter = Meter(self.wire, self.outbox, self.answers.append, lambda: float(next(ticks)))
         layout = SimpleNamespace(result_buckets=range(len(SIZES)), result_nbytes=SIZES.__getitem__)
         executor: Any = SimpleNamespace(
-            layout=layout, parameters=None, capacity_bytes=1 << 20, exact=True, release=lambda vectors: None
+            layout=layout,
+            parameters=None,
+            capacity_bytes=1 << 20,
+            exact=True,
+            repeatable=True,
+            release=lambda vectors: None,
         )
         thread = ComputeThread(pool=None)  # type: ignore[arg-type]
         self.leases = Leases(executor, thread, self.outbox, self.meter, on_failure=lambda error: None)

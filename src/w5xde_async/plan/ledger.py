@@ -280,6 +280,22 @@ class Ledger(LeaseTable[BlockGrant]):
                 at = block.stop
         return None
 
+    def grant_again(self, past: BlockGrant, *, now: float, deadline_s: float) -> BlockGrant | None:
+        """Lease the block of a lease that has ended to its worker again. None where it is not free as it was."""
+        opened, block = self._steps.get(past.step), past.block
+        if opened is None or self._tried(past.step, block):
+            return None
+        slot = opened.orphans.get(block.start)
+        if slot is not None:
+            return self._lease(opened, slot, past.worker, now, deadline_s) if slot.block == block else None
+        for position, run in enumerate(opened.free):
+            if run.start <= block.start and block.stop <= run.stop:
+                left, right = Block(run.start, block.start), Block(block.stop, run.stop)
+                opened.free[position : position + 1] = [part for part in (left, right) if part.num_leaves]
+                slot = opened.slots[block.start] = Slot(block)
+                return self._lease(opened, slot, past.worker, now, deadline_s)
+        return None
+
     def finish(self, lease: int) -> BlockGrant | None:
         """The lease is done and all of its block has come, which is finished by it.
 

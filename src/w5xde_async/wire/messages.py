@@ -150,7 +150,8 @@ class Ready(Message, frozen=True):
 
     ``awaited``: leases whose results left on an earlier link and whose verdicts it has not read; each is answered.
     ``held``: the version under the synchronous rule, of this run and term, whose parameters it has from an earlier
-    link, whole and to the bit; empty for none.
+    link, whole and to the bit; empty for none. ``unsent``: leases of an earlier link whose results it has still: where
+    the block is free it is leased the same again, and sends what has not come.
     """
 
     TYPE = 6
@@ -161,6 +162,7 @@ class Ready(Message, frozen=True):
     torch_version: _Name
     awaited: _Wholes = ()
     held: _Wholes = ()
+    unsent: _Wholes = ()
 
 
 class Params(Message, frozen=True):
@@ -184,6 +186,7 @@ class Lease(Message, frozen=True):
 
     ``structure`` is the msgpack description of a batch; the buffers are its tensors. ``packed`` says that
     each buffer holds one tensor's rows for all leaves; otherwise leaf after leaf. ``deadline_s`` is a duration.
+    ``there``: result buckets of the block that have come already, and are not sent again where that changes nothing.
     Under rules that take late results ``version`` is the oldest that will do, and under rules of local steps the lease
     is one inner step, with ``rates`` for its optimizer (compute.inner).
     """
@@ -198,6 +201,7 @@ class Lease(Message, frozen=True):
     packed: bool
     structure: bytes
     rates: tuple[float, ...] = ()
+    there: _Wholes = ()
 
 
 class Result(Message, frozen=True):

@@ -51,6 +51,11 @@ class EngineSource:
         self._document: Document | None = None  # a program for the sandbox
         self._program_digest = b""
 
+    @property
+    def engine(self) -> Computing | None:
+        """The one that is there."""
+        return self._engine
+
     async def start(self) -> None:
         """Start the sandbox's process ahead of need, where there is one."""
         if self.sandboxed:

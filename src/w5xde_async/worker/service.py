@@ -29,7 +29,7 @@ from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.connection.handshake import Joined, Receive
 from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.executors.coded import CodedExecutor
-from w5xde_async.worker.executors.executor import LeaseExecutor
+from w5xde_async.worker.executors.executor import LeaseExecutor, Unsent
 from w5xde_async.worker.executors.in_place import InPlaceExecutor, is_plain
 from w5xde_async.worker.hooks import WorkerHooks
 from w5xde_async.worker.uplink.uplink import Uplink
@@ -82,6 +82,8 @@ class Worker:
         )
         self._uplink = Uplink(self.config.data_dir, name=self.name, worker_id=self.worker_id, clock=self._runtime.clock)
         self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
+        self._unsent: list[Unsent] = []  # what had not left when the last link ended
+        self._unsent_of: tuple[str, int, bytes] | None = None  # of which run, term and model
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
@@ -204,7 +206,13 @@ class Worker:
             pool=self._compute, inline_s=inline_s, clock=self._runtime.clock, wait=self._runtime.wait
         )  # fmt: skip
         self._connection = connection = Connection(
-            link, welcome, thread, hooks=self._hooks, gather=self.config.gather_frames, parted=self.parted
+            link,
+            welcome,
+            thread,
+            hooks=self._hooks,
+            gather=self.config.gather_frames,
+            parted=self.parted,
+            earlier=self._unsent,
         )
         if self._leaving():  # asked to while the result of joining was on its way here
             connection.drain(self._drain, self.config.grace_s)
@@ -239,6 +247,7 @@ class Worker:
             if leases is not None and is_plain(welcome) and leases.whole_version >= 0:
                 self._held = (*_model(welcome), leases.whole_version)
             if leases is not None:
+                self._unsent, self._unsent_of = connection.unsent, _model(welcome)
                 self.leases_done += leases.num_done
                 self.leases_stale += leases.num_stale
             await link.aclose()
@@ -246,7 +255,14 @@ class Worker:
     async def _prepare(self, joined: Joined, receive: Receive, outbox: Outbox) -> tuple[LeaseExecutor, Ready]:
         """Make an executor for this run. Raises as ``EngineSource.engine_for`` does."""
         welcome = joined.welcome
+        useless: list[Unsent] = []
+        if self._unsent_of != _model(welcome) or not is_plain(welcome):
+            useless, self._unsent[:] = self._unsent[:], []
+        before_it = self._engines.engine
         engine = await self._engines.engine_for(welcome, joined.layout, receive, outbox)
+        for one in useless if engine is before_it else ():
+            for vector in one.vectors:
+                engine.release(vector)
         threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
         if self.config.inline_block_s and not self._engines.sandboxed:
             # The count belongs to the thread, and another count gives other bits: blocks that are computed on the
@@ -255,6 +271,7 @@ class Worker:
         limit = self.config.batch_bytes
         before, self._held = self._held, None  # from here on the engine's parameters may change
         held = (before[-1],) if before is not None and before[:-1] == _model(welcome) else ()
+        unsent = tuple(one.lease.lease for one in self._unsent)
         if held:  # it may have come when nothing was loaded any more
             everything = range(len(joined.layout.buckets))
             await asyncio.get_running_loop().run_in_executor(self._compute, engine.load, everything)
@@ -271,7 +288,14 @@ class Worker:
             )  # fmt: skip
         device = str(self._device)
         return executor, Ready(
-            engine.layout.fingerprint, device, device_name(self._device), threads, torch.__version__, awaited, held
+            engine.layout.fingerprint,
+            device,
+            device_name(self._device),
+            threads,
+            torch.__version__,
+            awaited,
+            held,
+            unsent,
         )
 
     def _wants_sandbox(self) -> bool:

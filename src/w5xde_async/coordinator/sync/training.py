@@ -47,6 +47,8 @@ from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result
 
+_MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
+
 
 class StepJournal(Protocol):
     """Where each step is written before it is told. It is told, by the journal, once it is durable."""
@@ -81,7 +83,12 @@ class SyncTraining:
             allowed_s=self._allowed_s, has_come=self._has_come,
         )  # fmt: skip
         self.scheduler = LeaseScheduler(
-            self.ledger, self.pacing, context.loader, at_most_half=growing is not None, granted=self._granted
+            self.ledger,
+            self.pacing,
+            context.loader,
+            at_most_half=growing is not None,
+            granted=self._granted,
+            there=self._there,
         )
         self.phase = Phase(context, greeting, self, version=first_step)
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
@@ -332,6 +339,12 @@ class SyncTraining:
         if grant.step == self.version and (session := self.roster.sessions.get(grant.worker)) is not None:
             self.publisher.bring(session)
 
+    def _there(self, grant: BlockGrant) -> tuple[int, ...]:
+        """Result buckets that need not be sent under a lease: they have come, of a block of the current step."""
+        if self.ledger.is_audit(grant.lease) or not self._has_come(grant.step, grant.block):
+            return ()
+        return tuple(sorted(self.store.suppliers(grant.block)))
+
     def _has_work(self, worker: str) -> bool:
         """Whether it holds a lease of the current step."""
         return any(grant.step == self.version for grant in self.ledger.held(worker))
@@ -478,6 +491,9 @@ class SyncTraining:
         # A number under this rule is a step's: no other version of the term has it.
         self.publisher.join(session, held=self.version in said.held, idle=self.phase.begun and self._too_many())
         self.verdicts.returned(session.worker_id, awaited)
+        if self.phase.may_lease():
+            for lease in said.unsent[:_MOST_UNSENT]:
+                self.scheduler.grant_again(session.worker_id, lease, self.context.clock())
 
     def release(self, session: Session) -> None:
         self.results.left(session)

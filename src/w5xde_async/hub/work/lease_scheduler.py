@@ -60,9 +60,10 @@ class LeaseScheduler:
     def __init__(
         self, ledger: Ledger, pacing: Pacing, loader: Loader, *, at_most_half: bool = False,
         granted: Callable[[BlockGrant], None] = lambda grant: None,
+        there: Callable[[BlockGrant], tuple[int, ...]] = lambda grant: (),
     ) -> None:  # fmt: skip
         """``at_most_half``: no lease holds leaves of both halves of its step, which are measured. ``granted`` is told
-        of each lease before its data is read."""
+        of each lease before its data is read. ``there``: result buckets that have come of its block."""
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[BlockGrant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, BlockGrant] = {}  #: leases whose data had not been read, some that have ended among them
@@ -81,7 +82,7 @@ class LeaseScheduler:
         self._plans: dict[int, _Plan] = {}  # by step, where lines are slow
         self._left_out: dict[str, int] = {}  # workers whose line is too slow to be of use -> in which step
         self._ahead = pacing.config.leases_ahead
-        self._at_most_half, self._granted = at_most_half, granted
+        self._at_most_half, self._granted, self._there = at_most_half, granted, there
         self._gave_back = False
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
@@ -124,6 +125,18 @@ class LeaseScheduler:
     def send(self, grant: BlockGrant) -> None:
         """A lease that somebody else has granted: ``leases`` gives it out with its data."""
         self._fresh.append(grant)
+
+    def grant_again(self, worker: str, lease: int, now: float) -> None:
+        """``worker`` has still what it computed under a lease that ended: it has the block again, if that is free."""
+        past = self._ledger.past(worker, lease)
+        if past is None:
+            return
+        deadline_s = self._pacing.deadline_s(worker, past.block.num_leaves)
+        grant = self._ledger.grant_again(past, now=now, deadline_s=deadline_s)
+        if grant is not None:
+            self._fresh.append(grant)
+            if (plan := self._plans.get(grant.step)) is not None:
+                plan.served.add(worker)
 
     def leases(
         self,
@@ -178,7 +191,7 @@ class LeaseScheduler:
                 continue
             message = Lease(
                 grant.lease, grant.step, grant.step, grant.block.start, data.samples, grant.deadline_s, data.packed,
-                data.structure,
+                data.structure, there=self._there(grant),
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
 

@@ -25,7 +25,7 @@ from w5xde_async.worker.connection.handshake import Dismissed, Receive, refused
 from w5xde_async.worker.connection.inbox import OverMemoryLimit
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.connection.metering import Meter
-from w5xde_async.worker.executors.executor import LeaseExecutor
+from w5xde_async.worker.executors.executor import LeaseExecutor, Unsent
 from w5xde_async.worker.hooks import WorkerHooks
 
 logger = logging.getLogger(__name__)
@@ -63,11 +63,14 @@ class Connection:
         hooks: WorkerHooks | None = None,
         gather: bool = True,
         parted: asyncio.Event | None = None,
+        earlier: Sequence[Unsent] = (),
     ) -> None:
-        """``gather``: as for ``Outbox``. ``parted`` is set when the worker leaves and its block is not finished."""
+        """``earlier``: what the last link has left. ``gather``: as for ``Outbox``. ``parted`` is set when the
+        worker leaves and its block is not finished.
+        """
         self.link, self.welcome = link, welcome
         self._thread, self._clock = thread, thread.clock
-        self._parted = parted or asyncio.Event()
+        self._parted, self._earlier = parted or asyncio.Event(), earlier
         self._outbox = Outbox(link, gather=gather, clock=thread.clock)
         self._meter: Meter | None = None
         if hooks is not None and hooks.on_answered is not None:
@@ -76,6 +79,8 @@ class Connection:
         self._state = State.JOINING
         self._executor: LeaseExecutor | None = None
         self.leases: Leases | None = None  #: once it is ready for any
+        self.unsent: list[Unsent] = []  #: once it has ended: answers that had not left
+        self._announced = asyncio.Event()  # READY has left
         self._stopping = False
         self._drain = ""
         self._grace_s = 0.0
@@ -150,10 +155,12 @@ class Connection:
             await self.link.send(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])))
             raise
         self._executor = executor
-        self.leases = leases = Leases(executor, self._thread, self._outbox, self._meter, on_failure=self._failed)
+        self.leases = leases = Leases(
+            executor, self._thread, self._outbox, self._meter, on_failure=self._failed, unsent=self._earlier
+        )
         if self._stopping:
             leases.stop()
-        self._outbox.post(encode(ready))
+        self._outbox.post(encode(ready), sent=self._announced.set)
         self._state = State.READY
         if self._drain:
             self._outbox.post(encode(messages.Drain(self._drain[:200], self._grace_s)))
@@ -239,6 +246,7 @@ class Connection:
             leaf_s = 0.0 if self.leases is None else self.leases.leaf_s
             if (
                 self._executor is not None
+                and self._announced.is_set()  # it would overtake READY
                 and self._state in (State.READY, State.DRAINING)
                 and (now - told >= beat_s * 0.99 or bool(leaf_s) > told_speed)
             ):
@@ -255,7 +263,7 @@ class Connection:
         if self._hurry is not None:
             self._hurry.cancel()
         if self.leases is not None:
-            await self.leases.aclose()
+            self.unsent = await self.leases.aclose()
 
 
 def _report(executor: LeaseExecutor, leaf_s: float) -> messages.Report:

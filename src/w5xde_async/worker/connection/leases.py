@@ -3,6 +3,9 @@
 A lease waits in the inbox for its version, then in the compute queue for the compute thread. Each is answered once: by
 its results and DONE, by FAILED, or, where it was revoked before it was begun, by an empty DONE. A void one (its version
 was replaced) is not answered: the coordinator has leased it again.
+
+What had not left when the link ends is kept for the next one (``unsent``): where the same block is leased again, it is
+not computed again, and of its results only those are sent that have not come.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+
+from msgspec import structs
 
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame
@@ -19,12 +24,13 @@ from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.metering import Meter
-from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor
+from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Unsent
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
 logger = logging.getLogger(__name__)
 
 _MOST_NOT_BEGUN = 4096
+_MOST_UNSENT = 2  # answers kept for the next link: the oldest, which had begun to leave
 
 
 class Leases:
@@ -38,10 +44,16 @@ class Leases:
         meter: Meter | None = None,
         *,
         on_failure: Callable[[BaseException], None],
+        unsent: Sequence[Unsent] = (),
     ) -> None:
+        """``unsent``: what an earlier link has left."""
         self._executor, self._outbox, self._meter = executor, outbox, meter
         self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact)
         self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
+        self._earlier = list(unsent)
+        self._results: dict[int, list[BucketResult]] = {}  # of leases whose DONE was not given yet
+        self._there: dict[int, frozenset[int]] = {}  # of leases of begun blocks: buckets that have come
+        self._unsent: dict[int, Unsent] = {}  # whose DONE has not left
         self._revoked: set[int] = set()
         self._not_begun: set[int] = set()  # given back before they were begun; until their verdict is here
         self.num_done = self.num_stale = self.num_applied = 0
@@ -66,9 +78,24 @@ class Leases:
         """Begin no further block."""
         self._queue.stop()
 
-    async def aclose(self) -> None:
-        """Wait for the block under way."""
+    async def aclose(self) -> list[Unsent]:
+        """Wait for the block under way. What has not left, for the next link."""
+        self._drop(list(self._unsent)[_MOST_UNSENT:])  # the compute thread may be waiting for its memory
         await self._queue.aclose()
+        self._forget_earlier()
+        self._drop([lease for lease in self._unsent if lease in self._revoked or not self._executor.repeatable])
+        self._drop(list(self._unsent)[_MOST_UNSENT:])
+        return list(self._unsent.values())
+
+    def _drop(self, leases: Sequence[int]) -> None:
+        """These will not leave any more: their memory is free."""
+        for lease in leases:
+            self._executor.release(self._unsent.pop(lease).vectors)
+
+    def _forget_earlier(self) -> None:
+        earlier, self._earlier = self._earlier, []
+        for unsent in earlier:
+            self._executor.release(unsent.vectors)
 
     # -- in ------------------------------------------------------------------------------------------------
 
@@ -88,12 +115,21 @@ class Leases:
         if bool(specs) != bool(message.num_buckets):
             raise MalformedFrame(f"PARAMS of {message.num_buckets} buckets came with {len(specs)} buffers")
         version = self._inbox.params(message)
+        if any(unsent.lease.version < message.version for unsent in self._earlier):
+            self._forget_earlier()
         if version is not None:
             self._queue.put((version, *self._inbox.take()))
 
     def lease(self, message: messages.Lease) -> None:
         """A lease and its batch have come."""
         self._inbox.lease(message)
+        if message.there and self._executor.repeatable:
+            self._there[message.lease] = frozenset(message.there)
+        for unsent in self._earlier:
+            if unsent.answers(message) and self._inbox.revoke(message.lease):
+                self._earlier.remove(unsent)
+                self._send_again(message, unsent)
+                return
         self._queue.put(self._inbox.take())
 
     def submit(self, message: messages.Submit) -> None:
@@ -135,7 +171,9 @@ class Leases:
 
     def result(self, lease: int, result: BucketResult) -> None:
         """One bucket is complete."""
-        if lease not in self._revoked:
+        if self._executor.repeatable:
+            self._results.setdefault(lease, []).append(result)
+        if lease not in self._revoked and result.bucket not in self._there.get(lease, ()):
             self._outbox.post(
                 encode(messages.Result(lease, result.bucket), [(result.spec, result.data)]), sent=result.sent
             )
@@ -163,6 +201,8 @@ class Leases:
         self._inbox.end(lease)
         self._revoked.discard(lease)
         logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
+        self._results.pop(lease, None)
+        self._there.pop(lease, None)
         failed = messages.Failed(lease, error.leaf, error.error, error.traceback)
         self._outbox.post(encode(failed), sent=partial(self._executor.release, error.vectors))
 
@@ -198,10 +238,31 @@ class Leases:
             computed.raw_bytes,
             outcome.drew,
         )
+        self._there.pop(lease, None)
+        results = self._results.pop(lease, ())
         release: Callable[[], None] = partial(self._executor.release, computed.vectors)
+        if isinstance(message, messages.Lease):
+            self._unsent[lease] = Unsent(message, results, done, computed.vectors)
+            release = partial(self._left, lease)
         if self._meter is not None and isinstance(message, messages.Lease):
             release = partial(_both, release, self._meter.answered(message, done))
         self._outbox.post(encode(done), sent=release)
+
+    def _send_again(self, message: messages.Lease, unsent: Unsent) -> None:
+        """The answer to an earlier lease of the same block is this one's too."""
+        for result in unsent.results:
+            self.result(message.lease, result)
+        self._results.pop(message.lease, None)
+        self._there.pop(message.lease, None)
+        done = structs.replace(unsent.done, lease=message.lease)
+        self._unsent[message.lease] = Unsent(message, unsent.results, done, unsent.vectors)
+        self._outbox.post(encode(done), sent=partial(self._left, message.lease))
+        self.num_done += 1
+
+    def _left(self, lease: int) -> None:
+        """A lease's whole answer has left."""
+        if lease in self._unsent:
+            self._drop([lease])
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

@@ -33,6 +33,7 @@ class CodedExecutor:
     """A :class:`LeaseExecutor` over one engine, through codecs. ``encoder`` outlives it: it is the worker's."""
 
     flops_per_leaf = 0.0
+    repeatable = False  # what a codec leaves out of one result goes into the next
 
     def __init__(
         self, engine: Computing, welcome: Welcome, inner: bytes, encoder: ResultEncoder, *, capacity_bytes: int,

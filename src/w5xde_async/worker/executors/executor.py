@@ -19,7 +19,7 @@ from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import Lease, Params, Submit, Verdict
+from w5xde_async.wire.messages import Done, Lease, Params, Submit, Verdict
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
 Send = Callable[[BucketResult], None]
@@ -88,6 +88,21 @@ class Computed:
     raw_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """The whole answer to a lease whose link ended before it had left."""
+
+    lease: Lease
+    results: Sequence[BucketResult]
+    done: Done
+    vectors: Sequence[ResultVector]
+
+    def answers(self, lease: Lease) -> bool:
+        """Whether a lease is of the same block at the same version."""
+        mine = self.lease
+        return (mine.version, mine.start, mine.samples) == (lease.version, lease.start, lease.samples)
+
+
 class ParameterReceiver(Protocol):
     """Where buckets of parameters go as they arrive. Belongs to the event loop."""
 
@@ -149,6 +164,8 @@ class LeaseExecutor(Protocol):
     """Most bytes of batches that it may hold at once, those under way included."""
     exact: bool
     """A lease is computed at its very version and is void at a later one; otherwise at that version or a later one."""
+    repeatable: bool
+    """Results may be sent anew on another link, or not at all: nothing was left out of them."""
     newest_first: bool
     """Versions that have arrived are loaded before the next lease, also those that came after it."""
 

@@ -46,7 +46,7 @@ class InPlaceReceiver:
 class InPlaceExecutor:
     """A :class:`LeaseExecutor` over one engine. Results of a big model leave while backward goes on."""
 
-    exact = True
+    exact = repeatable = True
     newest_first = False
 
     def __init__(self, engine: Computing, *, capacity_bytes: int) -> None:
