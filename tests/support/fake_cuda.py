@@ -265,6 +265,7 @@ class FakeCuda:
     def __init__(self, seed: int = 0, *, pace: float = 0.2) -> None:
         self.counts, self.by_name = Counts(), dict[str, int]()
         self.hazards: list[str] = []
+        self.outlives: set[int] = set()  # memory that is not used again before the side stream is done, by address
         self.counting = True
         self.copiers: list[Copier] = []
         self.on_device: dict[int, tuple[Tensor, memoryview]] = {}  # what lives as long as an engine, by address
@@ -370,6 +371,8 @@ class FakeCuda:
             if inward:
                 self._reading.append((source, bytes(bytes_of(source))))
             if self.current.late:
+                if source.untyped_storage().data_ptr() not in self.outlives:
+                    self.hazards.append("the source of a copy could be freed and used again while it is read")
                 bytes_of(target)[:] = bytes([GARBAGE]) * (target.numel() * target.element_size())
                 self.current.queue.append(_Copy(target, source, self._earliest(source)))
                 return target
@@ -426,5 +429,8 @@ def fake_cuda(seed: int = 0, *, pace: float = 0.2, here: bool = True) -> Iterato
         patch.setattr(transfer, "_cuda", cuda)
         patch.setattr(transfer, "VectorPool", Poisoned)
         patch.setattr(transfer, "ThreadPoolExecutor", lambda *_, **__: Copier(cuda))
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, _: cuda.outlives.add(tensor.untyped_storage().data_ptr())
+        )
         patch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
         yield cuda

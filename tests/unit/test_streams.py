@@ -182,6 +182,11 @@ def records_before_it_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fakes.Event, "record", recorded)
 
 
+def leaves_memory_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
+    """A vector that the pool has no room for is freed, though the side stream still reads it."""
+    patch.setattr(Transfer, "make_vector", lambda self, layout: ResultVector(layout, self.device))
+
+
 @contextmanager
 def planted(plant: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -202,6 +207,7 @@ def planted(plant: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
         pytest.param(gives_back_at_once, id="host memory is given back early"),
         pytest.param(does_not_wait_for_copies, id="a block ends before its copies"),
         pytest.param(overwrites_before_it_waits, id="written, then waited"),
+        pytest.param(leaves_memory_to_the_allocator, id="memory is freed while it is copied"),
         pytest.param(records_before_it_copies, id="recorded, then copied"),
     ],
 )  # fmt: skip

@@ -92,8 +92,11 @@ class Transfer:
         return map_tensors(batch, lambda t: t.to(self.device))
 
     def make_vector(self, layout: Layout) -> ResultVector:
-        """A vector to sum in, on the device."""
-        return ResultVector(layout, self.device)
+        """A vector to sum in, on the device. One that is freed is not used again before the copies out of it end."""
+        vector = ResultVector(layout, self.device)
+        if self._cuda:
+            vector.memory.record_stream(self._side)
+        return vector
 
     def _make_host_vector(self, layout: Layout) -> ResultVector:
         """One that copies on a side stream can go to; where no more can be pinned, they are waited for."""
