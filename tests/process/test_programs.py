@@ -460,6 +460,12 @@ def test_the_doctor_says_what_is_wrong_and_how_a_worker_would_end(tmp_path: Path
     assert "FAILED  port" in ended.stdout
     assert "start the coordinator" in ended.stdout
     assert "s" * 32 not in ended.stdout + ended.stderr
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as cut:
+        assert cut.stdout is not None
+        assert cut.stderr is not None
+        cut.stdout.close()  # as head does, sooner
+        assert cut.wait(60) == ExitCode.UNREACHABLE
+        assert b"Traceback" not in cut.stderr.read()
     code, said = run("w5xde_async.doctor", "--join-file", str(tmp_path / "missing"))
     assert code == ExitCode.USAGE, said
     assert "the coordinator writes it" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,11 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
     target = Target.of(server, settings.make(WorkerConfig, token=token))
 
     def say(finding: Finding) -> None:
-        sys.stdout.write(clean(str(finding)) + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(clean(str(finding)) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:  # "| head" has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     say(Finding("address", True, str(target)))
     return Doctor(target, say).examine
