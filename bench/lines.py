@@ -314,7 +314,7 @@ class Seen:
             self.leaves[more[0]] = more[1]
         elif what == "leaves in all":
             self.leaves.update(more[0])
-        elif what == "warned" and more[0].startswith("auto:") and not more[0].startswith("auto: workers have"):
+        elif what == "warned" and more[0].startswith("auto:") and not more[0].startswith("auto: workers "):
             self.chosen.append((at, more[0]))
         elif what == "failed":
             self.failed = more[0]
