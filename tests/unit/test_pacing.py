@@ -186,9 +186,28 @@ def test_those_that_left_are_not_remembered_without_end() -> None:
 def test_a_line_that_was_left_out_is_tried_again() -> None:
     pacing = paced(a=1.0)
     pacing.observe("a", 1, 1.0, result_s=100.0)
-    for _ in range(60):
+    for _ in range(100):
         pacing.left_out("a")
     assert pacing.cost("a") == (1.0, 1.0)
+    pacing.takes_work("b")
+    pacing.observe("b", 1, 1.0)
+    assert pacing.late_s("a", 1) == 1.5  # nobody waits for it longer than for another
+
+
+def test_a_lease_computes_for_longer_than_its_result_is_on_its_way() -> None:
+    pacing = paced(a=1.0, b=1.0)
+    pacing.observe("a", 1, 1.0, result_s=0.9)
+    assert not pacing.one_lease("a")
+    assert [pacing.block_leaves("a", free) for free in (64, 16, 8, 4, 2)] == [16, 4, 2, 2, 1]
+    assert [pacing.block_leaves("b", free) for free in (64, 16, 8, 4, 2)] == [16, 4, 2, 2, 1]  # as the others' lines
+
+
+def test_a_line_that_collapses_is_believed_at_once_and_recovers_by_and_by() -> None:
+    pacing = paced(a=1.0)
+    for result_s in (1.0, 40.0, 1.0):
+        pacing.observe("a", 1, 1.0, result_s=result_s)
+        assert pacing.cost("a").lease_s == pytest.approx({1.0: 1.0, 40.0: 40.0}[result_s]) or result_s == 1.0
+    assert 20.0 < pacing.cost("a").lease_s < 40.0
 
 
 def test_smaller_blocks_over_a_slow_line_are_not_late_sooner() -> None:

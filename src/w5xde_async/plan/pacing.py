@@ -2,8 +2,9 @@
 
 Blocks are sized as in guided self-scheduling (Polychronopoulos & Kuck 1987), weighted by measured speed: a worker
 gets half of its fair share of what is left, so blocks shrink towards the step's end and all finish together. Two floors
-keep a lease from costing more than its work: ``target_lease_s`` while every worker can still have a block of that size,
-and ``min_lease_s`` as long as it is no more than a fair share of the whole step.
+keep a lease from costing more than its work: ``target_lease_s``, and four times what its result takes on its way, while
+every worker can still have a block of that size, and ``min_lease_s`` as long as it is no more than a fair share of the
+whole step.
 
 A result is as large as the model, however small its block. Where it takes longer on its way than a leaf to compute, its
 worker has one lease a step, sized by both (``plan.sharing``).
@@ -34,7 +35,9 @@ _ROUNDING = 1e-6  # of sums of speeds
 _ALIKE = 1.5  # speeds that differ by less count as equal
 _MOST_KNOWN = 4096  # workers that are remembered, those that have left among them
 _NEGLIGIBLE_S = 0.005  # no line is slow on which a result takes less
-_FADES = 0.9  # what is believed of a line's slowness after each step in which it was not used
+_COMPUTES = 4.0  # times as long as its result is on its way: a lease, as long as that is no more than a share
+_COLLAPSED = 2.0  # times slower
+_FADES = 0.95  # what is believed of a line's slowness after each step in which it was not used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,9 @@ class Pacing:
         taken.add(leaves, seconds, taken_s or 0.0)
         self._overrun.pop(worker, None)
         if result_s is not None:
-            self._result_s[worker] = self._smoothed(self._result_s.get(worker), result_s)
+            known = self._result_s.get(worker)
+            collapsed = known is not None and result_s > _COLLAPSED * known  # that is believed at once
+            self._result_s[worker] = result_s if collapsed else self._smoothed(known, result_s)
         floor = self._floor.get(worker)
         if floor is not None:  # it takes no longer than until its results have come
             beside_s = self._result_s.get(worker, 0.0)
@@ -255,9 +260,11 @@ class Pacing:
                 known.pop(forgotten, None)
 
     def left_out(self, worker: str) -> None:
-        """A step went on without this worker, for its line. That is believed less now, so that it is tried again."""
+        """A step went on without this worker, for its line. That is believed less now, so that it is tried again: as
+        one of which nothing is known, so that nobody waits long for it."""
         if (result_s := self._result_s.get(worker)) is not None:
             self._result_s[worker] = max(result_s * _FADES, self._leaf_s.get(worker, 0.0))
+            self._taken.pop(worker, None)
             self._compare(worker)
 
     def overran(self, worker: str) -> None:
@@ -290,7 +297,7 @@ class Pacing:
         share = free_leaves * fair
         wanted = max(
             share / 2,
-            min(share, self.config.target_lease_s / leaf_s),
+            min(share, max(self.config.target_lease_s, _COMPUTES * self._expected_result_s(worker)) / leaf_s),
             min(step_leaves * fair, self.config.min_lease_s / leaf_s),
         )
         return 1 << max(int(wanted), 1).bit_length() - 1
