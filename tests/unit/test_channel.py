@@ -9,7 +9,7 @@ import pytest
 
 from w5xde_async.compute.program.channel import Done, answer_of, send
 
-DONE = Done((0.5,), ("ab", "cd"), (1.0, 2.0), (), (), 3, (0,), 7)
+DONE = Done((0.5,), ("ab", "cd"), (1.0, 2.0), (), (), 3, (0,), 7, drew=False)
 
 
 def answered(change: Callable[[bytes], bytes] = lambda text: text) -> object:

@@ -234,9 +234,9 @@ def _publish_early(put: Put) -> None:
         real_init(self, *given)
         before[id(self)] = now[id(self)] = [bytes(piece) for piece in self._state.bucket_bytes]
 
-    def send(self: LivePublisher, sessions: Any, version: int, pieces: Any) -> None:
+    def send(self: LivePublisher, sessions: Any, version: int, pieces: Any, *, idle: Any = ()) -> None:
         before[id(self)], now[id(self)] = now[id(self)], [bytes(piece) for piece in self._state.bucket_bytes]
-        real_send(self, sessions, version, pieces)
+        real_send(self, sessions, version, pieces, idle=idle)
 
     def frame(self: LivePublisher, number: int, num_buckets: int) -> Any:
         state = self._state
@@ -260,10 +260,10 @@ def _publish_early(put: Put) -> None:
 def _superseded(put: Put) -> None:
     real = Outbox.post
 
-    def post(self: Outbox, chunks: Any, *, sent: Any = None, version: int = -1, lease: int = 0) -> None:
+    def post(self: Outbox, chunks: Any, *, sent: Any = None, version: int = -1, **how: Any) -> None:
         if sent is not None and version >= 0:
             sent()
-        real(self, chunks, sent=sent, version=version, lease=lease)
+        real(self, chunks, sent=sent, version=version, **how)
 
     put(Outbox, "post", post)
 
