@@ -4,6 +4,7 @@ is put out, and who lies is found wherever somebody computes alike."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from typing import Any
 
@@ -46,17 +47,23 @@ def honest(*_: Any) -> None:
 
 class OnDevice(FalseWorker):
     """A worker on a device of its ``kind`` (0: this CPU), whose masks are its own, with too little memory for
-    microbatches that are not halved ``splits`` times."""
+    microbatches that are not halved ``splits`` times. ``claims``: how often it says that it has halved them."""
 
-    def __init__(self, *arguments: Any, kind: int, splits: int = 0, lies: bool = False, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, kind: int, splits: int = 0, lies: bool = False, claims: int | None = None, **named: Any
+    ) -> None:
         super().__init__(*arguments, attack=ATTACKS["sign flip"] if lies else honest, **named)
-        self._kind, self._halved, self.lies = kind, splits, lies
+        self._kind, self._halved, self.lies, self._claims = kind, splits, lies, claims
 
     def _false(self, engine: Computing) -> Computing:
         assert isinstance(engine, Engine)
         engine.seed += self._kind
         engine._halving = Halving(MICROBATCH, self._halved)
-        return super()._false(engine)
+        false = super()._false(engine)
+        if (claims := self._claims) is not None:
+            compute = false.compute
+            false.compute = lambda *given: dataclasses.replace(compute(*given), splits=claims)  # type: ignore[method-assign]
+        return false
 
     async def _prepare(self, *given: Any) -> Any:
         executor, ready = await super()._prepare(*given)
@@ -154,6 +161,16 @@ async def test_halved_microbatches_hide_no_lie():
     outcome = await run(job(norm=True), CPU, CPU | {"splits": 1} | LIAR, CPU)
     assert outcome.finished
     assert set(outcome.put_out) == {"1"}
+
+
+@pytest.mark.parametrize("claims", [3, 63])
+async def test_pieces_that_nobody_can_compute_hide_no_lie(claims: int):
+    """Batch norm refuses single samples: nobody honest has sent sums of them."""
+    outcome = await run(job(norm=True), CPU, CPU | LIAR | {"claims": claims}, CPU)
+    assert outcome.finished
+    assert set(outcome.put_out) == {"1"}
+    assert f"2^{claims} pieces" in outcome.put_out["1"]
+    assert "Expected more than 1 value per channel" in outcome.put_out["1"]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -23,6 +23,7 @@ from w5xde_async.plan.verification import (
     when_compared,
     when_disputed,
     when_finished,
+    when_impossible,
     when_nobody_else_can,
     when_not_recomputed,
     when_only_sizes_compare,
@@ -159,6 +160,14 @@ def test_who_is_further_off_than_the_tolerance_is_wrong(own: float, other: float
     assert put_out(when_recomputed(block, mine, None, 0.01)) == wrong - {"s"}
     assert isinstance(decisions[0], Count if own <= 0.01 else Discard)
     assert len(decisions) == 1 + len(wrong), "the block first, then each that is wrong, once"
+
+
+def test_who_says_that_it_computed_what_cannot_be_computed_is_wrong() -> None:
+    decisions = when_impossible(held("x"), 3, "ValueError: too few")
+    assert isinstance(decisions[0], Discard)
+    assert put_out(decisions) == {"x"}
+    assert "2^3 pieces" in decisions[1].reason
+    assert "ValueError: too few" in decisions[1].reason
 
 
 def test_what_nobody_can_settle_is_done_again() -> None:

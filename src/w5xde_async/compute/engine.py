@@ -48,11 +48,13 @@ _TOO_FEW = "Expected more than 1 value per channel"
 class LeafError(W5xdeError):
     """The job's own code raised on one leaf. Fields: ``leaf`` (its number in the step), ``error``, ``traceback``,
     ``vectors`` (they hold what had been emitted by then, and are to be released when that is sent), ``device_lost``
-    (every call of the engine's device fails from now on)."""
+    (every call of the engine's device fails from now on), ``lacked_memory`` (known in the process that
+    raised it)."""
 
     def __init__(
         self, leaf: int, error: BaseException, vectors: tuple[ResultVector, ...] = (), *, device_lost: bool = False
     ) -> None:
+        self.lacked_memory = lacks_memory(error)
         self.vectors, self.device_lost = vectors, device_lost
         self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
         self.traceback = _utf8(LeafFailed.shown(error)[-_MAX_TRACEBACK:])

@@ -186,6 +186,16 @@ def when_not_recomputed(between: Deviation | None) -> Discard:
     return Discard("it is odd" if between is None else "another worker computed something else")
 
 
+def when_impossible(held: HeldBlock, splits: int, refused: str) -> list[Count | Discard | Quarantine]:
+    """The coordinator can compute it, but not in the pieces in which its worker says that it did.
+
+    ``splits``: the halvings that it claims. ``refused``: what the job's code raises on such pieces; who had computed
+    them would have failed with it.
+    """
+    claim = f"it says that it computed microbatches in 2^{splits} pieces, which the job refuses ({refused[:300]})"
+    return [Discard(claim), Quarantine(held.worker, f"step {held.step}: {claim}")]
+
+
 def when_recomputed(
     held: HeldBlock, own: Deviation, second: Deviation | None, tolerance: float
 ) -> list[Count | Discard | Quarantine]:

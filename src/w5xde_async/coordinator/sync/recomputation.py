@@ -43,6 +43,7 @@ class ReferenceResult:
     metric_names: tuple[str, ...] = ()
     metrics: tuple[float, ...] = ()
     drew: bool = False
+    splits: int = 0  #: more than asked for where memory lacked here
 
 
 class Recomputation:
@@ -52,6 +53,7 @@ class Recomputation:
         self._job, self._loader, self._state, self._rule = job, loader, state, rule
         self._given_up = asyncio.Event()
         self.raised = ""  #: the traceback of what the job's code raised in the last computation; "": it raised nothing
+        self.refused = ""  #: what it raised, in a line, where that was no lack of memory
 
     def give_up(self) -> None:
         """Wait for no computation any more: the run is to end."""
@@ -65,7 +67,7 @@ class Recomputation:
         A thread cannot be stopped: one that hangs in the job's code is left to itself. It reads the parameters, and
         what it makes of them goes nowhere.
         """
-        self.raised = ""
+        self.raised = self.refused = ""
         data = self._loader.data(plan.step, block)
         if data is None:
             return None
@@ -87,7 +89,8 @@ class Recomputation:
             computing.add_done_callback(_forget)
             raise
         except (W5xdeError, RuntimeError, MemoryError, ValueError) as error:
-            self.raised = error.traceback if isinstance(error, LeafError) else ""
+            if isinstance(error, LeafError):
+                self.raised, self.refused = error.traceback, "" if error.lacked_memory else error.error
             logger.warning("recomputation failed step=%d start=%d error=%s", plan.step, block.start, error)
             return None
         finally:
@@ -112,6 +115,7 @@ class Recomputation:
             outcome.metric_names,
             outcome.metrics,
             outcome.drew,
+            outcome.splits,
         )
 
 

@@ -41,6 +41,7 @@ from w5xde_async.plan.verification import (
     when_compared,
     when_disputed,
     when_finished,
+    when_impossible,
     when_nobody_else_can,
     when_not_recomputed,
     when_only_sizes_compare,
@@ -475,11 +476,16 @@ class Verification:
         held, step = block.held, self._context.aggregator.step
         assert held is not None
         assert step is not None
-        reference = None
-        if self._recomputation is not None:
-            reference = await self._recomputation.recompute(step.plan, held.block, max(block.origin.splits, 0))
+        splits, reference, impossible = max(block.origin.splits, 0), None, ""
+        if (own_computation := self._recomputation) is not None:
+            reference = await own_computation.recompute(step.plan, held.block, splits)
+            if reference is None and splits and (refused := own_computation.refused):
+                larger = await own_computation.recompute(step.plan, held.block)
+                impossible = refused if larger is not None and larger.splits < splits else ""
         if block not in self._held and block not in self._given_up:
             return None
+        if impossible:
+            return self._rule(block, *when_impossible(held, splits, impossible))
         if reference is None:
             self._done_again.add((held.step, held.block.start))
             self._context.phase.warn(
@@ -488,7 +494,7 @@ class Verification:
             )  # fmt: skip
             return self._rule(block, when_not_recomputed(between))
         self._draws |= reference.drew
-        truth = self._own(block.origin.splits, drew=reference.drew)
+        truth = self._own(reference.splits, drew=reference.drew)
         alike = truth.is_like(block.origin._replace(drew=True))  # whether it drew, the coordinator has seen itself
         if not self._exact or not alike:
             return self._beside_an_unlike_one(block, reference, alike=alike)
