@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from w5xde_async.config import Kind, Parser, duration_s
 from w5xde_async.errors import ExitCode, Unreachable, UsageError, W5xdeError, need
+from w5xde_async.net.endpoint import valid_host
 from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 
@@ -128,14 +129,15 @@ class _Dashboard:
     """Asks over one short connection at a time."""
 
     def __init__(self, link: DashboardLink) -> None:
-        parts = urlsplit(link.url)
+        wrong = UsageError(f"--server {link.url!r} is no address; it looks like 127.0.0.1:{_DEFAULT_PORT}")
         try:
+            parts = urlsplit(link.url)
             host, port = parts.hostname, parts.port
         except ValueError:
-            host = port = None
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not host:
-            raise UsageError(f"--server {link.url!r} is no address; it looks like 127.0.0.1:{_DEFAULT_PORT}")
-        self._host, self._port = host, port or (443 if parts.scheme == "https" else 80)
+            raise wrong
+        self._host, self._port = valid_host(host, place="--server"), port or (443 if parts.scheme == "https" else 80)
         self._secure, self._certificate = parts.scheme == "https", link.certificate
         self._token = (parse_qs(parts.query).get("token") or [""])[0]
 

@@ -89,6 +89,20 @@ async def test_no_name_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DNS" in str(found["name"])
 
 
+async def test_one_address_that_is_none_holds_up_neither_doctor_nor_worker(tmp_path: Path) -> None:
+    async with Coordinator(jobs.mlp_sgd(), config=settings(join_file=tmp_path / "join")) as coordinator:
+        server = f"{coordinator.local_join}&also=train..example.org:5861"
+        found = list[Finding]()
+        code = await Doctor(Target.of(server, _PLAIN), found.append).examine()
+        assert code is ExitCode.UNREACHABLE
+        assert [finding.name for finding in found if not finding.ok] == ["name"]
+        assert "no host name" in next(finding.said for finding in found if not finding.ok)
+        assert found[-1].name == "auto"
+        worker = Worker(server, job=jobs.mlp_sgd(), config=QUICK_WORKER)
+        assert await worker.run() is Departure.FINISHED
+        await coordinator.wait()
+
+
 async def test_what_is_no_coordinator_is_none() -> None:
     async def web(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from w5xde_async.errors import LinkLost, PortInUse, Refused, Unreachable, UsageError
 from w5xde_async.net import endpoint, racing
-from w5xde_async.net.endpoint import DEFAULT_PORT, connect, format_address, listen, parse_address
+from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host, connect, format_address, listen, parse_address
 from w5xde_async.net.link import Link
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Heartbeat
@@ -41,11 +41,14 @@ from w5xde_async.wire.messages import Heartbeat
         ("[::1]", ("::1", DEFAULT_PORT)),
         ("[::1]:5556", ("::1", 5556)),
         ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+        ("my_service.lan.:80", ("my_service.lan.", 80)),
+        (f"{'a' * 63}.org:80", (f"{'a' * 63}.org", 80)),
+        ("xn--4ca.org:80", ("xn--4ca.org", 80)),
     ],
 )
 def test_addresses(text: str, expected: tuple[str, int]):
-    assert parse_address(text) == expected
-    assert parse_address(format_address(*expected)) == expected
+    assert parse_address(text, listens=True) == expected
+    assert parse_address(format_address(*expected), listens=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,14 +62,66 @@ def test_nonsense_is_a_usage_error_that_quotes_it(text: str):
     assert repr(text) in str(caught.value)
 
 
-@given(st.text(max_size=30))
-def test_any_text_is_an_address_or_a_usage_error(text: str):
-    try:
-        host, port = parse_address(text)
-    except UsageError:
-        return
-    assert host
-    assert 0 <= port <= 65535
+_NO_HOSTS = [
+    "train..example.org", "a..b", ".", "..", ".a", "a..", "h" * 64, f"a.{'h' * 64}.org", ".".join(["h" * 50] * 6),
+    "h" * 300, "x?y", "ex?also=evil", "a&b", "a#b", "a\\b", "a\0b", "a%b", "1.2.3.4.5", "1.2.3", "256.1.1.1", "12",
+    "\udc80", "\u00e4" * 70, "a\u3002\u3002b", "*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", _NO_HOSTS)
+@pytest.mark.parametrize("read", [parse_address, lambda text: parse_address(f"{text}:80"), bare_host])
+def test_what_no_resolver_can_be_asked_for_is_refused_where_it_is_read(read: Any, host: str):
+    with pytest.raises(UsageError):
+        read(host)
+
+
+@pytest.mark.parametrize("host", ["a:b:c", "fe80::1%", "fe80::1%a b", "::1%eth0/64", "1::2::3", "fe80::1%" + "e" * 16])
+def test_what_is_no_ipv6_address_is_refused(host: str):
+    for read in (lambda: parse_address(f"[{host}]:80"), lambda: bare_host(host)):
+        with pytest.raises(UsageError):
+            read()
+
+
+def test_a_name_of_another_script_becomes_ascii():
+    """What comes after can then neither fail over it nor take it for another."""
+    assert parse_address("\u00e4.org:80") == ("xn--4ca.org", 80)
+    assert bare_host("\uff11\uff12\uff17.0.0.1") == "127.0.0.1"
+
+
+def test_port_0_is_for_those_who_listen():
+    assert parse_address("host:0", listens=True) == ("host", 0)
+    with pytest.raises(UsageError, match="port 0"):
+        parse_address("host:0")
+
+
+# Nearly right ones as well as any text: names from a resolver's point of view are bytes with limits.
+_PIECES = st.sampled_from(["a", "a" * 63, "a" * 64, ".", "..", "-", "_", ":", "[", "]", "%", "%25", "?", "&also=", "@",
+                           "/", "#", ",", "0", "127.0.0.1", "::1", "fe80::1", ":0", ":80", "\u00e4", "\u3002", "\u00df",
+                           "\udc80", "\0", "\u0661", "xn--", "xn--a", " ", "\t"])  # fmt: skip
+_ADDRESSES = st.one_of(st.text(max_size=30), st.lists(_PIECES, max_size=12).map("".join))
+
+
+@given(_ADDRESSES)
+def test_any_text_is_an_address_that_can_be_looked_up_or_a_usage_error(text: str):
+    for read in (parse_address, lambda told: (bare_host(told), 1)):
+        try:
+            host, port = read(text)
+        except UsageError:
+            continue
+        assert 0 < port <= 65535
+        assert host.isascii()
+        host.encode("idna")  # as the resolver and TLS do with it
+        assert parse_address(format_address(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize("host", ["a..b", "h" * 64, "h" * 300])
+async def test_a_name_that_is_none_is_one_that_does_not_resolve(host: str):
+    """However it got past those who read addresses."""
+    with pytest.raises(Unreachable, match="does not resolve"):
+        await connect(host, 80, timeout_s=5)
+    with pytest.raises(UsageError, match="cannot listen"):
+        await listen(host, 0, echo)
 
 
 # -- both ends

@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
@@ -26,9 +28,9 @@ from w5xde_async.worker.service import Worker
 HASH = bytes(range(32))
 
 
-@pytest.mark.parametrize("host", ["gpu.example.org", "10.0.0.7", "fe80::1"])
+@pytest.mark.parametrize("host", ["gpu.example.org", "10.0.0.7", "fe80::1", "fe80::1%eno1"])
 @pytest.mark.parametrize("identity", ["", "alice-2"])
-@pytest.mark.parametrize("also", [(), (("10.1.2.3", 77), ("fd77::1", 5555), ("a.example.org", 1))])
+@pytest.mark.parametrize("also", [(), (("10.1.2.3", 77), ("fe80::1%25", 5555), ("a.example.org", 1))])
 def test_a_join_string_says_all_and_shows_no_secret(host: str, identity: str, also: tuple[tuple[str, int], ...]):
     secret = "s3cret/with@odd:signs?"
     told = Invitation(host=host, port=5555, certificate=HASH, secret=secret, identity=identity, also=also)
@@ -53,6 +55,8 @@ def test_a_join_string_says_all_and_shows_no_secret(host: str, identity: str, al
         ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&more=1", "more in it"),
         ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&also=a:b", "host:port"),
         ("w5xde://hush@host:1?cert=sha256:" + "0" * 64 + "&also=a" * 8, "too many"),
+        ("w5xde://hush@a..b:1?cert=sha256:" + "0" * 64, "none that could answer"),
+        ("w5xde://hush@hush:0?cert=sha256:" + "0" * 64 + "&also=" + "h" * 64, "none that could answer"),
         ("w5xde://hush@[::1?cert=sha256:" + "0" * 64, "cannot be read"),
     ],
 )
@@ -62,6 +66,36 @@ def test_what_is_no_join_string_is_said_without_showing_it(text: str, reason: st
     assert "join file x" in str(caught.value)
     assert reason in str(caught.value)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["a..b:1", "h" * 64, "10.0.0.1:0", "1.2.3.4.5"])
+def test_one_good_address_is_enough(bad: str):
+    for first, other in (("10.0.0.7:1", bad), (bad, "10.0.0.7:1")):
+        told = Invitation.parse(f"w5xde://hush@{first}?cert=sha256:{'0' * 64}&also={other}", place="here")
+        assert ("10.0.0.7", 1) in told.addresses
+        assert len(told.addresses) == 2
+
+
+_PIECES = st.sampled_from(
+    [
+        *("w5xde://", "s@", "h", "a..b", "127.0.0.1", "[fe80::1%25]", ":0", ":80", "?cert=sha256:" + "0" * 64),
+        *("&also=", "&worker=", "%", "%00", "[", "]", "\u00e4", "\u2100", "\udc80", "/", "#", "\n"),
+    ]
+)
+
+
+@given(st.lists(st.one_of(_PIECES, st.text(max_size=5)), max_size=10).map("".join))
+def test_any_text_is_a_join_string_or_a_usage_error(text: str):
+    for whole in (
+        text,
+        f"w5xde://s@{text}?cert=sha256:{'0' * 64}",
+        f"w5xde://s@h:1?cert=sha256:{'0' * 64}&also={text}",
+    ):
+        try:
+            told = Invitation.parse(whole, place="here")
+        except UsageError:
+            continue
+        assert Invitation.parse(told.reveal(), place="here") == told
 
 
 def test_a_workers_secret_is_its_own():

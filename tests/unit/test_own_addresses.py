@@ -65,14 +65,23 @@ def test_an_advertised_address_may_have_a_port(text: str, addresses: tuple[tuple
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a b", "host:", "host:99999", "http://host", "[fd77::1", "0.0.0.0", "::", "[::]:5555", "a,,b", "a," * 8 + "a"],
-)
+    ["", "a b", "host:", "host:99999", "http://host", "[fd77::1", "0.0.0.0", "::", "[::]:5555", "a,,b", "a," * 8 + "a",
+     "x?y", "ex?also=evil:1", "x:0", "h" * 300, "1.2.3.4.5", "train..example.org", "good.example.org,a..b"],
+)  # fmt: skip
 def test_an_advertised_address_that_nobody_can_reach_is_refused_at_the_start(text: str) -> None:
     with pytest.raises(UsageError, match="--advertise"):
         advertised(text, 5555)
     if text:
         with pytest.raises(UsageError, match="--advertise"):
             CoordinatorConfig(advertise=text)
+
+
+@pytest.mark.parametrize("text", ["a b", "::1:80:", "x:0", "host:x", "a..b"])
+def test_no_message_advises_port_0(text: str) -> None:
+    """``--port 0`` picks a port; nobody can write down an address with it."""
+    with pytest.raises(UsageError) as caught:
+        CoordinatorConfig(advertise=text, port=0)
+    assert ":0" not in str(caught.value).replace(repr(text), "")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +92,9 @@ def test_a_host_may_stand_in_brackets(host: str, taken: str) -> None:
     assert CoordinatorConfig(host=host).host == taken
 
 
-@pytest.mark.parametrize("host", ["a b", "host:5555", "[fd77::1]:5555", "http://host", "a,b", "[]"])
+@pytest.mark.parametrize(
+    "host", ["a b", "host:5555", "[fd77::1]:5555", "http://host", "a,b", "[]", "a..b", "h" * 300, "x?y"]
+)
 def test_a_host_that_is_none_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="--host"):
         CoordinatorConfig(host=host)

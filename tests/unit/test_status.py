@@ -212,3 +212,11 @@ async def test_what_is_wrong_is_one_line(
         said = capsys.readouterr().err
         assert part in said
         assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "server", ["a..b", "x_y%z", "h" * 300, "1.2.3.4.5", "[::1", "http://[::1", "a:99999", "\u2100:1"]
+)
+def test_an_address_that_is_none_is_said_in_a_line(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main(["--server", server]) == ExitCode.USAGE
+    assert "--server" in capsys.readouterr().err

@@ -98,9 +98,10 @@ class Doctor:
                 except TimeoutError:
                     self._failed("name", f"{host}: the resolver does not answer", "check this machine's DNS")
                     continue
-                except OSError as error:
+                except (OSError, UnicodeError) as error:
+                    said = "it is no host name" if isinstance(error, UnicodeError) else error.strerror or error
                     advice = "check the spelling and this machine's DNS, or have the coordinator --advertise an address"
-                    self._failed("name", f"{host}: {error.strerror or error}", advice)
+                    self._failed("name", f"{host}: {said}", advice)
                     continue
                 self._found("name", f"{host} is {', '.join(addresses)} ({(time.monotonic() - began) * 1e3:.0f} ms)")
             known += 1

@@ -12,6 +12,7 @@ import asyncio
 import datetime
 import errno
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -19,6 +20,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from itertools import zip_longest
 from typing import Any
 
@@ -45,34 +47,91 @@ _TLS_HINT = "compare both sides: TLS or --insecure, --tls-ca-file, --tls-cert; t
 
 _DATES = (9, 10)  # of OpenSSL: not yet valid, expired
 
+_LONGEST_NAME, _LONGEST_LABEL = 253, 63  # RFC 1035
+_LETTER = re.compile(r"[A-Za-z0-9._-]")
+_SCOPE = re.compile(r"[A-Za-z0-9._-]{1,15}")  # an interface, or its number
+_SHOWN = 80  # characters of a host that is no good
+
 _log = logging.getLogger(__name__)
 
 _Address = tuple[socket.AddressFamily, Any]
 
 
-def parse_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "address") -> tuple[str, int]:
+def parse_address(
+    text: str, default_port: int = DEFAULT_PORT, *, place: str = "address", listens: bool = False
+) -> tuple[str, int]:
     """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is ``default_port`` where none is given.
 
-    ``place``: where it was given, for the UsageError.
+    ``place``: where it was given, for the UsageError. ``listens``: port 0 may be given, and stands for any free one.
     """
+    host, port = split_address(text, default_port, place=place)
+    if port == 0 and not listens:
+        raise UsageError(f"{place} {text!r} has port 0, at which nothing listens; it looks like host:{default_port}")
+    return valid_host(host, place=place), port
+
+
+def split_address(text: str, default_port: int = DEFAULT_PORT, *, place: str = "address") -> tuple[str, int]:
+    """As ``parse_address``, for a host that need not be a name or an address, and any port."""
     host, port_text = text.strip(), ""
+    example = default_port or DEFAULT_PORT
     if host.startswith("["):
         host, closed, rest = host[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")) or ":" not in host:
             raise UsageError(f"{place} {text!r} is not [IPv6]:port")
         port_text, colon = rest[1:], bool(rest)
     elif host.count(":") > 1:
-        raise UsageError(f"{place} {text!r}: write an IPv6 address in brackets, as in [::1]:{default_port}")
+        raise UsageError(f"{place} {text!r}: write an IPv6 address in brackets, as in [::1]:{example}")
     else:
         host, found, port_text = host.partition(":")
         colon = bool(found)
     if not host or any(character.isspace() or character in "/@[]" for character in host):
-        raise UsageError(f"{place} {text!r} has no valid host; it looks like host:{default_port}")
+        raise UsageError(f"{place} {text!r} has no valid host; it looks like host:{example}")
     if not colon:
         return host, default_port
     if not (port_text.isascii() and port_text.isdigit()) or len(port_text) > 5 or int(port_text) > 65535:
         raise UsageError(f"{place} {text!r} has no valid port; a port is a number from 0 to 65535")
     return host, int(port_text)
+
+
+def valid_host(host: str, *, place: str = "address") -> str:
+    """A name that the resolver can be asked for, in ASCII (IDNA), or an address. Raises UsageError.
+
+    Underscores pass, which the names of containers have and those of the Internet must not.
+    """
+    shown = f"{place} {host[:_SHOWN]!r}{'...' * (len(host) > _SHOWN)}"
+    if ":" in host:
+        address, percent, scope = host.partition("%")
+        try:
+            ip_address(address)
+        except ValueError:
+            raise UsageError(f"{shown} is no IPv6 address") from None
+        if percent and not _SCOPE.fullmatch(scope):
+            raise UsageError(f"{shown} has no valid interface after its %")
+        return host
+    if len(host) > _LONGEST_NAME:
+        raise UsageError(f"{shown} has {len(host)} characters; a name has {_LONGEST_NAME} at most")
+    name = host
+    if not host.isascii():
+        try:
+            name = host.encode("idna").decode("ascii")
+        except UnicodeError:
+            raise UsageError(f"{shown} is no host name: IDNA does not write it in ASCII") from None
+    if re.fullmatch(r"[0-9.]+", name):
+        try:
+            ip_address(name)
+        except ValueError:
+            raise UsageError(f"{shown} is no IPv4 address: four numbers from 0 to 255 with dots between") from None
+        return name
+    labels = name.removesuffix(".").split(".")
+    if not all(labels):
+        raise UsageError(f"{shown} is no host name: nothing stands before, after or between its dots")
+    if len(name) > _LONGEST_NAME or max(map(len, labels)) > _LONGEST_LABEL:
+        raise UsageError(
+            f"{shown} is no host name: between dots are {_LONGEST_LABEL} characters at most, {_LONGEST_NAME} in all"
+        )
+    if odd := next((character for character in name if not _LETTER.fullmatch(character)), ""):
+        raise UsageError(f"{shown} is no host name: {odd!r} has no place in one")
+    return name
 
 
 def bare_host(text: str, *, place: str = "address") -> str:
@@ -82,9 +141,9 @@ def bare_host(text: str, *, place: str = "address") -> str:
         host = host[1:-1]
     if host.count(":") == 1 and host.rpartition(":")[2].isdecimal():
         raise UsageError(f"{place} {text!r} has a port: give that as --port {host.rpartition(':')[2]}")
-    if not host or any(character.isspace() or character in "/@[]," for character in host) or host.count(":") == 1:
+    if not host:
         raise UsageError(f"{place} {text!r} is no host name or address")
-    return host
+    return valid_host(host, place=place)
 
 
 def format_address(host: str, port: int) -> str:
@@ -115,6 +174,8 @@ async def connect(
         raise Unreachable(peer, "the name did not resolve in time", timeout_s) from None
     except OSError as error:
         raise Unreachable(peer, f"the name does not resolve: {ended_by(error)}", timeout_s) from None
+    except UnicodeError:
+        raise Unreachable(peer, "the name does not resolve: it is no host name", timeout_s) from None
 
     async def attempt(address: _Address) -> Link:
         try:
@@ -159,6 +220,8 @@ async def listen(
         addresses = await _resolve(host or None, port, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise UsageError(f"cannot listen on {host!r}: {ended_by(error)}") from None
+    except UnicodeError:
+        raise UsageError(f"cannot listen on {host!r}: it is no host name") from None
     socks: list[socket.socket] = []
     try:
         for family, address in addresses:
@@ -385,8 +448,12 @@ def _families_in_turn(addresses: Sequence[_Address]) -> list[_Address]:
 
 
 async def _resolve(host: str | None, port: int, *, flags: int = 0) -> list[_Address]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=flags)
+    if host is not None and "%" in host:  # uvloop's own drops the scope; an address keeps nobody waiting
+        kind = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}
+        found = socket.getaddrinfo(host, port, **kind, flags=flags | socket.AI_NUMERICHOST)
+    else:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=flags)
     return [(family, address) for family, _, _, _, address in found]
 
 
@@ -464,7 +531,8 @@ def _bind(family: socket.AddressFamily, address: Any, host: str, port: int, back
             return None  # localhost is also ::1, which this machine may have switched off
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(host or "*", port) from None
-        raise UsageError(f"cannot listen on {format_address(host or '*', port)}: {ended_by(error)}") from None
+        where = format_address(host or "*", port) if port else host or "*"
+        raise UsageError(f"cannot listen on {where}: {ended_by(error)}") from None
     return sock
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from w5xde_async.errors import UsageError
-from w5xde_async.net.endpoint import format_address, parse_address
+from w5xde_async.net.endpoint import format_address, split_address, valid_host
 from w5xde_async.net.tls import write_private
 
 _SCHEME = "w5xde"
@@ -58,17 +58,21 @@ class Invitation:
     def _format(self, secret: str) -> str:
         worker = f"&worker={self.identity}" if self.identity else ""
         address = format_address(self.host, self.port)
-        also = "".join(f"&also={format_address(*one)}" for one in self.also)
+        also = "".join(f"&also={quote(format_address(*one), safe='[]:')}" for one in self.also)
         return f"{_SCHEME}://{secret}{address}?cert=sha256:{self.certificate.hex()}{also}{worker}"
 
     @classmethod
     def parse(cls, text: str, *, place: str) -> Invitation:
-        """``place`` says where the text is from. Raises UsageError, which never shows the text."""
+        """``place`` says where the text is from. Raises UsageError, which never shows the text.
+
+        One address that could answer is enough; the others are kept, and fail when they are tried.
+        """
 
         def wrong(reason: str) -> UsageError:
             return UsageError(f"{place}: not a join string ({reason}); it looks like {_SCHEME}://SECRET@host:port?cert=sha256:...")  # fmt: skip  # noqa: E501
 
         try:
+            text.encode()  # the environment may hold bytes that are no text
             parts = urlsplit(text.strip())
             query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
         except ValueError:
@@ -85,14 +89,25 @@ class Invitation:
         if set(query) - {"cert", "worker", "also"} or parts.path not in ("", "/") or parts.fragment:
             raise wrong("there is more in it")
         try:
-            host, port = parse_address(address)
-            also = tuple(parse_address(one) for one in query.get("also", ()))
+            host, port = split_address(address)
+            also = tuple(split_address(one) for one in query.get("also", ()))
         except UsageError:
             raise wrong("host:port is missing") from None
+        if not any(_may_answer(*one) for one in ((host, port), *also)):
+            raise wrong("its address is none that could answer: compare the host and the port")
         if len(also) > MOST_ALSO:
             raise wrong("it has too many addresses")
         return cls(host=host, port=port, certificate=bytes.fromhex(digest), secret=unquote(secret) if at else "",
                    identity=identity, also=also)  # fmt: skip
+
+
+def _may_answer(host: str, port: int) -> bool:
+    """Whether a worker can try it. One of several that it cannot is no reason not to try the others."""
+    try:
+        valid_host(host)
+    except UsageError:
+        return False
+    return port > 0
 
 
 def new_secret() -> str:

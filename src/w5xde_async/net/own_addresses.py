@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from w5xde_async.errors import UsageError
-from w5xde_async.net.endpoint import parse_address
+from w5xde_async.net.endpoint import DEFAULT_PORT, parse_address
 from w5xde_async.net.join import MOST_ALSO
 
 _MOST = 1 + MOST_ALSO
@@ -25,7 +25,7 @@ _SIOCGIFADDR = 0x8915  # Linux
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
-def advertised(text: str, port: int, *, place: str = "--advertise") -> tuple[tuple[str, int], ...]:
+def advertised(text: str, port: int = DEFAULT_PORT, *, place: str = "--advertise") -> tuple[tuple[str, int], ...]:
     """``HOST[:PORT]`` or ``[IPv6][:PORT]``, several with commas between, as (host, port); ``port`` where none is given.
 
     Raises UsageError, also for an address that stands for all of a machine's.
@@ -93,6 +93,6 @@ def _of_interfaces() -> Iterator[str]:
 
 
 def _of_name() -> Iterator[str]:
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         for _, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             yield str(address[0])

@@ -31,4 +31,4 @@ class MonitoringConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dashboard:
-            parse_address(self.dashboard, place="--dashboard-address")
+            parse_address(self.dashboard, place="--dashboard-address", listens=True)

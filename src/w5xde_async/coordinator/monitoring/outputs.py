@@ -102,7 +102,7 @@ class Outputs:
             await loop.run_in_executor(None, self._tracking.close)
 
     async def _open_dashboard(self, access: Access, settings: Mapping[str, object], resumed_step: int) -> None:
-        host, port = parse_address(self._config.dashboard, DASHBOARD_PORT)
+        host, port = parse_address(self._config.dashboard, DASHBOARD_PORT, listens=True)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, _import)
@@ -122,7 +122,7 @@ class Outputs:
             path = self._run_path / "metrics.jsonl"
             view.recall(await loop.run_in_executor(None, lambda: list(recorded_rows(path, resumed_step))))
         if self._advertise:
-            shown = advertised(self._advertise, port)[0][0]
+            shown = advertised(self._advertise)[0][0]
         else:
             shown = (await loop.run_in_executor(None, own_addresses, host))[0]
         dashboard = Dashboard(
