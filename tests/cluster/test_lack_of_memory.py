@@ -24,14 +24,16 @@ class Scarce(nn.Module):
 
     chance = random.Random()
     share = 0.0
+    once = False
     lacked = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.layers = nn.ModuleList([nn.Linear(64, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)])
 
     def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.layers[0](x)
+        h: Tensor = self.norm(self.layers[0](x))
         if h.requires_grad:
             h.register_hook(lambda _: self.lack(x))
         for layer in list(self.layers)[1:]:
@@ -40,18 +42,21 @@ class Scarce(nn.Module):
 
     @classmethod
     def lack(cls, x: Tensor) -> None:
+        if cls.once and cls.lacked == 0 and cls.chance.random() < 0.1:
+            cls.lacked += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
         if len(x) > 1 and cls.chance.random() < cls.share:
             cls.lacked += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def job() -> Job:
+def job(*, norm: bool = False, microbatch: int = 8) -> Job:
     x, y = jobs.digits()
     torch.manual_seed(3)
     return Job(
-        model=Scarce(), dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
+        model=Scarce(norm=norm), dataset=TensorDataset(x, y), loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        batch_size=32, microbatch_size=8, max_steps=48, seed=5,
+        batch_size=32, microbatch_size=microbatch, max_steps=48, seed=5,
     )  # fmt: skip
 
 
@@ -79,12 +84,25 @@ def weights(made: Job) -> Tensor:
 
 RULES = {
     "sync": UpdateConfig(),
+    "async": UpdateConfig(rule="async"),
     "local": UpdateConfig(rule="local", inner_steps=8, outer_momentum=0.0, outer_lr=1.0),
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rule", RULES)
+async def test_one_lack_of_memory_ends_no_run_whose_job_refuses_single_samples(rule: str):
+    """Batch norm refuses them, and a microbatch of two has no other pieces."""
+    Scarce.chance, Scarce.once, Scarce.lacked = random.Random(1), True, 0
+    try:
+        result = await train(lambda: job(norm=True, microbatch=2), update=RULES[rule])
+    finally:
+        Scarce.once = False
+    assert Scarce.lacked == 1
+    assert result.outcome == "finished"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", ["sync", "local"])
 async def test_a_worker_that_lacks_memory_trains_the_same_model(rule: str, seed: int):
     expected = await trained(0.0, update=RULES[rule])
     assert Scarce.lacked == 0

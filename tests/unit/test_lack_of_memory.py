@@ -22,13 +22,14 @@ from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.job import Job
 from w5xde_async.params.flat import ResultVector
 
-ERRORS: list[Callable[[], RuntimeError]] = [
+ERRORS: list[Callable[[], RuntimeError | MemoryError]] = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     lambda: RuntimeError("CUDA error: out of memory"),  # pinned memory
     lambda: RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GiB, max allowed: 18.13 GiB)."),
     lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
     lambda: RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    MemoryError,  # the host's, and numpy's
 ]
 PLACES = ("forward", "backward", "last backward", "make_vector", "copies")
 
@@ -44,7 +45,7 @@ class Lack:
     def __init__(self) -> None:
         self.arm("", 0, [])
 
-    def arm(self, place: str, after: int, errors: list[RuntimeError]) -> None:
+    def arm(self, place: str, after: int, errors: list[RuntimeError | MemoryError]) -> None:
         self.place, self.after, self.errors, self.raised = place, after, errors, 0
 
     def __call__(self, place: str) -> None:
@@ -248,6 +249,128 @@ def test_memory_that_has_come_back_is_used_again() -> None:
     assert found[70:] == [1] * 26 + [0] * 24, "the second try comes 64 blocks after the first"
 
 
+# -- a job that cannot compute the smallest pieces
+
+
+def choosy(engine: Engine, least: int) -> None:
+    """The job's code refuses fewer than ``least`` rows at once, as batch norm does single ones."""
+    step = engine._step
+
+    def picky(model: nn.Module, batch: Any) -> Any:
+        if len(batch[0]) < least:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return step(model, batch)
+
+    engine._step = picky
+
+
+def of_leaves(number: int, samples: int, seed: int = 0) -> Task:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number * samples, 8, generator=generator)
+    structure, tensors = flatten((x, torch.randint(3, (len(x),), generator=generator)))
+    return Task(
+        step=0, start=0, samples=(samples,) * number, loss_scale=1.0, structure=structure, packed=True, tensors=tensors
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lacks", range(1, 4))
+def test_memory_that_lacks_for_a_moment_spoils_no_worker_whose_job_refuses_small_pieces(lacks: int) -> None:
+    engine, task = Engine(job(1)), of_leaves(3, 4)
+    choosy(engine, 2)
+    with lacking(engine):
+        expected = plain(engine, task)
+        LACK.arm("forward", 1, [ERRORS[0]() for _ in range(lacks)])
+        results, failed = Results(engine, local=False), False
+        try:
+            outcome = engine.compute(task, results)
+        except LeafError:
+            failed = True
+            outcome = engine.compute(task, results)
+        assert failed == (lacks == 3), "whole, in halves, and in halves again"
+        assert outcome.splits == 1
+        assert error_of(results.gradients(), expected) < 1e-5
+        done(engine, outcome)
+        assert engine._pool.num_out == engine._transfer.host_pool.num_out == 0
+
+
+def test_a_single_lack_where_nothing_can_be_halved_is_none() -> None:
+    engine, task = Engine(job(1)), of_leaves(2, 4)
+    choosy(engine, 4)
+    with lacking(engine):
+        LACK.arm("backward", 1, [ERRORS[0]()])
+        outcome = engine.compute(task, lambda *_: None)
+        assert (LACK.raised, outcome.splits) == (1, 0)
+        done(engine, outcome)
+
+
+def test_who_lacks_memory_for_the_smallest_pieces_says_both() -> None:
+    engine, most, task = Engine(job(1), bucket_bytes=256), [1], of_leaves(2, 4)
+    hungry(engine, most)
+    choosy(engine, 2)
+    with lacking(engine):
+        for _ in range(3):
+            with pytest.raises(LeafError) as caught:
+                engine.compute(task, lambda *_: None)
+            assert "out of memory with microbatches of 2 samples" in caught.value.error
+            assert "the job cannot compute smaller ones: ValueError: Expected more than 1 value" in caught.value.error
+            assert "CUDA out of memory" in caught.value.error
+            assert caught.value.lacked_memory
+            assert engine._pool.num_out == engine._transfer.host_pool.num_out == 0
+        most[0] = 2
+        outcome = engine.compute(task, lambda *_: None)
+        assert outcome.splits == 1
+        done(engine, outcome)
+
+
+def test_what_the_job_raises_on_whole_microbatches_too_is_said_as_it_is() -> None:
+    engine, most = Engine(job(1)), [2]
+    hungry(engine, most)
+    with lacking(engine):
+        task = of_leaves(2, 4)
+        done(engine, engine.compute(task, lambda *_: None))
+        most[0] = 4
+        choosy(engine, 5)
+        with pytest.raises(LeafError, match="ValueError: Expected more than 1 value") as caught:
+            engine.compute(task, lambda *_: None)
+        assert "memory" not in caught.value.error
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["exact", "local"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_job_that_refuses_small_pieces_gives_the_plain_gradient_or_says_that_memory_lacks(
+    seed: int, local: bool
+) -> None:
+    chance = random.Random(seed)
+    engine, least = Engine(job(1), bucket_bytes=chance.choice([256, 1 << 20])), chance.choice([2, 4])
+    if local:
+        engine.keep_results()
+    choosy(engine, least)
+    with lacking(engine):
+        for number in range(12):
+            task = of_leaves(chance.randrange(1, 5), 4, seed=chance.randrange(1 << 30))
+            LACK.arm("", 0, [])
+            expected, results = plain(engine, task), Results(engine, local=local)
+            if number:
+                errors = [chance.choice(ERRORS)() for _ in range(chance.randrange(5))]
+                LACK.arm(chance.choice(PLACES), chance.randrange(8), errors)
+            failed: LeafError | None = None
+            try:
+                outcome = engine.compute(task, results)
+            except LeafError as error:
+                failed = error
+            if failed is not None:
+                assert failed.lacked_memory, failed.error
+                for vector in failed.vectors:
+                    engine.release(vector)
+                LACK.arm("", 0, [])
+                results = Results(engine, local=local)
+                outcome = engine.compute(task, results)
+            assert 4 >> outcome.splits >= least
+            assert error_of(results.gradients(), expected) < 1e-5
+            done(engine, outcome)
+            assert engine._pool.num_out == engine._transfer.host_pool.num_out == 0
+
+
 def test_what_was_computed_is_freed_before_memory_is_given_back() -> None:
     """An error's traceback holds the frames, and they hold what the forward pass has made."""
     engine, held = Engine(job(1)), list[weakref.ref[Tensor]]()
@@ -271,7 +394,7 @@ def test_what_was_computed_is_freed_before_memory_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("make", ERRORS)
-def test_every_kind_of_lack_is_known(make: Callable[[], RuntimeError]) -> None:
+def test_every_kind_of_lack_is_known(make: Callable[[], RuntimeError | MemoryError]) -> None:
     assert lacks_memory(make())
 
 

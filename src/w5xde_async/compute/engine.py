@@ -253,14 +253,20 @@ class Engine:
 
     def _compute(self, block: Block) -> ComputedBlock:
         began, self._block = self.clock(), block
-        again = False
+        again, refused = False, ""  # what the job's code raised on pieces that were too small for it
+        self._halving.begin()
         while True:
             try:
                 self._run(block)
                 break
             except _AgainOtherwise:
                 self._abandon(block)  # nothing has left: it is computed again, in the way that was found right
-            except RuntimeError as error:
+            except LeafError as error:
+                if block.emitted or self._transfer.lost() is not None or not self._halving.refused():
+                    raise
+                refused = error.error
+                self._overlap = False  # nothing leaves before it is known whether memory does for the larger pieces
+            except (RuntimeError, MemoryError) as error:
                 if not lacks_memory(error):
                     raise
                 # Partial sums are lost with the vectors; what was emitted is final and stays. Halves would be beside
@@ -269,7 +275,7 @@ class Engine:
                 if block.emitted and not again:
                     again = True
                 elif not self._halving.lacked() or block.emitted:
-                    raise self._failure(block, block.leaf, error) from error
+                    raise self._failure(block, block.leaf, error, refused) from error
             self._transfer.empty_cache()  # not before the error and its frames are gone, which hold what was computed
         metric_names, values = block.reported()
         numbers = self._read([*block.losses, *values])
@@ -342,7 +348,7 @@ class Engine:
         step, leaf = block.task.step, block.task.start + index
         seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
         self._buffers.restore()
-        size = -(-self._microbatch // self._halving.pieces)
+        size = self._halving.size
         loss_sum: Tensor | None = None
         for begin in range(0, samples, size):
             end = min(begin + size, samples)
@@ -451,10 +457,16 @@ class Engine:
                 _add(mine, theirs)
         self._pool.give(right)
 
-    def _failure(self, block: Block, index: int, error: BaseException) -> LeafError:
-        """What to raise after ``_abandon``."""
+    def _failure(self, block: Block, index: int, error: BaseException, refused: str = "") -> LeafError:
+        """What to raise after ``_abandon``. ``refused``: why microbatches cannot be smaller."""
         leaf = block.task.start + index
-        if isinstance(error, ValueError) and _TOO_FEW in str(error):  # batch norm: what to do is said with it
+        if refused:
+            lacked = MemoryError(
+                f"out of memory with microbatches of {self._halving.size} samples, and the job cannot compute smaller "
+                f"ones: {refused[:400]}; memory: {error}"
+            )
+            error = lacked.with_traceback(error.__traceback__)
+        elif isinstance(error, ValueError) and _TOO_FEW in str(error):  # batch norm: what to do is said with it
             samples = block.task.samples[index]
             few = f"leaf {leaf} has 1 sample" if samples == 1 else f"a part of leaf {leaf} has 1 sample"
             told = ValueError(f"{error}; {few}: set microbatch_size (and drop_last)")
