@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ async def test_where_all_is_well_it_says_so_and_the_run_does_not_notice(tmp_path
         assert "that of the join string" in found["certificate"].said
         assert "0.0 s" in found["clock"].said
         assert "Mbit/s" in found["rate up"].said
+        assert "in 5 measurements" in found["rate up"].said
         assert "exact sync" in found["auto"].said
         assert "assumed" in found["auto"].said
         assert not [event for event in events if isinstance(event, WorkerJoined | WorkerLeft | Warned)]
@@ -112,6 +114,49 @@ async def test_what_is_no_coordinator_is_none() -> None:
         code, found = await examined(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
     assert (code, list(found)[-1]) == (ExitCode.AUTHENTICATION, "secret")
     assert "may be no coordinator" in str(found["secret"])
+
+
+@pytest.mark.parametrize("tls", [True, False])
+async def test_a_port_that_accepts_and_says_nothing_is_no_question_of_certificates(
+    tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a coordinator that hangs or was stopped: the system accepts in its place."""
+    monkeypatch.setattr(checks, "_TLS_S", 0.05)
+    monkeypatch.setattr(checks, "_PROOF_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        told = Invitation(host="127.0.0.1", port=port, certificate=bytes(32), secret="long enough for this test 1234")
+        code, found = await examined(told.reveal() if tls else f"127.0.0.1:{port}")
+    assert (code, list(found)[-1]) == (ExitCode.UNREACHABLE, "answer")
+    assert not found["answer"].ok
+    assert "hangs" in str(found["answer"])
+    assert "compare TLS" not in str(found["answer"])
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_probe", "said"),
+    [
+        ([24e-6] * 5, "about 1,024 Mbit/s (1,024 to 1,024 in 5 measurements)"),
+        ([24e-6, 24e-6, 1.2e-3, 30e-6, 27e-6], "(20 to 1,024 in 5 measurements); they differ much"),
+        ([0.8] * 5, "about 0.031 Mbit/s"),
+    ],
+)
+async def test_a_rate_is_several_measurements(
+    seconds_per_probe: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine one alone was wrong by 50 times, and nothing said so."""
+    now, left = 100.0, list(seconds_per_probe)
+
+    async def exchange(link: object, count: int, **_: object) -> None:
+        nonlocal now
+        full = count == checks._MOST_PROBES
+        now += 0.001 + count * (left.pop(0) if full else seconds_per_probe[0])
+
+    monkeypatch.setattr(checks, "_exchange", exchange)
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: now))
+    rates = await checks._bytes_per_s(None, 0.001, up=True)  # type: ignore[arg-type]
+    assert said in checks._words(rates)
+    assert ("differ" in checks._words(rates)) is ("differ" in said)
 
 
 async def test_a_wrong_clock_is_found() -> None:

@@ -30,7 +30,9 @@ from w5xde_async.worker.connection.target import Target
 
 _NAME_S, _PORT_S, _TLS_S, _PROOF_S, _RATE_S = 2.0, 2.0, 2.0, 1.5, 1.0  # together the ten seconds
 _ROUND_TRIPS = 5
-_MOST_PROBES, _ENOUGH_S = 256, 0.3  # of one measurement of a rate
+_MEASUREMENTS = 5  # of a rate: one alone says more of what the two machines did meanwhile than of the line
+_MOST_PROBES, _ENOUGH_S = 54, 0.1  # of one of them
+_UNSTEADY = 3.0  # times between the least and the most of them
 _CLOCK_S = 30.0  # beyond that, logs of both sides cannot be compared, and certificates may not be valid yet
 _ASSUMED_LEAF_S = 0.5
 _LAYERS = 8  # of the model, by which fragments are bounded; the run knows better
@@ -181,6 +183,13 @@ class Doctor:
                 )
             self._found("certificate", said)
             return link
+        if isinstance(error, LinkLost):
+            advice = (
+                "its port accepts connections and TLS does not come about: the coordinator hangs, was stopped or is "
+                "very busy, or it is another program; look at it on its machine"
+            )
+            self._failed("answer", error.reason, advice)
+            raise _Over
         reason, hint = getattr(error, "reason", str(error)), getattr(error, "hint", "") or "compare TLS of both sides"
         self._failed("certificate", reason, hint, ExitCode.AUTHENTICATION)
         raise _Over
@@ -191,14 +200,16 @@ class Doctor:
             async with asyncio.timeout(_PROOF_S):
                 await prove_each_other(link, token=config.token, identity=config.identity)
         except TimeoutError:
-            self._failed("secret", "it says nothing", "it may be another program, or a coordinator that hangs")
+            advice = "the coordinator hangs or was stopped, or it is another program; look at it on its machine"
+            self._failed("answer", "it accepts the connection and then says nothing", advice)
             raise _Over from None
         except Refused as error:
             self._failed("secret", error.reason, error.hint or "copy the present join file", error.exit_code)
             raise _Over from None
         except W5xdeError as error:
             advice = "what listens there may be no coordinator, or want TLS: use its join file"
-            self._failed("secret", str(error), advice, ExitCode.AUTHENTICATION)
+            code = ExitCode.UNREACHABLE if isinstance(error, LinkLost) else ExitCode.AUTHENTICATION
+            self._failed("secret", str(error), advice, code)
             raise _Over from None
         self._found("secret", "both sides know it" if config.token else "none is asked for")
 
@@ -220,15 +231,15 @@ class Doctor:
             else:
                 self._failed("clock", said, "set the clocks of both machines (NTP)", ExitCode.ERROR)
             self._found("round trip", f"{statistics.median(trips) * 1e3:.1f} ms, at best {min(trips) * 1e3:.1f} ms")
-            up_s = await _bytes_per_s(link, min(trips), up=True)
-            self._found("rate up", f"{_mbit(up_s)} to the coordinator")
-            down_s = await _bytes_per_s(link, min(trips), up=False)
-            self._found("rate down", f"{_mbit(down_s)} from the coordinator")
+            up = await _bytes_per_s(link, min(trips), up=True)
+            self._found("rate up", f"to the coordinator {_words(up)}")
+            down = await _bytes_per_s(link, min(trips), up=False)
+            self._found("rate down", f"from the coordinator {_words(down)}")
         except (TimeoutError, W5xdeError) as error:
             said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
             self._failed("rate", said, "the line is cut or very slow: try again, and look for losses with ping")
             raise _Over from None
-        self._found("auto", _choice(answer, up_s, down_s, min(trips)))
+        self._found("auto", _choice(answer, statistics.median(up), statistics.median(down), min(trips)))
 
 
 def _resolve(host: str, port: int) -> list[str]:
@@ -256,23 +267,37 @@ async def _exchange(link: Link, count: int, *, wanted: int, filler: bytes) -> li
     return answers
 
 
-async def _bytes_per_s(link: Link, round_trip_s: float, *, up: bool) -> float:
-    """Of more and more probes at once, until they take long enough for the round trip not to matter."""
-    count, left, ends = 2, _MOST_PROBES, time.monotonic() + _RATE_S
+async def _bytes_per_s(link: Link, round_trip_s: float, *, up: bool) -> list[float]:
+    """Several measurements, after more and more probes at once until they take long enough for the round trip not to
+    matter. At least one."""
+    count, ends, found = 2, time.monotonic() + _RATE_S, list[float]()
     while True:
         began = time.monotonic()
         async with asyncio.timeout(4 * _RATE_S):
             await _exchange(link, count, wanted=0 if up else PROBE_BYTES, filler=bytes(PROBE_BYTES) if up else b"")
         now = time.monotonic()
         took_s = max(now - began - round_trip_s, 1e-4)
-        left -= count
-        if took_s >= _ENOUGH_S or left <= 0 or now >= ends:
-            return count * PROBE_BYTES / took_s
-        count = min(3 * count, left)
+        if took_s >= _ENOUGH_S or count == _MOST_PROBES or now >= ends:
+            found.append(count * PROBE_BYTES / took_s)
+            if len(found) == _MEASUREMENTS or now >= ends:
+                return found
+        else:
+            count = min(3 * count, _MOST_PROBES)
+
+
+def _words(rates: list[float]) -> str:
+    """Rates in bytes/s: the middle, from where to where they go, and what it means where they differ much."""
+    said = f"about {_mbit(statistics.median(rates))} Mbit/s"
+    if len(rates) > 1:
+        said += f" ({_mbit(min(rates))} to {_mbit(max(rates))} in {len(rates)} measurements)"
+    if max(rates) > _UNSTEADY * min(rates):
+        said += "; they differ much: a machine or the line is busy, so try again when it is not"
+    return said
 
 
 def _mbit(bytes_s: float) -> str:
-    return f"{bytes_s * 8e-6:.3g} Mbit/s"
+    mbit_s = bytes_s * 8e-6
+    return f"{mbit_s:,.0f}" if mbit_s >= 100 else f"{mbit_s:.2g}"
 
 
 def _choice(answer: Probed, up_s: float, down_s: float, round_trip_s: float) -> str:
