@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.job import Job
+from w5xde_async.telemetry.events import Event, Warned
 from w5xde_async.updates.config import UpdateConfig
 
 WIDTH = 128  # a layer has a bucket of its own
@@ -99,6 +100,24 @@ async def test_one_lack_of_memory_ends_no_run_whose_job_refuses_single_samples(r
         Scarce.once = False
     assert Scarce.lacked == 1
     assert result.outcome == "finished"
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_who_halves_is_named_once_and_says_so_itself(rule: str, caplog: pytest.LogCaptureFixture):
+    events: list[Event] = []
+    Scarce.chance, Scarce.once, Scarce.lacked = random.Random(1), True, 0
+    caplog.set_level("INFO", logger="w5xde_async.worker")
+    try:
+        await train(job, update=RULES[rule], events=events)
+    finally:
+        Scarce.once = False
+    named = [event.text for event in events if isinstance(event, Warned) and "2^1 pieces" in event.text]
+    assert len(named) == 1
+    assert "batch norm and dropout" in named[0]
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if "pieces" in record.getMessage()]
+    assert [level for level, _ in said] == ["WARNING", "INFO"]
+    assert "pieces=2" in said[0][1]
+    assert "pieces=1" in said[1][1], "32 blocks later"
 
 
 @pytest.mark.parametrize("seed", range(4))

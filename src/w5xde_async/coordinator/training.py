@@ -36,6 +36,7 @@ from w5xde_async.telemetry.events import Bus, Waiting, Warned
 from w5xde_async.wire.messages import Done, VerdictCode
 
 _T = TypeVar("_T")
+_MOST_NAMED = 1024  # workers
 
 
 class NonFinite(W5xdeError):
@@ -187,10 +188,24 @@ class Phase:
         self.begun = False  #: leases are given
         self._waiting = ""  # what was said last of why they are not
         self._nonfinite = 0
+        self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def warn(self, text: str) -> None:
         """For a person."""
         self._context.bus.publish(Warned(text=text))
+
+    def note_splits(self, session: Session, done: Done) -> None:
+        """Name a worker that lacks memory, once."""
+        if not done.splits or session.worker_id in self._halved:
+            return
+        self._halved[session.worker_id] = None
+        if len(self._halved) > _MOST_NAMED:
+            del self._halved[next(iter(self._halved))]
+        self.warn(
+            f"{session.name} lacks memory for a whole microbatch and computes it in 2^{done.splits} pieces: batch norm "
+            "and dropout see the pieces, all other sums are the same but for their last bits; a smaller "
+            "microbatch_size gives every worker the same bits"
+        )
 
     def used(self, *, leaves: int = 0, samples: int = 0) -> None:
         """What workers have computed counts, and is in the parameters or will be."""

@@ -464,6 +464,7 @@ class OuterTraining:
         if member is not None:
             self.roster.note_coding(session, member, done)
         if grant.step >= 0:
+            self.phase.note_splits(session, done)
             self._reports.keep(self.scheduler.plan(grant.step), done)
             # Under local rules a result is asked for by a lease of its own, with a deadline of its own.
             taken_s = None if self._local else now - self.ledger.began_at(grant)

@@ -31,8 +31,6 @@ from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
 
-_MOST_NAMED = 1024
-
 
 class _Doubt(NamedTuple):
     """A leaf on which too many workers failed, leased to the coordinator itself."""
@@ -58,7 +56,6 @@ class Results:
         self._claims = Claims(context.run.layout)
         self._beside: dict[Session, SlotKey] = {}  # for which slot a session receives into memory of its own
         self._result_bytes = 0  # of the largest result of a lease that has come
-        self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
         """Raises RemoteError where the result has not the layout's size, or is of a version not yet published."""
@@ -191,14 +188,7 @@ class Results:
             return None
         overtaken = self._ledger.finish(done.lease)
         self._verdicts.finished(done.lease, session.worker_id)
-        if done.splits and session.worker_id not in self._halved:
-            self._halved[session.worker_id] = None
-            if len(self._halved) > _MOST_NAMED:
-                del self._halved[next(iter(self._halved))]
-            self._phase.warn(
-                f"{session.name} lacks memory for a whole microbatch and computes it in 2^{done.splits} pieces: the "
-                "sums are the same but for their last bits; a smaller microbatch_size keeps the bits"
-            )
+        self._phase.note_splits(session, done)
         self._context.wake()
         return FinishedBlock(session, grant, done, self._store.close(block), overtaken)
 

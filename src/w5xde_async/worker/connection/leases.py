@@ -57,6 +57,7 @@ class Leases:
         self._revoked: set[int] = set()
         self._not_begun: set[int] = set()  # given back before they were begun; until their verdict is here
         self.num_done = self.num_stale = self.num_applied = 0
+        self._splits = 0  # halvings of microbatches, in the last block
         self.leaf_s = 0.0  #: of computing, in the last block; 0.0 before the first
 
     @property
@@ -187,10 +188,23 @@ class Leases:
         """The whole block is."""
         lease = held.message.lease
         self.leaf_s = computed.outcome.compute_s / len(held.message.samples)
+        self._note_splits(computed.outcome.splits)
         self._inbox.end(lease)
         self._answer(held.message, computed, wait_s)
         self._revoked.discard(lease)  # it was computed for nothing; that it was tells that we are still here
         self.num_done += 1
+
+    def _note_splits(self, splits: int) -> None:
+        """Tell a person where lack of memory cuts microbatches into other pieces than before."""
+        if splits > self._splits:
+            logger.warning(
+                "memory lacks for larger parts of a microbatch pieces=%d: the same results but for their last bits, "
+                "except that batch norm and dropout see the pieces; larger ones are tried again later",
+                1 << splits,
+            )
+        elif splits < self._splits:
+            logger.info("memory does for larger parts of a microbatch again pieces=%d", 1 << splits)
+        self._splits = splits
 
     def submitted(self, asked: messages.Submit, computed: Computed) -> None:
         """What SUBMIT asked for."""
