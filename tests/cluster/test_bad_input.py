@@ -583,7 +583,7 @@ async def test_a_worker_that_connects_anew_takes_its_own_place() -> None:
     assert sum(event.leases_returned > 0 for event in events if isinstance(event, WorkerLeft)) == 3
 
 
-async def test_a_worker_whose_link_breaks_comes_back() -> None:
+async def test_a_worker_whose_link_breaks_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     events = Events()
     async with started(tiny(max_steps=40), events=events) as coordinator:
         worker = Worker(coordinator.address, job=tiny(), config=QUICK_WORKER)
@@ -591,12 +591,15 @@ async def test_a_worker_whose_link_breaks_comes_back() -> None:
         for times in (1, 2):
             await events.until(StepCommitted, 4 * times)
             assert worker._connection is not None
+            worker._connection.heard = "step 4 of 40"
             worker._connection.link.abort()
             await events.until(WorkerLeft, times)
         result = await coordinator.wait()
         assert await task is Departure.FINISHED
     assert events.how_many(WorkerJoined) == 3
     assert result.digest == expected(40)
+    # What the coordinator has done since, the worker cannot know.
+    assert [line for line in caplog.messages if "lost" in line and "it was last heard of at step 4 of 40" in line]
 
 
 async def test_a_worker_whose_links_fail_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

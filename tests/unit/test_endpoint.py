@@ -14,6 +14,8 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +154,32 @@ async def test_connect_and_listen(host: str):
     await beat(link)
     assert link.peer == format_address(host or "localhost", listener.port)
     await asyncio.gather(link.aclose(), listener.aclose())
+
+
+def _link_local() -> str:
+    """An address of this machine's that needs its interface to be said; "" where there is none."""
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == "20":
+                return f"{ip_address(bytes.fromhex(digits))}%{name}"
+    return ""
+
+
+@pytest.mark.both_loops
+@pytest.mark.skipif(sys.platform != "linux", reason="lo is the name of Linux")
+async def test_the_interface_of_an_address_is_kept():
+    """uvloop drops it where it looks addresses up, and where it connects."""
+    if not (address := _link_local()):
+        pytest.skip("no link-local address here")
+    (_, found), *_ = await endpoint._look_up(address, 80)
+    assert found[3] == socket.if_nametoindex(address.partition("%")[2])
+    listener = await listen(address, 0, echo)
+    link = await connect(address, listener.port, timeout_s=5)
+    await beat(link)
+    await asyncio.gather(link.aclose(), listener.aclose())
+    with pytest.raises(Unreachable, match="refused"):
+        await connect(address, listener.port, timeout_s=5)
 
 
 async def test_a_port_in_use_says_so():

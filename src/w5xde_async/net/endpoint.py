@@ -12,6 +12,7 @@ import asyncio
 import datetime
 import errno
 import logging
+import os
 import re
 import socket
 import ssl
@@ -411,7 +412,7 @@ async def _next(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> tu
             sock, address = listening.accept()
         except (BlockingIOError, InterruptedError):
             readable = loop.create_future()
-            loop.add_reader(listening, _readable, readable)
+            loop.add_reader(listening, _ready, readable)
             try:
                 await readable
             finally:
@@ -420,7 +421,7 @@ async def _next(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> tu
             return sock, address
 
 
-def _readable(waiting: asyncio.Future[None]) -> None:
+def _ready(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
 
@@ -464,7 +465,7 @@ async def _connect_one(
     sock = socket.socket(address[0], socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        await loop.sock_connect(sock, address[1])
+        await _sock_connect(loop, sock, address[1])
         if sock.getsockname() == sock.getpeername():
             # A free port of the ephemeral range, dialled locally, can connect to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -472,6 +473,24 @@ async def _connect_one(
         sock.close()
         raise
     return await _attach(sock, peer, tls=tls, bulk=bulk, server_hostname=host)
+
+
+async def _sock_connect(loop: asyncio.AbstractEventLoop, sock: socket.socket, address: Any) -> None:
+    """``loop.sock_connect``, with which uvloop drops the scope of an IPv6 address; this does not."""
+    if len(address) < 4 or not address[3] or not _watches_descriptors(loop):
+        await loop.sock_connect(sock, address)
+        return
+    with suppress(BlockingIOError):
+        sock.connect(address)
+        return
+    writable = loop.create_future()
+    loop.add_writer(sock, _ready, writable)
+    try:
+        await writable
+    finally:
+        loop.remove_writer(sock)
+    if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(code, os.strerror(code))
 
 
 async def _attach(

@@ -229,8 +229,9 @@ class Worker:
             if given is not None:
                 raise
             logger.warning(
-                "coordinator lost, connecting again reason=%s was_at=%s", error.reason, connection.heard or "joining"
-            )
+                "coordinator lost, connecting again; it was last heard of %s reason=%s",
+                f"at {connection.heard}" if connection.heard else "when it let this worker in", error.reason,
+            )  # fmt: skip
             failed = True
             return None
         except RemoteError as error:
