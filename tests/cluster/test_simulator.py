@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.simulator.bugs import BUGS
 from tests.simulator.bugs.registry import Bug, Put
-from tests.simulator.campaign import TABLE, mode_of, noticed, one
+from tests.simulator.campaign import TABLE, mode_of, noticed, one, unplanted
 from tests.simulator.cluster import Violation
 from tests.simulator.faults import FAULTS
 from tests.simulator.world import Outcome
@@ -73,6 +73,12 @@ def test_a_planted_bug_is_noticed(bug: str) -> None:
     tries = [PUBLISHED[bug]] if bug in PUBLISHED else []
     tries += [(mode_of(seed, "both"), seed) for seed in range(100)]  # timings change with the code
     assert any(noticed(one(seed, mode, bug)) for mode, seed in tries)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_without_its_bug_the_same_run_is_fine(bug: str) -> None:
+    mode, seed = PUBLISHED[bug]
+    assert unplanted(seed, mode, bug).violations == []
 
 
 def test_a_bug_that_is_not_called_as_the_real_thing_is_refused() -> None:

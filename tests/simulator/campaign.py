@@ -17,7 +17,7 @@ from tests.simulator.cluster import Violation
 from tests.simulator.faults import schedule
 from tests.simulator.world import Outcome, simulate
 
-__all__ = ["catch", "mode_of", "noticed", "one", "report", "run_planted", "run_seeds", "say"]
+__all__ = ["catch", "mode_of", "noticed", "one", "report", "run_planted", "run_seeds", "say", "unplanted"]
 
 TABLE = Path(__file__).parents[2] / "docs" / "planted-bugs.md"
 _HEAD = """# Planted bugs
@@ -40,6 +40,11 @@ def one(seed: int, mode: str, bug: str = "", *, verbose: bool = False) -> Outcom
         return simulate(seed, mode, schedule, verbose=verbose)
     with planted(bug):
         return simulate(seed, mode, schedule, focus=BUGS[bug].faults, verbose=verbose)
+
+
+def unplanted(seed: int, mode: str, bug: str) -> Outcome:
+    """The same run without the bug: what fails in it is not the bug's doing."""
+    return simulate(seed, mode, schedule, focus=BUGS[bug].faults)
 
 
 def _prepare() -> None:

@@ -100,6 +100,7 @@ class Coordinator:
         self._join_file: Path | None = None
         self._incarnations = 0
         self._began = 0.0
+        self._open_to_links = asyncio.Event()  # the run is recorded and announced: whoever joins comes after that
         self._stop_reason = ""
         self._workers_failed = ""  # why none of the workers that were started for this run is left
         self._stopped = asyncio.Event()
@@ -382,6 +383,7 @@ class Coordinator:
         self._outputs.began(run.training)
         for note in resume.notes:
             self.bus.publish(Warned(text=note))
+        self._open_to_links.set()
 
     def _started(self, prepared: Prepared) -> RunStarted:
         job, (spec, strategy, resume) = self.job, prepared
@@ -489,9 +491,10 @@ class Coordinator:
                 self._deadline.give_up("what the step under way has to write")
 
     async def _on_link(self, link: Link) -> None:
+        await self._open_to_links.wait()
         training, access = self._training, self._access
-        if training is None or access is None:
-            return
+        assert training is not None
+        assert access is not None
         self._incarnations += 1
         session = Session(
             link, training.roster, training, token=access.credentials, handshake_s=self.config.handshake_s,
