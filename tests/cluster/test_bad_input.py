@@ -811,14 +811,15 @@ async def test_one_name_that_fails_all_it_is_given_ends_no_run() -> None:
     async with started(max_leaf_failures=1, events=events) as coordinator:
         peer = await peer_of(coordinator)
         lease = await peer.lease()
-        await peer.send(Failed(lease.lease, 10**6, "nonsense", "the CUDA of this machine"))
+        said = "AcceleratorError: the CUDA of this machine\nFor debugging consider passing LAUNCH_BLOCKING=1"
+        await peer.send(Failed(lease.lease, 10**6, said, f"Traceback (most recent call last):\n{said}\n"))
         await events.until(Warned, 1)
         await peer.link.aclose()
         result = await finish(coordinator)
     assert result.digest == expected()
     last = lease.start + len(lease.samples) - 1
     assert f"leaf {last} failed 1 time(s) on workers and not here" in texts(events)
-    assert "the CUDA of this machine" in texts(events)
+    assert "the last of them said: AcceleratorError: the CUDA of this machine" in texts(events)
 
 
 async def test_a_failure_before_its_version_is_no_failure() -> None:

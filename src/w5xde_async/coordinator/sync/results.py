@@ -36,6 +36,7 @@ class _Doubt(NamedTuple):
     """A leaf on which too many workers failed, leased to the coordinator itself."""
 
     failed_work: FailedWork
+    error: str
     traceback: str
     grant: BlockGrant
 
@@ -276,7 +277,7 @@ class Results:
             return
         taken = self._ledger.take_over(failed_work.step, failed_work.leaf, now=self._context.run.clock())
         if taken is not None:
-            self._doubts.append(_Doubt(failed_work, traceback, taken))
+            self._doubts.append(_Doubt(failed_work, failed.error, traceback, taken))
             self._context.wake()
 
     async def settle(self) -> bool:
@@ -287,7 +288,7 @@ class Results:
         step, recomputation = self._aggregator.step, self._context.recomputation
         if not self._doubts or step is None or recomputation is None:
             return False
-        failed_work, traceback, grant = self._doubts.pop(0)
+        failed_work, error, traceback, grant = self._doubts.pop(0)
         reference = await recomputation.recompute(step.plan, grant.block)
         if reference is None:  # what was raised here says more: a device tells late, and not what was wrong
             self.blame(failed_work, recomputation.raised or traceback)
@@ -295,7 +296,7 @@ class Results:
         failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
         self._phase.warn(
             f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
-            f"{''.join(traceback.splitlines()[-1:])[:300]}"
+            f"{''.join(error.splitlines()[:1])[:300]}"
         )
         await self._count_own(step, grant, reference)
         return True
