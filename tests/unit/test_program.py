@@ -167,3 +167,32 @@ def test_an_operator_that_is_not_on_the_list_is_named() -> None:
 
     with pytest.raises(NotTraceable, match=r"linalg_inv.*test_program.py"):
         trace_of(job_of(lambda: nn.Linear(4, 3), step))
+
+
+def zeroes(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    model.zero_grad()
+    return F.cross_entropy(model(x), y)
+
+
+def zeroes_in_place(model: nn.Module, batch: Any) -> Any:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    model.zero_grad(set_to_none=False)
+    return loss
+
+
+def clips(model: nn.Module, batch: Any) -> Any:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def goes_backward(model: nn.Module, batch: Any) -> Any:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@pytest.mark.parametrize("step", [zeroes, zeroes_in_place, clips, goes_backward])
+def test_a_step_that_changes_gradients_is_told_so(step: Any) -> None:
+    with pytest.raises(NotTraceable, match="the step changed the model's gradients; leave zero_grad"):
+        trace_of(job_of(lambda: nn.Linear(6, 3), step))

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 Emit = Callable[[int, ResultVector], None]
 """Called with a bucket's number and the host vector that holds its final sum; from the compute or the copy thread."""
 
+GRADIENTS_CHANGED = (
+    "the step changed the model's gradients; leave zero_grad and the optimizer out of it, and backward too"
+)
+
 
 class LeafSpec(NamedTuple):
     """What a leaf's result depends on beside model, step and data. ``accumulate`` microbatches are one leaf."""

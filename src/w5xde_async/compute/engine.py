@@ -23,7 +23,17 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from w5xde_async.compute.batch import leaves_of, rows
-from w5xde_async.compute.block import Block, ComputedBlock, Emit, LeafSpec, MetricNames, Task, autocast, described
+from w5xde_async.compute.block import (
+    GRADIENTS_CHANGED,
+    Block,
+    ComputedBlock,
+    Emit,
+    LeafSpec,
+    MetricNames,
+    Task,
+    autocast,
+    described,
+)
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
 from w5xde_async.compute.flops import counting_flops
@@ -41,7 +51,6 @@ from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
 _MAX_TRACEBACK = 8000
-_CHANGED = "the step changed the model's gradients; leave zero_grad and the optimizer out of it, and backward too"
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -360,7 +369,7 @@ class Engine:
                 with self._autocast():
                     loss, metrics = self._step(self.model, piece)
             if self._times_written() != written:
-                raise TypeError(_CHANGED)
+                raise TypeError(GRADIENTS_CHANGED)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
             if loss.dim() or loss.dtype != torch.float32:
@@ -403,7 +412,7 @@ class Engine:
         """Raises TypeError where a parameter's gradient is not the one that is summed."""
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
-                raise TypeError(_CHANGED)
+                raise TypeError(GRADIENTS_CHANGED)
 
     def _came_in_parts(self, before: int) -> bool:
         """Whether a parameter got more than one gradient in the last backward pass."""

@@ -17,7 +17,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, map_tensors, unflatten
-from w5xde_async.compute.block import autocast
+from w5xde_async.compute.block import GRADIENTS_CHANGED, autocast
 from w5xde_async.compute.buffers import statistics
 from w5xde_async.compute.program.converting import Converter, NotListed, NotTraceable, renumbered, same_bits, users_line
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
@@ -139,12 +139,28 @@ def trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) ->
         try:
             with users_code():
                 return _trace(job, model, layout, batches)
-        except NotTraceable:
-            raise
-        except ProgramRefused as error:
-            raise NotTraceable(error.reason) from error
         except Exception as error:
+            if _changes_gradients(job, model, batches[0]):  # whatever was met first
+                raise NotTraceable(GRADIENTS_CHANGED) from error
+            if isinstance(error, NotTraceable):
+                raise
+            if isinstance(error, ProgramRefused):
+                raise NotTraceable(error.reason) from error
             raise NotTraceable(_first_line(error), _where(error)) from error
+
+
+def _changes_gradients(job: Job, model: nn.Module, batch: Any) -> bool:
+    """Whether the step itself changes gradients, which are not its own: it clips or zeroes them, or runs backward."""
+    trained: list[nn.Parameter] = []
+    before: list[Tensor] = []
+    with suppress(Exception), users_code(), (autocast(job.precision) or nullcontext)():
+        model = copy.deepcopy(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        before = [torch.zeros_like(parameter) for parameter in trained]
+        for parameter, gradient in zip(trained, before, strict=True):
+            parameter.grad = gradient
+        step_function(job)(model, map_tensors(batch, torch.clone))
+    return any(p.grad is not gradient or gradient._version for p, gradient in zip(trained, before, strict=False))
 
 
 def _first_line(error: Exception) -> str:
