@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
+from w5xde_async.facade.calling import where_to_join
 from w5xde_async.hub.members.access import Access
 from w5xde_async.net import own_addresses as module
+from w5xde_async.net.endpoint import parse_address
 from w5xde_async.net.join import Invitation
 from w5xde_async.net.own_addresses import advertised, own_addresses
+from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.target import Target
+
+_TOKEN = "a token that is long enough: 9f8e7d6c"
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, *, routes: Any = (), interfaces: Any = (), name: Any = ()) -> None:
@@ -109,3 +121,52 @@ def test_the_join_string_of_a_host_that_listens_everywhere_can_be_used(monkeypat
     forwarded = Access(CoordinatorConfig(host="::", advertise="out.example.org:7777"), None).invitation(5555)
     assert forwarded is not None
     assert forwarded.addresses == (("out.example.org", 7777),)
+
+
+# -- whatever somebody types
+
+
+_PIECES = st.sampled_from(
+    ["a", "a" * 64, ".", "..", "-", "*", ":", "[", "]", "%", "%eth0", "?", "&also=", "@", "/", "#", ",", "0", ":0",
+     ":80", "127.0.0.1", "1.2.3.4.5", "::1", "::", "fe80::1", "\u00e4", "\u3002", "\udc80", "\0", " ", "w5xde://"]
+)  # fmt: skip
+_TYPED = st.one_of(st.text(max_size=20), st.lists(_PIECES, max_size=8).map("".join))
+
+
+@hypothesis.settings(max_examples=60)
+@given(_TYPED)
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda typed: CoordinatorConfig(host=typed, insecure=True, token=_TOKEN).host,
+        lambda typed: parse_address(CoordinatorConfig(dashboard=typed or "a").dashboard, listens=True)[0],
+        lambda typed: Target.of(typed, WorkerConfig(device="cpu", token=_TOKEN)).addresses[0][0],
+        lambda typed: parse_address(read(WorkerSettings, [f"--server={typed}"], prog="it")[0].where())[0],
+        lambda typed: read(CoordinatorSettings, ["a:b", f"--host={typed}"], prog="it")[0].coordinator_config("").host,
+        lambda typed: parse_address(where_to_join(typed, ("a", 1), join_file=None, secure=False))[0],
+    ],
+    ids=["host", "dashboard", "target", "server", "host-flag", "facade"],
+)
+def test_whatever_is_typed_is_a_host_that_can_be_looked_up_or_a_usage_error(
+    take: Callable[[str], str], typed: str
+) -> None:
+    with suppress(UsageError):
+        take(typed).encode("idna")
+
+
+@given(_TYPED)
+def test_the_join_string_of_whatever_is_advertised_can_be_read(typed: str) -> None:
+    try:
+        config = CoordinatorConfig(host="0.0.0.0", advertise=typed, port=0)
+    except UsageError:
+        return
+    told = Access(config, None).invitation(5555)
+    assert told is not None
+    assert Invitation.parse(told.reveal(), place="here") == told
+
+
+def test_a_token_that_is_no_text_is_refused() -> None:
+    """The environment may hold any bytes; a proof is made of text."""
+    for config in (CoordinatorConfig, WorkerConfig):
+        with pytest.raises(UsageError, match="W5XDE_TOKEN"):
+            config(token="\udcff" + _TOKEN)

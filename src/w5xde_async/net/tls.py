@@ -51,6 +51,10 @@ class SecurityConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        try:
+            self.token.encode()
+        except UnicodeError:
+            raise UsageError("the token (W5XDE_TOKEN, --token-file) is no text: give letters and digits") from None
         need(
             (self.tls.cert is None) == (self.tls.key is None),
             "a TLS certificate and its key go together: give --tls-cert and --tls-key, or neither",
