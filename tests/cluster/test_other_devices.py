@@ -21,6 +21,7 @@ from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.halving import Halving
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.coordinator.sync import recomputation
 from w5xde_async.errors import RefusalCode, Refused
 from w5xde_async.job import Job
 from w5xde_async.telemetry.events import Audited, Bus, Event, WorkerQuarantined
@@ -171,6 +172,19 @@ async def test_pieces_that_nobody_can_compute_hide_no_lie(claims: int):
     assert set(outcome.put_out) == {"1"}
     assert f"2^{claims} pieces" in outcome.put_out["1"]
     assert "Expected more than 1 value per channel" in outcome.put_out["1"]
+
+
+async def test_a_coordinator_that_lacks_memory_itself_puts_out_nobody_honest(monkeypatch: pytest.MonkeyPatch):
+    """What it computes in smaller pieces than the workers has other batch statistics."""
+
+    def halving(*given: Any, splits: int, **named: Any) -> Engine:
+        return Engine(*given, splits=splits + 1, **named)
+
+    monkeypatch.setattr(recomputation, "Engine", halving)
+    outcome = await run(job(norm=True), CPU, CPU | LIAR, CPU)
+    assert outcome.finished
+    assert any(not event.agreed for event in outcome.audits)
+    assert set(outcome.put_out) <= {"1"}
 
 
 @pytest.mark.parametrize("seed", range(6))
