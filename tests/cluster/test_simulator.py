@@ -95,7 +95,10 @@ def test_a_bug_that_is_not_called_as_the_real_thing_is_refused() -> None:
 
 def test_an_error_of_the_planting_is_no_catch() -> None:
     outcome = one(0, "safety")
-    outcome.violations.append(Violation("unexpected", "coordinator ended with TypeError: lose() got died", 1.0))
+    outcome.violations += [
+        Violation("unexpected", "coordinator ended with TypeError: lose() got died", 1.0),
+        Violation("unexpected", "w1.0 ended with RunFailed: the coordinator ended the run: lose() got died", 1.1),
+    ]
     assert noticed(outcome) == []
 
 

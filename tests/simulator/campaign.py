@@ -124,8 +124,9 @@ def run_seeds(seeds: list[int], mode: str, bug: str, jobs: int) -> int:
 
 
 def noticed(outcome: Outcome) -> list[Violation]:
-    """What a planted bug did. A call that does not fit is a fault of the planting, and says nothing of the checks."""
-    return [v for v in outcome.violations if not any(name in v.text for name in ("TypeError", "AttributeError"))]
+    """What a planted bug did: nothing, where an error says that the planting itself does not fit the code any more."""
+    misfit = any(name in v.text for v in outcome.violations for name in ("TypeError", "AttributeError"))
+    return [] if misfit else outcome.violations
 
 
 def catch(bug: str, most: int) -> tuple[int, Outcome | None]:

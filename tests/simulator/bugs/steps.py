@@ -13,6 +13,7 @@ from w5xde_async.coordinator.parameters.publisher import LivePublisher
 from w5xde_async.coordinator.sync.results import Results
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.hub.members.liveness import Liveness
+from w5xde_async.hub.members.session import Uptake
 from w5xde_async.hub.work.block_store import BlockStore, Destination, SlotKey
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.reducer import Reducer
@@ -150,6 +151,7 @@ def _silent(put: Put) -> None:
             self._ledger.overdue = put_back  # type: ignore[method-assign]
 
     put(Liveness, "tick", tick)
+    put(Uptake, "stalled_s", lambda self, link, now, silence_s: 0.0)
 
 
 # -- sums ------------------------------------------------------------------------------------------------

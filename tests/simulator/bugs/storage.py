@@ -230,10 +230,10 @@ def _tells_early(put: Put) -> None:
 @bug("chunk-dropped-early", "a chunk of data is forgotten when the first of its blocks is done")
 def _chunk_early(put: Put) -> None:
     def finished(self: Loader, step: int, block: Block) -> None:
-        for number in range(block.start // self._chunk_leaves, (block.stop - 1) // self._chunk_leaves + 1):
+        for number in self._numbers(block):
             chunk = self._chunks.get((step, number))
             if chunk is not None:
-                chunk.ready = False
+                chunk.read = None
         self._prefetch()
 
     put(Loader, "finished", finished)
