@@ -17,7 +17,8 @@ from tests.support.cluster import QUICK_WORKER, settings
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.doctor import checks
 from w5xde_async.doctor.checks import Doctor, Finding
-from w5xde_async.errors import ExitCode, RefusalCode, Refused, UnexpectedMessage
+from w5xde_async.errors import ExitCode, LinkLost, RefusalCode, Refused, UnexpectedMessage
+from w5xde_async.net import racing
 from w5xde_async.net.endpoint import connect
 from w5xde_async.net.join import Invitation
 from w5xde_async.runtime import Runtime
@@ -131,6 +132,25 @@ async def test_a_port_that_accepts_and_says_nothing_is_no_question_of_certificat
     assert not found["answer"].ok
     assert "hangs" in str(found["answer"])
     assert "compare TLS" not in str(found["answer"])
+
+
+async def test_addresses_that_hang_are_tried_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, eight of them took longer than the doctor may."""
+    trying = asyncio.Barrier(8)
+
+    async def hangs(*_: Any, timeout_s: float, ssl: Any) -> Any:
+        async with asyncio.timeout(5):
+            await trying.wait()
+        raise LinkLost("", "no answer")
+
+    found = list[Finding]()
+    doctor = Doctor(Target.of("127.0.0.1:1", _PLAIN), found.append)
+    doctor._addresses = [("127.0.0.1", port) for port in range(1, 9)]
+    monkeypatch.setattr(checks, "connect", hangs)
+    monkeypatch.setattr(racing, "DELAY_S", 0.0)
+    with pytest.raises(checks._Over):
+        await doctor._certificate()
+    assert [(one.name, one.said) for one in found] == [("answer", "no answer")]
 
 
 @pytest.mark.parametrize(

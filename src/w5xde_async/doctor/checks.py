@@ -22,6 +22,7 @@ from w5xde_async.errors import ExitCode, LinkLost, RefusalCode, Refused, Unexpec
 from w5xde_async.net.endpoint import connect, format_address
 from w5xde_async.net.hanging import in_daemon_thread
 from w5xde_async.net.link import Link
+from w5xde_async.net.racing import NoneWorked, first_that_works
 from w5xde_async.plan.strategy_choice import Figures, Situation, choose
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import PROBE_BYTES, Probe, Probed
@@ -162,37 +163,42 @@ class Doctor:
     async def _certificate(self) -> Link:
         target = self._target
         expected = target.config.certificate
-        error: Exception = LinkLost("", "no address")
-        for host, port in self._addresses:
-            try:
-                link = await connect(host, port, timeout_s=_TLS_S, ssl=target.tls)
-            except (LinkLost, Refused) as found:
-                error = found
-                continue
+
+        async def attempt(host: str, port: int) -> Link:
+            link = await connect(host, port, timeout_s=_TLS_S, ssl=target.tls)
             if expected and not hmac.compare_digest(hashlib.sha256(link.certificate).digest(), expected):
                 link.abort()
-                error = Refused(
+                raise Refused(
                     RefusalCode.AUTHENTICATION, "it is not that of the join string",
                     "copy the present join file; if it has not changed, somebody sits between",
                 )  # fmt: skip
-                continue
-            said = "none: not encrypted" if target.tls is None else "TLS 1.3, that of the join string"
-            if target.tls is not None and not expected:
-                said = (
-                    "TLS 1.3, of the authority" if target.config.tls.ca is not None else "TLS 1.3, bound to the token"
-                )
-            self._found("certificate", said)
             return link
+
+        try:
+            link = await first_that_works([partial(attempt, *one) for one in self._addresses], discard=Link.abort)
+        except NoneWorked as failed:
+            for other in failed.errors:
+                if not isinstance(other, LinkLost | Refused):
+                    raise other from None
+            refused = [one for one in failed.errors if isinstance(one, Refused)]
+            self._no_certificate((refused or failed.errors)[0])
+            raise _Over from None
+        said = "none: not encrypted" if target.tls is None else "TLS 1.3, that of the join string"
+        if target.tls is not None and not expected:
+            said = "TLS 1.3, of the authority" if target.config.tls.ca is not None else "TLS 1.3, bound to the token"
+        self._found("certificate", said)
+        return link
+
+    def _no_certificate(self, error: Exception) -> None:
         if isinstance(error, LinkLost):
             advice = (
                 "its port accepts connections and TLS does not come about: the coordinator hangs, was stopped or is "
                 "very busy, or it is another program; look at it on its machine"
             )
             self._failed("answer", error.reason, advice)
-            raise _Over
+            return
         reason, hint = getattr(error, "reason", str(error)), getattr(error, "hint", "") or "compare TLS of both sides"
         self._failed("certificate", reason, hint, ExitCode.AUTHENTICATION)
-        raise _Over
 
     async def _proof(self, link: Link) -> None:
         config = self._target.config
