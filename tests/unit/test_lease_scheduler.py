@@ -242,3 +242,79 @@ def test_over_fast_lines_results_cost_no_time(data: st.DataObject) -> None:
     alone.run(24)
     farm.run(24)
     assert spread(farm.seconds) <= spread(alone.seconds) + 2 * LEAF_S, (farm.seconds, alone.seconds)
+
+
+class Desk:
+    """The scheduler by itself: two steps of ``leaves`` leaves, and workers of whom some are ``known``: they have
+    finished a lease before."""
+
+    def __init__(self, leaves: int, known: list[str]) -> None:
+        self.ledger, self.now = Ledger(allowed_s=lambda grant: math.inf), 0.0
+        self.pacing = Pacing(PacingConfig())
+        self.scheduler = LeaseScheduler(self.ledger, self.pacing, cast(Loader, InMemory()))
+        for worker in known:
+            self.pacing.observe(worker, 1, 0.01, taken_s=0.01)
+        for step in range(2):
+            self.ledger.open(step, leaves, self.now)
+        self.ledger.begin(0, self.now)
+
+    def lease(self, now: float = 0.0) -> list[tuple[str, int]]:
+        """(worker, step) of what is leased now."""
+        self.now = now
+        sent = self.scheduler.leases(self.ledger.open_steps, now, has_credit=lambda worker: True, again=True)
+        return [(worker, lease.message.step) for worker, lease in sent]
+
+
+def test_what_strangers_hold_is_backed_up_by_those_who_have_finished_leases() -> None:
+    """A hundred that never answer: a backup given to one of them would wait as long again."""
+    desk = Desk(4, known=["able"])
+    for number in range(50):
+        desk.scheduler.takes_work(f"mute-{number}", True)
+    assert {worker for worker, _ in desk.lease()} <= {f"mute-{number}" for number in range(50)}
+    for number in range(50, 100):
+        desk.scheduler.takes_work(f"mute-{number}", True)
+    desk.scheduler.takes_work("able", True)
+    desk.lease(1.0)
+    backed = [grant for grant in desk.ledger.leases_on(0) if grant.worker == "able"]
+    assert len(backed) == 1
+    assert not [worker for worker, step in desk.lease(2.0) if step == 0]  # the others wait for it, as it works
+    for _ in range(3):
+        (grant,) = [grant for grant in desk.ledger.leases_on(0) if grant.worker == "able"]
+        desk.ledger.finish(grant.lease)
+        desk.scheduler.observe(grant, 0.01, desk.now)
+        desk.lease(desk.now + 0.01)
+    (grant,) = [grant for grant in desk.ledger.leases_on(0) if grant.worker == "able"]
+    desk.ledger.finish(grant.lease)
+    assert desk.ledger.complete(0)
+
+
+def test_a_stranger_backs_up_the_only_one_that_is_known() -> None:
+    desk = Desk(1, known=["able"])
+    desk.scheduler.takes_work("able", True)
+    assert ("able", 0) in desk.lease()
+    desk.scheduler.takes_work("new", True)
+    desk.lease(0.01)
+    assert ("new", 0) in desk.lease(1.0)
+
+
+def test_a_lease_of_one_that_takes_no_work_any_more_is_backed_up() -> None:
+    """It has not answered for another lease."""
+    desk = Desk(1, known=["able", "hung"])
+    desk.scheduler.takes_work("hung", True)
+    assert ("hung", 0) in desk.lease()
+    desk.scheduler.takes_work("hung", False)
+    desk.scheduler.takes_work("able", True)
+    assert ("able", 0) in [*desk.lease(0.01), *desk.lease(1.0)]
+
+
+def test_a_lease_behind_one_of_a_later_step_is_backed_up() -> None:
+    """It was given back by another, to a worker that had a lease of the next step already."""
+    desk = Desk(1, known=["able", "hung"])
+    desk.ledger.grant("gone", 0, 1, now=0.0, deadline_s=math.inf)
+    desk.ledger.grant("hung", 1, 1, now=0.0, deadline_s=math.inf)
+    desk.ledger.lose("gone", died=False)
+    desk.ledger.grant("hung", 0, 1, now=0.0, deadline_s=math.inf)
+    assert [grant.step for grant in desk.ledger.held("hung")] == [1, 0]
+    desk.scheduler.takes_work("hung", True)
+    desk.scheduler.takes_work("able", True)
+    assert ("able", 0) in [*desk.lease(0.01), *desk.lease(1.0)]

@@ -281,6 +281,11 @@ class Pacing:
         return self._leaf_s.get(worker)
 
     @property
+    def num_known(self) -> int:
+        """Those that take work and have finished a lease before."""
+        return len(self._speeds)
+
+    @property
     def fastest_leaf_s(self) -> float | None:
         """Smoothed seconds per leaf of the fastest of those that take work, None where nobody's are known."""
         return self._speeds[0] if self._speeds else None

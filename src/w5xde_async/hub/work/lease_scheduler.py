@@ -73,6 +73,7 @@ class LeaseScheduler:
         # Who may have room: for the current step alone, and for any. Indexed by the worker's lease count when it was
         # queued; stale entries are moved when they are taken.
         self._current: list[dict[str, None]] = []
+        self._known: list[dict[str, None]] = []  # those of ``_current`` that have finished a lease
         self._any: list[dict[str, None]] = []
         self._refused: dict[str, None] = {}  # who could be given nothing of what there was
         self._late: list[tuple[float, int]] = []  # heap: from when a lease of the current step is late at the earliest
@@ -222,10 +223,13 @@ class LeaseScheduler:
         """``worker`` may have room."""
         if held >= self._pacing.config.leases_ahead:
             return
-        for known in (self._current, self._any) if queue is None else (queue,):
-            while len(known) <= held:
-                known.append({})
-            known[held][worker] = None
+        queues = [self._current, self._any] if queue is None else [queue]
+        if queues[0] is self._current and self._pacing.leaf_s(worker) is not None:
+            queues.append(self._known)
+        for waiting in queues:
+            while len(waiting) <= held:
+                waiting.append({})
+            waiting[held][worker] = None
 
     def _next(self, queue: list[dict[str, None]], room: int, step: int | None) -> str | None:
         """Take from a queue the first worker that has ``room`` leases (of those up to ``step``)."""
@@ -336,14 +340,20 @@ class LeaseScheduler:
         if ledger.free_leaves(step) or ledger.complete(step):
             return
         while (first := self._first_late(step)) is not None:
-            if (worker := self._next(self._current, 0, step)) is None:
+            # What is late may be with somebody who never answers. The next one is not to be another such: where others
+            # than its worker have finished leases before, it waits for one of them.
+            holder = ledger.get(first[1])
+            assert holder is not None
+            someone = self._pacing.num_known > (self._pacing.leaf_s(holder.worker) is not None)
+            worker = self._next(self._known if someone else self._current, 0, step)
+            if worker is None:
                 return
             if not has_credit(worker):
                 self._refused[worker] = None
                 continue
             at, lease = first
             if at > now:
-                self._queue(worker, self._current)
+                self._queue(worker)
                 self.look_again_at = at
                 return
             if not ledger.may_back_up(lease, worker):  # it has failed on it
@@ -392,14 +402,16 @@ class LeaseScheduler:
         return None
 
     def _late_at(self, lease: BlockGrant) -> float | None:
-        """From when a lease is late; a worker's leases are computed one after the other."""
-        if lease.worker not in self._workers:
-            return None
+        """From when a lease is late; a worker's leases are computed one after the other.
+
+        Also where its worker takes no work any more: one that leaves has it done in time, and one that has not answered
+        for another lease will hardly answer for this one.
+        """
         at = self._free_since.get(lease.worker, -math.inf)
         for grant in self._ledger.held(lease.worker):
             late_s = self._pacing.late_s(grant.worker, grant.block.num_leaves)
             if grant.step != lease.step:
-                return None
+                continue  # of a later step, though it may have been given before: it waits for its version
             if late_s is None:  # nothing is known of anybody: one that hangs with the whole first step holds none up
                 late_s = self._pacing.config.min_deadline_s
             at = max(at, self._ledger.began_at(grant)) + late_s
