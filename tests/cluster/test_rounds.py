@@ -236,7 +236,7 @@ async def test_auto_begins_exactly_and_goes_on_as_the_links_ask(
             worker.drain()
         await asyncio.gather(*tasks)
     assert any(event.text.startswith("auto: ") for event in events if isinstance(event, Warned))
-    assert any("GiB from now on" in event.text for event in events if isinstance(event, Warned)) == (rule == "local")
+    assert any("from now on the coordinator holds" in event.text for event in events if isinstance(event, Warned)) == (rule == "local")
     (finished,) = [event for event in events if isinstance(event, RunFinished)]
     assert last is not None
     before = last.context.history.counts.leaves
