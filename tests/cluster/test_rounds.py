@@ -171,7 +171,7 @@ async def run_until(coordinator: Coordinator, make: Callable[[], Job], commits: 
 
 @pytest.mark.parametrize("update", RULES.values(), ids=RULES)
 async def test_stopped_and_resumed(update: dict[str, Any], tmp_path: Path) -> None:
-    # Steps enough to be stopped in the middle on a busy machine, too. The gate leaves out, and says so, a step whose norm
+    # Steps enough to be stopped in the middle on a busy machine. The gate leaves out, and says so, a step whose norm
     # is over its bound, which late results may be: that is another matter.
     make = lambda: replace(jobs.mlp_sgd(), max_steps=96, epochs=None)  # noqa: E731
     config = settings(update=UpdateConfig(**update), checkpoint_every=3, norm_gate=0.0)
