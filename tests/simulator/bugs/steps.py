@@ -25,7 +25,7 @@ from w5xde_async.wire.messages import Result
 from w5xde_async.worker.connection import dialing
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.leases import Leases
-from w5xde_async.worker.executors.executor import Version
+from w5xde_async.worker.executors.executor import Unsent, Version
 
 # -- leases ----------------------------------------------------------------------------------------------
 
@@ -283,6 +283,16 @@ def _torn_version(put: Put) -> None:
         return real(self, structs.replace(message, num_buckets=min(1, message.num_buckets)))
 
     put(Inbox, "params", params)
+
+
+@bug(
+    "any-answer",
+    "what was left unsent on one link answers any lease of as many leaves on the next",
+    *LOST,
+    "small slices",
+)
+def _any_answer(put: Put) -> None:
+    put(Unsent, "answers", lambda self, lease: len(self.lease.samples) == len(lease.samples))
 
 
 @bug("old-version", "a worker computes a lease with the parameters that it has, whatever version the lease names")
