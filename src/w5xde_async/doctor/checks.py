@@ -61,11 +61,11 @@ class Doctor:
 
     def __init__(self, target: Target, say: Callable[[Finding], None]) -> None:
         self._target, self._say = target, say
-        self.code = ExitCode.OK  #: of the first check that failed
+        self.code = ExitCode.OK  #: of the first check that failed and that a worker cannot do without
         self._addresses: list[tuple[str, int]] = []  # whose port answers
 
     async def examine(self) -> ExitCode:
-        """Make all checks that can be made; ``code`` of the first that failed."""
+        """Make all checks that can be made; returns ``code``."""
         try:
             await self._names()
             await self._ports()
@@ -157,6 +157,7 @@ class Doctor:
             )
             self._failed("port", ", ".join(silent), advice)
             raise _Over
+        self.code = ExitCode.OK  # a worker does without the names and routes that failed
         if silent:
             self._found("port", f"not needed: {', '.join(silent)}")
 
