@@ -176,6 +176,7 @@ class Line:
         )
         loader = SimpleNamespace(leaf_bytes=0)
         self.now, self.phase = 100.0, SimpleNamespace(begun=True)
+        self.progress, self.total_steps = 0, 1 << 40
         self.context = SimpleNamespace(layout=layout, loader=loader, clock=lambda: self.now)
         self.connect()
 
@@ -323,3 +324,21 @@ def test_who_comes_or_goes_begins_the_look_anew() -> None:
         choices += run.minutes(1, 0.05, 1e6)[0]
         run.line.roster.sessions = {str(id(object())) + str(run.line.now): run.line.session}
     assert not choices
+
+
+def test_a_worker_that_never_computes_is_not_waited_for_for_ever() -> None:
+    line: Any = Line(GPT_VALUES)
+    idle = SimpleNamespace(
+        result_bytes=0, receiving_s=0.0, outbox=line.session.outbox, link=line.session.link, report=None
+    )  # fmt: skip
+    line.roster.sessions = {"one": line.session, "idle": idle}
+    chooser = StrategyChooser(1)
+    line.results(2 << 20, 2.0)
+    for _ in range(59):
+        assert chooser.after_commit(line) is None
+        line.now += 1.0
+    choices = []
+    for _ in range(3):
+        choices.append(chooser.after_commit(line))
+        line.now += 1.0
+    assert choices[-1] is not None

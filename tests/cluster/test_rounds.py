@@ -204,7 +204,7 @@ async def test_a_worker_that_drains_submits_what_it_has() -> None:
 
 
 def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyChooser, Any], Situation | None]:
-    """What would be measured over a network of this rate."""
+    """What would be measured over a network of this rate, by a run that has much left to do."""
     measured = StrategyChooser.situation
 
     def situation(self: StrategyChooser, training: Any) -> Situation | None:
@@ -215,7 +215,7 @@ def over_a_line(bytes_s: float, round_trip_s: float) -> Callable[[StrategyChoose
             Figures(batch_s=0.05, up_bytes_s=bytes_s, down_bytes_s=bytes_s, round_trip_s=round_trip_s)
             for _ in found.workers
         ]
-        return replace(found, workers=tuple(slow))
+        return replace(found, workers=tuple(slow), steps_left=10_000)
 
     return situation
 

@@ -18,6 +18,7 @@ from w5xde_async.plan.strategy_choice import (
     Situation,
     Targets,
     choose,
+    predict,
 )
 
 GPT_VALUES = 10_900_000
@@ -165,3 +166,18 @@ def test_the_documents_table_has_what_is_chosen() -> None:
     table = text[text.index("| because | auto |") :].split("\n\n")[0].splitlines()[2:]
     told = [line.split(" | ")[-1].removesuffix("|").strip() for line in table]
     assert told == [*chosen, ""]  # nothing is said of unequal machines on good lines
+
+
+def test_one_slow_line_is_not_what_everybody_waits_for() -> None:
+    """Exact sync goes on without it, as the scheduler does."""
+    fast, slow = worker(1000, 1, 0.2), worker(0.1, 50, 0.2)
+    alone = predict(situation(fast, num_values=20_000), "sync", "raw", 0)
+    both = predict(situation(fast, slow, num_values=20_000), "sync", "raw", 0)
+    assert both.utilization == pytest.approx(alone.utilization / 2)  # the other computes nothing
+
+
+@pytest.mark.parametrize("steps_left", [1, 10, 50, 200, 1000, 10_000])
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_rounds_are_no_longer_than_a_quarter_of_what_is_left(network: Situation, steps_left: int) -> None:
+    choice = choose(replace(network, steps_left=steps_left))
+    assert choice.inner_steps * len(network.workers) * 4 <= steps_left

@@ -3,7 +3,8 @@
 A worker's figures are measured while all transfer at once, so the coordinator's own line is in them. For n values:
 
     T  = n (bytes/value up / up rate + bytes/value down / down rate) + round trip + coding       of the slowest worker
-    sync:       computes C = 1 / sum(1 / batch_s) a step      utilization C / (C + T)
+    sync:       computes C = 1 / sum(1 / batch_s) a step      utilization C / (C' + T'), of the workers that it is
+                fastest with: those whose lines are too slow are left out
     local:      computes R = H batch_s a round                utilization R / (R + T)
     streaming:  a P-th at a time, hidden where twice its way takes at most d batch_s; lines are full at two thirds
 
@@ -55,6 +56,7 @@ _FULL = 0.65  # of a line that is busier fragments queue up behind each other
 #: Inner steps that a streamed fragment may be late: 5 cost next to nothing (arXiv:2501.18512, section 3.3), 16 hardly
 #: more in what docs/slow-links.md measured.
 _MAX_DELAY = 16
+_LEAST_ROUNDS = 4  # of each worker until the end: after fewer, averaging has not caught up
 #: What a fragment takes over its bytes alone: it queues behind leases and others, and waits for the slowest worker.
 _QUEUED = 2.0
 
@@ -75,12 +77,14 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """``num_values`` that travel each way; ``batch_bytes`` of one batch's data; ``num_layers`` bounds the fragments."""
+    """``num_values`` that travel each way; ``batch_bytes`` of one batch's data; ``num_layers`` bounds the fragments;
+    ``steps_left`` until the run's end, of all workers together."""
 
     num_values: int
     batch_bytes: int
     num_layers: int
     workers: tuple[Figures, ...]
+    steps_left: int = 1 << 62
 
     def __post_init__(self) -> None:
         if not self.workers or self.num_values < 1 or self.num_layers < 1 or self.batch_bytes < 0:
@@ -145,7 +149,10 @@ def choose(
 
 
 def _candidates(situation: Situation, possible: Collection[tuple[str, str]]) -> Iterator[Choice]:
+    most_inner = situation.steps_left // (_LEAST_ROUNDS * len(situation.workers))
     for update, codec, inner_steps in LADDER:
+        if inner_steps > most_inner:
+            continue
         if (update, codec) in possible and (update != "streaming" or situation.num_layers > 1):
             yield predict(situation, update, codec, inner_steps)
 
@@ -154,9 +161,7 @@ def predict(situation: Situation, update: str, codec: str, inner_steps: int) -> 
     """What the model says of one candidate, by its slowest worker. Its ``reason`` is empty."""
     fragments, delay, utilization = 1, 0, 1.0
     if update == "sync":
-        compute_s = 1 / sum(1 / worker.batch_s for worker in situation.workers)
-        exchange_s = max(_exchange_s(situation, worker, codec) for worker in situation.workers)
-        utilization = compute_s / (compute_s + exchange_s)
+        utilization = _sync_utilization(situation, codec)
     elif update == "local":
         # A round ends with its slowest worker; the others' waiting for it is not the network's.
         for worker in situation.workers:
@@ -179,6 +184,16 @@ def predict(situation: Situation, update: str, codec: str, inner_steps: int) -> 
         update=update, codec=codec, downlink=_DOWNLINK.get(codec, codec), inner_steps=inner_steps, fragments=fragments,
         delay=delay, leases_ahead=min(max(ahead, 2), 64), utilization=utilization, reason="",
     )  # fmt: skip
+
+
+def _sync_utilization(situation: Situation, codec: str) -> float:
+    """Of all workers, where a step is dealt out to those with the shortest exchange, as many as make it fastest."""
+    by_exchange = sorted((_exchange_s(situation, worker, codec), worker.batch_s) for worker in situation.workers)
+    speed, step_s = 0.0, math.inf
+    for exchange_s, batch_s in by_exchange:
+        speed += 1 / batch_s
+        step_s = min(step_s, 1 / speed + exchange_s)
+    return 1 / (speed * step_s)
 
 
 def _queue_s(situation: Situation, worker: Figures, codec: str, fragments: int) -> float:

@@ -258,6 +258,7 @@ class Run:
             contributions=before.roster.contributions,
         )  # fmt: skip
         self.training = self._begin(history)
+        self.training.roster.programs.go_on_from(before.roster.programs)
         self.training.pacing.lead(leases_ahead)
         self._tell_bound(bound, num_workers)
         if self._chooser is not None:

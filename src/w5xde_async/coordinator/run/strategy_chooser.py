@@ -22,6 +22,7 @@ from w5xde_async.updates.config import UpdateConfig
 _PROBE_STEPS = 3
 _PROBE_S = 5.0  # without a commit, or for one: then what is there of a step is enough
 _PROBE_BYTES = 1 << 20  # of results, of every worker whose results are larger
+_PATIENCE_S = 60.0  # with workers that have computed nothing: then the choice is made without them
 _LEAST_S = 1e-6
 _LOOK_S = 120.0  # between two looks at what was chosen
 _MOST_LOOK_S = 3600.0
@@ -81,6 +82,7 @@ class StrategyChooser:
         self._batch_leaves, self._possible, self._kept = batch_leaves, possible, kept
         self._commits = 0
         self._since: float | None = None  # the last commit, or, before the first, when work began
+        self._began: float | None = None  # when work began
         self.current: Choice | None = None  #: what the run goes by, once that was chosen
         self._look_s, self._looked_at = _LOOK_S, 0.0
         self._before: dict[str, _Counts] = {}  # at the last look
@@ -89,6 +91,7 @@ class StrategyChooser:
     def after_commit(self, training: Training) -> Choice | None:
         """The first choice, as soon as enough is known for one; a ``kept`` one has no reason."""
         now = training.context.clock()
+        self._began = now if self._began is None else self._began
         seconds, self._since = 0.0 if self._since is None else now - self._since, now
         self._commits += 1
         if self.current is not None or (self._commits < _PROBE_STEPS and seconds < _PROBE_S):
@@ -103,7 +106,7 @@ class StrategyChooser:
         if self._commits or not training.phase.begun:
             return None, ""
         if self._since is None:
-            self._since = now
+            self._since = self._began = now
         if now - self._since < _PROBE_S:
             return None, ""
         return self._first(training), ""
@@ -169,12 +172,15 @@ class StrategyChooser:
         trained = [bucket for bucket in layout.result_buckets if layout.groups[bucket.group].role == "grad"]
         num_values = sum(bucket.numel for bucket in trained)
         batch_leaves = self._batch_leaves if isinstance(training, SyncTraining) else 1
+        waited = self._began is not None and training.context.clock() - self._began >= _PATIENCE_S
         figures = []
         for worker, count in (_counts(training) if counts is None else counts).items():
             session = training.roster.sessions[worker]
             leaf_s = training.pacing.leaf_s(worker) or (0.0 if session.report is None else session.report.leaf_s)
             enough = 1 if counts is not None or self._commits else min(_PROBE_BYTES, 4 * num_values)
             if not leaf_s or count.up_bytes < enough:
+                if waited:
+                    continue
                 return None
             link, up_bytes_s = session.link.figures, count.up_bytes / max(count.up_s, _LEAST_S)
             figures.append(
@@ -192,4 +198,5 @@ class StrategyChooser:
             batch_bytes=training.context.loader.leaf_bytes,
             num_layers=len(trained),
             workers=tuple(figures),
+            steps_left=max(training.total_steps - training.progress, 1),
         )

@@ -42,6 +42,11 @@ class ProgramServer:
         self._buffers: list[tuple[BufferSpec, Buffer]] = []
         self._reason = "this coordinator makes none"
 
+    def go_on_from(self, before: ProgramServer) -> None:
+        """What another phase of the run has found out holds: nothing is traced twice."""
+        self._known, self._reason = before._known, before._reason
+        self._digest, self._buffers = before._digest, before._buffers
+
     def ask(self, session: Session, request: ProgramRequest) -> None:
         """A worker wants the program: answer it, or let it wait for the answer."""
         if self._known:
@@ -82,6 +87,8 @@ class ProgramServer:
         ``reference``: where other processes find the job; empty: nowhere, then ``program`` is what this process has
         traced, or ``untraceable`` says why it could not.
         """
+        if self._known:
+            return
         if self._config.code_free and reference:
             await self._trace(reference)
         else:
