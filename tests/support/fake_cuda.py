@@ -303,6 +303,9 @@ class FakeCuda:
     def current_stream(self, device: Any = None) -> Any:
         return self.current
 
+    def set_device(self, device: Any) -> None:
+        """There is one."""
+
     def synchronize(self, device: Any = None) -> None:
         self.waited(spinning=True)
         for side in self.sides:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,16 +22,20 @@ from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from w5xde_async.compute import transfer
 from w5xde_async.compute.block import Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.inner import describe_inner
 from w5xde_async.compute.transfer import Transfer
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import ResultVector, bytes_of
+from w5xde_async.params.layout import Layout
 from w5xde_async.updates.outer import bucket_fragments
 from w5xde_async.wire.messages import VerdictCode
+from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.executors.published import Published
 from w5xde_async.worker.executors.replicas import SteppingReplica
+from w5xde_async.worker.service import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -399,3 +404,22 @@ def test_where_no_more_memory_can_be_pinned_the_bits_are_the_same(
     assert refused
     assert differing == []
     assert cuda.hazards == []
+
+
+def test_threads_mean_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not said so makes a context on the first device, of each worker of a host."""
+    said: list[Any] = []
+    with fake_cuda() as cuda:
+        monkeypatch.setattr(cuda, "set_device", said.append)
+        monkeypatch.setattr(transfer, "ThreadPoolExecutor", ThreadPoolExecutor)
+        layout = Layout.of(nn.Linear(4, 2))
+        moved = Transfer(layout, torch.device("cuda", 0))
+        assert moved._copier is not None
+        moved._copier.submit(lambda: None).result()
+        moved.close()
+    assert said == [torch.device("cuda", 0)]
+    monkeypatch.setattr(torch.cuda, "set_device", said.append)
+    worker = Worker("127.0.0.1:1", config=WorkerConfig(device="cpu"))
+    worker._device = torch.device("cuda", 1)
+    worker._begin_thread()
+    assert said[1:] == [torch.device("cuda", 1)]

@@ -52,7 +52,11 @@ class Transfer:
         if lent is not None:
             self.host_pool = lent.pool
         self._side: Any = _cuda.Stream(device) if self._cuda else None
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="w5xde-copy") if self._cuda else None
+        self._copier: ThreadPoolExecutor | None = None
+        if self._cuda:  # a thread that has not said which device it means makes a context on the first one
+            self._copier = ThreadPoolExecutor(
+                1, thread_name_prefix="w5xde-copy", initializer=_cuda.set_device, initargs=(device,)
+            )
         self._copies: list[Future[None]] = []
         self._ready: dict[int, Any] = {}  # id of a device vector -> event after its last copy
         # An event stands for what was recorded last, and whoever waits waits for no less when it is recorded again.
