@@ -256,3 +256,18 @@ async def test_a_worker_alone_is_not_held_up():
         await work(a, until=lambda: run.training.version >= 3)
         assert audits(run) == []
         assert run.applied() == {float(run.training.version)}
+
+
+async def test_a_step_waits_for_an_audit_no_longer_than_for_a_lease_that_is_late():
+    """The second worker's line is slow: nobody backs its audit up."""
+    async with judged(min_workers=2, audit_fraction=1.0) as run:
+        a, b = await run.worker("a"), await run.worker("b")
+        pacing = run.training.pacing
+        for _ in range(10):
+            pacing.observe(a.worker_id, 1, 0.1, taken_s=0.2)
+            pacing.observe(b.worker_id, 1, 0.1, taken_s=40.0)  # a version takes so long on its way there
+        mine = await a.lease()
+        await a.compute(mine)
+        _, again = await audit_of(mine, b)
+        assert pacing.deadline_s(b.worker_id, len(mine.samples)) > 300
+        assert again.deadline_s == 5.0

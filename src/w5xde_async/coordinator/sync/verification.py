@@ -307,7 +307,11 @@ class Verification:
                     self._held.remove(block)
                     self._give_up(block)
                 continue
+            # The step waits for it, and nobody backs it up: it has as long as another lease until it is backed up.
             deadline_s = self._pacing.deadline_s(worker, held.block.num_leaves)
+            late_s = self._pacing.late_s(worker, held.block.num_leaves)
+            if late_s is not None:
+                deadline_s = min(deadline_s, max(late_s, self._pacing.config.min_deadline_s))
             grant = self._ledger.audit(held.step, held.block, worker, now=now, deadline_s=deadline_s)
             held.lease, held.second = grant.lease, worker
             granted.append(grant)
