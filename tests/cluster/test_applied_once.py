@@ -275,6 +275,7 @@ async def kill(rule: str, path: Path) -> Killed:
     """The run directory as it was on the disk in the middle of the run is what a kill leaves."""
     killed, record = path.with_name("killed"), KeptState.record
     accepted: dict[int, tuple[list[list[float]], bool]] = {}
+    copied: dict[int, tuple[list[list[float]], bool]] = {}
 
     def see(kept: KeptState, step: int, samples: int) -> Any:
         made = kept.strategy.rule
@@ -292,6 +293,7 @@ async def kill(rule: str, path: Path) -> Killed:
 
         commits.bus.subscribe(see)
         await saved.wait()
+        copied.update(accepted)  # where rounds are open, a later checkpoint may have the same step and more in it
         await asyncio.to_thread(shutil.copytree, path, killed, ignore=shutil.ignore_patterns(".tmp-*"))
         # The run went on meanwhile. Steps are told before a checkpoint has them: a kill never leaves fewer.
         await asyncio.to_thread(shutil.copy, path / "metrics.jsonl", killed / "metrics.jsonl")
@@ -300,7 +302,7 @@ async def kill(rule: str, path: Path) -> Killed:
         patched.setattr(KeptState, "record", see)
         await part(path, rule, until)
     step = max(await asyncio.to_thread(lambda: CheckpointStore(killed / "checkpoints", keep=100).steps()))
-    return Killed(killed, *accepted[step], heard.largest)
+    return Killed(killed, *(accepted | copied)[step], heard.largest)
 
 
 async def resume(rule: str, killed: Killed) -> None:
