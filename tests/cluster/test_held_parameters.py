@@ -111,32 +111,3 @@ async def test_a_change_of_the_rule_in_the_first_step_sends_no_model(
             assert lacking > 0
             assert bool(lacking_then) is not keeps
     assert digests[0] == digests[1]
-
-
-async def test_a_version_that_has_begun_to_come_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lies in the memory of the one before."""
-    joined, made = Joined(monkeypatch), job()
-    async with Coordinator(made, config=settings(code_free=True)) as coordinator:
-        worker = Worker(coordinator.address, job=made, config=QUICK_WORKER)
-        running = asyncio.create_task(worker.run())
-        training = coordinator._training
-        assert isinstance(training, SyncTraining)
-        commit, cut = training._publish, False
-
-        def publish(pieces: Sequence[Any]) -> None:
-            nonlocal cut
-            commit(pieces)
-            if training.version == 3 and not cut:
-                cut = True
-                (session,) = training.roster.sessions.values()
-                # The first bucket leaves, and then the link breaks.
-                items = session.outbox._items
-                while len(items) > 1:
-                    items.pop()
-                session.outbox.post([], sent=session.link.abort)
-
-        monkeypatch.setattr(training, "_publish", publish)
-        result = await coordinator.wait()
-        assert await running is Departure.FINISHED
-    assert result.digest == named_digest(reference.train(job())[0])
-    assert [lacking > 0 for _, _, lacking in joined.rows] == [True, True]

@@ -42,6 +42,19 @@ def test_a_version_is_whole_when_all_its_buckets_have_come() -> None:
     assert (version.number, version.buckets) == (0, (1, 3))
 
 
+def test_a_version_is_held_on_to_until_something_of_a_newer_one_lies_in_its_place() -> None:
+    box = inbox()
+    assert box.whole == -1
+    box.params(Params(0, 0, 0, 1.0))
+    assert box.whole == 0
+    bucket = Layout.of(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), bucket_bytes=4096).buckets[0]
+    message = Params(1, 0, 1, 1.0)
+    box.place_params(message, [BufferSpec("", "float32", (bucket.numel,), "raw", 4 * bucket.numel)])
+    assert box.whole == -1  # the link may break here
+    box.params(message)
+    assert box.whole == 1
+
+
 def test_nothing_changed_is_a_version_too() -> None:
     version = inbox().params(Params(4, 0, 0, 2.0))
     assert version is not None
