@@ -1,0 +1,1 @@
+"""More than one device for one model: islands on ``torch.distributed``."""
