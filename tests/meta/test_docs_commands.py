@@ -22,7 +22,7 @@ from tests.meta.test_docs import DOCUMENTS, ROOT, environment, name_of, write_fi
 
 from w5xde_async import status
 from w5xde_async.errors import UsageError
-from w5xde_async.facade.guava import __main__ as guava
+from w5xde_async.facade.guava.workers import network_worker as guava
 from w5xde_async.settings import PROGRAMS as KINDS
 from w5xde_async.settings import Answer, flag_names, read
 from w5xde_async.settings.programs import DoctorSettings
@@ -134,7 +134,7 @@ def parse(program: str, arguments: list[str]) -> None:
     if program == "status":
         status.parser("status").parse_args(given)
         return
-    if program == "facade.guava":
+    if program in ("facade.guava", "facade.guava.workers.network_worker"):
         guava.parser().parse_args(given)
         return
     assert program in PROGRAMS, program

@@ -426,7 +426,7 @@ data = TensorDataset(torch.randn(2000, 64), torch.randint(10, (2000,)))
 server = CentralServer(model, data, batch_size=64, port=0, checkpoint_dir=None, log="silent")
 threading.Thread(target=server.start, daemon=True).start()
 server.listening.wait()
-node = TrainingNode(model, ("localhost", server.port))
+node = TrainingNode(model, ("localhost", server.port), log="silent")
 pieces = threading.Semaphore(0)
 threading.Thread(target=node.train, args=[lambda loss, batch: pieces.release()], daemon=True).start()
 for _ in range(50):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import re
@@ -31,10 +32,10 @@ from torch.utils.data import (
 )
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import JobError, StoreError, UsageError
+from w5xde_async.errors import CheckpointMismatch, JobError, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
-from w5xde_async.facade.guava import __main__ as program
 from w5xde_async.facade.guava.orchestrator import reading_of
+from w5xde_async.facade.guava.workers import network_worker as program
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Event, StepCommitted
@@ -348,6 +349,55 @@ def test_a_step_is_a_batch_for_each_worker_and_clients_need_no_code(tmp_path: Pa
     assert same(model, plain_loop(16, 2))
 
 
+def trained(orchestrator: Orchestrator, model: nn.Module, batch_size: int = 8) -> Any:
+    orchestrator.register_model(model)
+    return orchestrator.start_training(DataLoader(dataset(), batch_size=batch_size, shuffle=True), 1)
+
+
+def test_every_start_trains_anew_and_keeps_what_was_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same orchestrator again, another model of the same shape, a smaller batch, mixed precision."""
+    directory = tmp_path / "run"
+    first, model = orchestrator_for(directory), linear()
+    assert trained(first, model).step == 6
+    kept = load_file(directory / "model.safetensors")
+    before = copy.deepcopy(model)
+    again = trained(first, model)
+    assert (again.outcome, again.step) == ("finished", 6)
+    assert again.loss is not None
+    assert not same(model, before)  # trained on, from the weights that it has
+    assert torch.equal(load_file(tmp_path / "run.old-1" / "model.safetensors")["weight"], kept["weight"])
+    said = capfd.readouterr().err
+    assert said.count("trains anew") == 1
+    assert 'resume="auto"' in said
+    other = nn.Linear(4, 2)
+    nn.init.zeros_(other.weight)
+    zero = copy.deepcopy(other)
+    assert trained(orchestrator_for(directory), other).step == 6
+    assert (other.weight - zero.weight).abs().max() < 0.5  # six steps of 0.05 from where it was, not another's weights
+    assert trained(orchestrator_for(directory, use_amp=True), linear()).step == 6
+    assert trained(orchestrator_for(directory), linear(), batch_size=4).step == 12
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", *(f"run.old-{n}" for n in range(1, 5))]
+
+
+def test_resumed_when_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = linear()
+    assert trained(orchestrator_for(tmp_path), model).step == 6
+    more = Orchestrator(orchestrator_for(tmp_path).config, resume="auto")
+    more.register_model(linear())
+    result = more.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 2)
+    assert result.step == 12
+    assert same(more._model, plain_loop(8, 2))  # type: ignore[arg-type]
+    assert "goes on from step 6 of the run in" in capfd.readouterr().err
+    over = Orchestrator(more.config, resume="auto")
+    over.register_model(linear())
+    ended = over.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 2)
+    assert ended.reason == 'it was complete already; raise num_epochs, or start afresh with resume="never"'
+    smaller = Orchestrator(more.config, resume="auto")
+    smaller.register_model(linear())
+    with pytest.raises(CheckpointMismatch, match=r'batch_size was 8 .* is 4 now; resume="never" starts afresh'):
+        smaller.start_training(DataLoader(dataset(), batch_size=4, shuffle=True), 2)
+
+
 def test_checkpoints_on_demand(tmp_path: Path) -> None:
     orchestrator, model = orchestrator_for(tmp_path / "run"), linear()
     with pytest.raises(UsageError, match="call register_model"):
@@ -491,7 +541,7 @@ def test_memory_is_profiled_while_it_trains(tmp_path: Path) -> None:
         (lambda: Orchestrator(DistributedConfig()).start_training(dataset()), UsageError, "call register_model"),
         (lambda: Orchestrator(DistributedConfig()).register_model("gpt"), UsageError, "not str"),  # type: ignore[arg-type]
         (lambda: NetworkWorker(-1), UsageError, "gpu_id is -1"),
-        (lambda: started(num_epochs=0), JobError, "epochs is 0"),
+        (lambda: started(num_epochs=0), JobError, "num_epochs is 0"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], error: type[Exception], said: str) -> None:
@@ -517,9 +567,9 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
     class Recorded(NetworkWorker):
         def connect_and_train(self) -> None:
-            made.append((self.gpu_id, self._server))
+            made.append((self.gpu_id, self._place.server))
 
-    monkeypatch.setattr("w5xde_async.facade.guava.network_worker.NetworkWorker", Recorded)
+    monkeypatch.setattr("w5xde_async.facade.guava.workers.network_worker.NetworkWorker", Recorded)
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     assert program.main(["--gpu-id", "1", "--master-ip", "10.0.0.9", "--master-port", "29501"]) == 0
     monkeypatch.setenv("MASTER_IP", "there")

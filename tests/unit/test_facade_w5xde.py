@@ -21,16 +21,24 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
+from w5xde_async.facade.calling import NodeLines
+from w5xde_async.facade.neighbours import is_here, join_file_here
 from w5xde_async.facade.reading import BatchLoss, token_loss
-from w5xde_async.facade.w5xde import CentralServer, TrainingNode
-from w5xde_async.net.join import Invitation
+from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode
+from w5xde_async.net.join import Invitation, new_secret, write_private_line
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.net.own_addresses import own_addresses
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.telemetry.events import CheckpointSaved, RunStarted, StepCommitted, WorkerJoined
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header
-from w5xde_async.wire.messages import Done, Lease, Message, Params, Result
+from w5xde_async.wire.messages import Done, Lease, Message, Params, Result, Welcome
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.hooks import LeaseAnswered
+from w5xde_async.worker.service import Worker
 
 __all__ = ["calls", "no_secret_of_this_machine"]
+
+WELCOME = Welcome("0" * 16, "digits", 1, 0, "fp32", 1, 1, 64, b"0" * 16, 1.0, 2.0)
 
 pytestmark = pytest.mark.usefixtures("no_secret_of_this_machine")
 
@@ -297,7 +305,7 @@ def test_checkpoints_by_the_clock_and_going_on_from_them(calls: Any, tmp_path: P
     saved = {event.step for event in events if isinstance(event, CheckpointSaved)}
     assert 150 in saved
     assert len(saved) > 1
-    more = server_of(directory, max_steps=153)
+    more = server_of(directory, max_steps=153, resume="auto")
     running, events = serve(calls, more)
     node_for(more).train()
     assert running.result(10).step == 153
@@ -305,8 +313,8 @@ def test_checkpoints_by_the_clock_and_going_on_from_them(calls: Any, tmp_path: P
     assert {event.step for event in events if isinstance(event, CheckpointSaved)} == {153}  # the interval is long
     assert (directory / "model.safetensors").exists()
     with pytest.raises(CheckpointMismatch, match="another model"):
-        server_of(directory, model=Model(7)).start()
-    afresh = server_of(directory, model=Model(7), resume="never", max_steps=1)
+        server_of(directory, model=Model(7), resume="auto").start()
+    afresh = server_of(directory, model=Model(7), max_steps=1)
     running, _ = serve(calls, afresh)
     with pytest.raises(Refused, match="model differs"):
         node_for(afresh).train()
@@ -344,13 +352,11 @@ def test_a_stop_before_the_start_counts(calls: Any) -> None:
 # -- who may join ------------------------------------------------------------------------------------------
 
 
-def test_secure_is_tls_and_needs_the_join_file(calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secure_is_tls(calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "run"
     server = server_of(directory, secure=True, max_steps=2)
     running, events = serve(calls, server)
     assert next(event for event in events if isinstance(event, RunStarted)).security.startswith("TLS 1.3")
-    with pytest.raises(UsageError, match="needs the server's join file"):
-        node_for(server, secure=True)
     proxy = ProxyThread(("127.0.0.1", server.port))
     try:
         proxy.call(lambda p: setattr(p.down, "tape", bytearray()))
@@ -368,12 +374,85 @@ def test_open_to_others_it_is_tls_with_or_without_a_token(calls: Any, tmp_path: 
     server = server_of(tmp_path / "one", ip="0.0.0.0", max_steps=1)
     running, events = serve(calls, server)
     assert next(event for event in events if isinstance(event, RunStarted)).security.startswith("TLS 1.3")
-    with pytest.raises((Unreachable, Refused)):
-        node_for(server, server_address=("127.0.0.1", server.port), timeout_s=0.3).train()
     told = Invitation.parse((tmp_path / "one" / "join").read_text(), place="test")
     assert told.port == server.port
     node_for(server, join_file=tmp_path / "one" / "join", server_address=("127.0.0.1", server.port)).train()
     assert running.result(10).outcome == "finished"
+
+
+@pytest.mark.parametrize(
+    ("of_server", "of_node"),
+    [
+        ({"ip": "0.0.0.0"}, {}),
+        ({"ip": "0.0.0.0", "token": new_secret()}, {}),
+        ({"secure": True}, {"secure": True}),
+        ({"secure": True}, {}),
+        ({}, {}),
+    ],
+    ids=["open", "token", "secure", "told", "plain"],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_on_one_machine_it_just_works(
+    of_server: dict[str, Any], of_node: dict[str, Any], late: bool, calls: Any, tmp_path: Path
+) -> None:
+    """Neither is told where the join file is, and the node may come first."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    server = server_of(tmp_path / "run", max_steps=2, port=port, **of_server)
+    node = node_for(server, timeout_s=20.0, **of_node)
+    if late:
+        running, _ = serve(calls, server)
+        working = calls(node.train)
+    else:
+        working = calls(node.train)
+        running, _ = serve(calls, server)
+    assert running.result(20).outcome == "finished"
+    working.result(10)
+    left = join_file_here("localhost", port)
+    assert left is not None
+    assert not left.exists()  # nobody listens
+
+
+def test_the_secret_of_a_machine_is_its_owners(calls: Any, tmp_path: Path) -> None:
+    server = server_of(tmp_path / "run", max_steps=1, ip="0.0.0.0")
+    running, _ = serve(calls, server)
+    left = join_file_here("127.0.0.1", server.port)
+    assert left is not None
+    assert left.stat().st_mode & 0o777 == 0o600
+    node_for(server).train()
+    running.result(10)
+
+
+def test_who_is_here() -> None:
+    assert join_file_here("localhost", 0) is None
+    assert join_file_here("192.0.2.1", 5555) is None  # for documentation: nobody has it
+    assert join_file_here("somewhere.example.org", 5555) is None
+    assert is_here("127.0.0.1")
+    assert is_here(socket.gethostname())
+    assert all(map(is_here, own_addresses("0.0.0.0")))
+
+
+def test_elsewhere_the_first_second_says_what_is_missing(
+    calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        UsageError, match=r"give the coordinator's join file \(join_file=, W5XDE_JOIN_FILE\), its token"
+    ):
+        TrainingNode(Model, ("192.0.2.1", 5555)).train()
+    server = server_of(tmp_path / "run", ip="0.0.0.0")
+    running, _ = serve(calls, server)
+    monkeypatch.setenv("HOME", str(tmp_path / "of another user"))
+    node = node_for(server, timeout_s=1.5)
+    working = calls(node.train)
+    deadline, said = time.monotonic() + 1.0, ""
+    while "join_file=" not in said:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.01)
+        said += capfd.readouterr().err
+    with pytest.raises(Unreachable, match="join_file="):
+        working.result(10)
+    server.stop()
+    running.result(10)
 
 
 def test_a_token_on_both_sides(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +475,43 @@ def test_the_joins_address_counts_where_none_is_given(tmp_path: Path) -> None:
     told = Invitation.parse(TrainingNode(Model, ("here", 5), join_file=path).server_address, place="x")
     assert (told.host, told.port, told.secret) == ("here", 5, "s")
     assert TrainingNode(Model).server_address == "localhost:5555"
+
+
+def test_what_a_killed_server_left_is_no_hindrance(calls: Any, tmp_path: Path) -> None:
+    """The next one on its port has no TLS, or another secret."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    left = join_file_here("localhost", port)
+    assert left is not None
+    for of_server in ({}, {"secure": True}):
+        write_private_line(left, Invitation(host="127.0.0.1", port=port, certificate=bytes(32), secret="old").reveal())
+        server = server_of(tmp_path / f"run{len(of_server)}", max_steps=1, port=port, **of_server)
+        running, _ = serve(calls, server)
+        node_for(server).train()
+        assert running.result(10).outcome == "finished"
+
+
+def test_a_node_says_that_it_joined_how_far_it_is_and_how_it_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = NodeLines("normal", _WORDS, clock=lambda: now)
+    worker = Worker("localhost:5555", config=WorkerConfig(name="me", device="cpu"))
+    lines.joined(worker, WELCOME)
+    for step in range(100):
+        now += 1.0
+        lines.answered(
+            LeaseAnswered(step=step, start=0, samples=(2, 2), losses=(1.0, 2.0), sent_bytes=1, received_bytes=1,
+                          network_s=0.0, gradient_bytes=1, encoded_bytes=1, encode_s=0.0)
+        )  # fmt: skip
+    lines.ended("the run is finished", worker)
+    first, *on_the_way, last = capfd.readouterr().err.splitlines()
+    assert first == "joined run digits at localhost:5555 as me, on cpu"
+    assert on_the_way[0] == "step 4: loss 1.5000, 4 samples/s"
+    assert 15 <= len(on_the_way) <= 20
+    assert last == "the run is finished: 100 pieces of batches, 400 samples in 1:40; 0 B sent, 0 B received"
+    silent = NodeLines("silent", _WORDS)
+    silent.joined(worker, WELCOME)
+    silent.ended("the run is finished", worker)
+    assert capfd.readouterr().err == ""
 
 
 # -- the nodes' arguments ----------------------------------------------------------------------------------
@@ -476,13 +592,23 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
         (lambda: CentralServer(Model(), Data(), secure=True, checkpoint_dir=None), "needs a checkpoint_dir"),
         (lambda: CentralServer(Model(), Data(), ip="0.0.0.0", checkpoint_dir=None), "without a secret"),
         (lambda: CentralServer(Model(), Data(), log="loud"), "log is 'loud'"),  # type: ignore[arg-type]
-        (lambda: CentralServer(Model(), Data(), queue_size=0), "prefetch_leaves is 0"),
+        (lambda: CentralServer(Model(), Data(), queue_size=0), "^queue_size is 0"),
         (lambda: CentralServer(Model(), Data(), port=70000), "port is 70000"),
+        (lambda: CentralServer(Model(), Data(), port="5555"), "^port is '5555'; give a whole number"),  # type: ignore[arg-type]
+        (lambda: CentralServer(Model(), Data(), ip=5), "^ip is 5"),  # type: ignore[arg-type]
+        (lambda: CentralServer(Model(), Data(), batch_size="8"), "batch_size is '8'"),  # type: ignore[arg-type]
+        (lambda: CentralServer(Model(), Data(), checkpoint_interval="5"), "checkpoint_interval is '5'"),  # type: ignore[arg-type]
+        (lambda: CentralServer(Model(), Data(), num_epochs=0), "num_epochs is 0"),
+        (lambda: TrainingNode(Model, ("localhost",)), r"server address is \('localhost',\); give \(host, port\)"),  # type: ignore[arg-type]
+        (lambda: TrainingNode(Model, ("localhost", "5555")), "server address is "),  # type: ignore[arg-type]
+        (lambda: TrainingNode(Model, timeout_s=-1.0), "^timeout_s is -1.0"),
+        (lambda: TrainingNode(Model, log="loud"), "log is 'loud'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=said) as raised:
         wrong()
+    assert "\n" not in str(raised.value)
 
 
 def test_bad_data_is_said_at_once() -> None:

@@ -143,7 +143,7 @@ _TYPED = st.one_of(st.text(max_size=20), st.lists(_PIECES, max_size=8).map("".jo
         lambda typed: Target.of(typed, WorkerConfig(device="cpu", token=_TOKEN)).addresses[0][0],
         lambda typed: parse_address(read(WorkerSettings, [f"--server={typed}"], prog="it")[0].where())[0],
         lambda typed: read(CoordinatorSettings, ["a:b", f"--host={typed}"], prog="it")[0].coordinator_config("").host,
-        lambda typed: parse_address(where_to_join(typed, ("a", 1), join_file=None, secure=False))[0],
+        lambda typed: parse_address(where_to_join(typed, ("a", 1), join_file=None, secure=False).server)[0],
     ],
     ids=["host", "dashboard", "target", "server", "host-flag", "facade"],
 )

@@ -11,32 +11,48 @@ import asyncio
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tqdm import tqdm
+
 from w5xde_async.errors import UsageError
-from w5xde_async.net.endpoint import format_address, parse_address
+from w5xde_async.facade.neighbours import join_file_here
+from w5xde_async.facade.words import Words
+from w5xde_async.net.endpoint import format_address, parse_address, valid_host
 from w5xde_async.net.join import Invitation, read_secret_file
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.net.token import find_token
 from w5xde_async.runtime import loop_factory
+from w5xde_async.telemetry import wording
 from w5xde_async.telemetry.events import Bus, Event, RunStarted
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
+from w5xde_async.wire.messages import Welcome
+from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.hooks import LeaseAnswered
 from w5xde_async.worker.service import Worker
 
 _T = TypeVar("_T")
 _EXIT_S = 30.0  #: how long a program that ends waits for calls in daemon threads
+_FIRST_LINE_S = 5.0  #: from joining to a node's first line about its work
 LogMode = Literal["silent", "normal", "verbose"]
 
 
-def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T:
-    """Run ``main`` in a new event loop (uvloop where it is) until it ends.
+def check_log(log: str) -> None:
+    """Raises UsageError for what is no LogMode."""
+    if log not in ("silent", "normal", "verbose"):
+        raise UsageError(f"log is {log!r}; give silent, normal or verbose")
+
+
+def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words: Words) -> _T:
+    """Run ``main`` in a new event loop (uvloop where it is) until it ends. What it raises is in these ``words``.
 
     Raises UsageError where this thread runs a loop already, and names ``instead``, which does not block.
     """
@@ -47,7 +63,7 @@ def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str) -> _T
     else:
         raise UsageError(f"this call blocks, and an event loop runs in this thread: use {instead}, or another thread")
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
-    with _ended_at_exit() as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with words.said(), _ended_at_exit() as running, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(running.call(main))
         except KeyboardInterrupt:
@@ -134,28 +150,124 @@ async def working(worker: Worker) -> Departure:
     return running.result()
 
 
+# -- what is shown
+
+
 @contextmanager
-def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str]) -> Iterator[Progress]:
+def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str], words: Words, resume: str) -> Iterator[Progress]:
     """Show the run on stderr for as long as the context is open, this package's warnings too.
 
-    ``join``: what somebody types to join; asked for once the run has begun.
+    ``join``: what somebody types to join; asked for once the run has begun. ``resume`` is the facade's argument.
     """
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
     progress = Progress(ProgressConfig(mode=mode, color=color), terminal=False if dumb else None)
 
     def show(event: Event) -> None:
-        progress(replace(event, worker_command=join()) if isinstance(event, RunStarted) else event)
+        if isinstance(event, RunStarted):
+            event = replace(event, worker_command=join())
+        progress(words.of_event(event))
+        if isinstance(event, RunStarted) and event.resumed_step and mode != "silent":
+            again = 'resume="never" trains anew and keeps it aside'
+            tell(f"goes on from step {event.resumed_step:,} of the run in {event.run_dir} (resume={resume!r}; {again})")
 
     unsubscribe = bus.subscribe(show)
-    logger, handler = logging.getLogger("w5xde_async"), progress.handler()
-    logger.addHandler(handler)
+    handler = progress.handler()
+    handler.setFormatter(words.formatter())
     try:
-        yield progress
+        with _logging_to(handler):
+            yield progress
     finally:
-        logger.removeHandler(handler)
         unsubscribe()
         progress.close()
+
+
+@contextmanager
+def _logging_to(handler: logging.Handler) -> Iterator[None]:
+    """This package's warnings go there, unless another call of this process shows them already."""
+    logger = logging.getLogger("w5xde_async")
+    with _one_at_a_time:
+        _shown_by.append(handler)
+        handler.addFilter(lambda record: _shown_by[0] is handler)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        with _one_at_a_time:
+            logger.removeHandler(handler)
+            _shown_by.remove(handler)
+
+
+_one_at_a_time = threading.Lock()
+_shown_by: list[logging.Handler] = []
+
+
+def tell(text: str) -> None:
+    """A line on stderr, above a bar that may be there."""
+    tqdm.write(wording.clean(text), file=sys.stderr)
+
+
+class NodeLines:
+    """What a node says of its work on stderr: that it joined, how far it is, how it ended."""
+
+    def __init__(self, mode: LogMode, words: Words, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._told, self._words, self._clock = mode != "silent", words, clock
+        self._began = self._said = self._next_at = clock()
+        self._pieces = self._samples = self._samples_said = 0
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Warnings of this package are shown too."""
+        handler = _Told()
+        handler.setFormatter(self._words.formatter())
+        with _logging_to(handler):
+            yield
+
+    def looking(self, where: str) -> None:
+        """A server is looked for."""
+        self._say(f"looking for the server at {where}")
+
+    def joined(self, worker: Worker, welcome: Welcome) -> None:
+        """A server has let it in."""
+        self._began = self._said = self._clock()
+        self._next_at = self._began + _FIRST_LINE_S
+        address = format_address(worker.host, worker.port)
+        self._say(f"joined run {welcome.run_name} at {address} as {worker.name}, on {worker.device}")
+
+    def answered(self, answer: LeaseAnswered) -> None:
+        """A piece has been computed and sent."""
+        self._pieces += 1
+        self._samples += sum(answer.samples)
+        now = self._clock()
+        if now >= self._next_at:
+            rate = (self._samples - self._samples_said) / max(now - self._said, 1e-9)
+            self._said, self._samples_said = now, self._samples
+            self._next_at = now + min(max((now - self._began) / 20, _FIRST_LINE_S), 60.0)
+            self._say(f"step {answer.step:,}: loss {answer.loss:.4f}, {wording.short(rate)} samples/s")
+
+    def ended(self, how: str, worker: Worker) -> None:
+        """It leaves, for the reason ``how``."""
+        traffic = f"{wording.size(worker.bytes_sent)} sent, {wording.size(worker.bytes_received)} received"
+        took = wording.duration(self._clock() - self._began)
+        self._say(f"{how}: {self._pieces:,} pieces of batches, {self._samples:,} samples in {took}; {traffic}")
+
+    def _say(self, text: str) -> None:
+        if self._told:
+            tell(text)
+
+
+class _Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tell(f"{record.levelname.lower()} {self.format(record)}")
+        except Exception:
+            self.handleError(record)
+
+
+# -- who may join
 
 
 def token_of(token: str) -> str:
@@ -164,25 +276,53 @@ def token_of(token: str) -> str:
     return token or find_token(Path(named) if named else None, given_as_argument=False, environment=os.environ)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a node's server is.
+
+    ``server``: ``host:port`` or a join string. ``found``: where a server of this machine leaves its join string; it
+    need not be there. ``plain``: without one it is tried without TLS, or by the token.
+    """
+
+    server: str
+    found: Path | None = None
+    plain: bool = True
+
+    def worker(self, config: WorkerConfig, **more: Any) -> Callable[[], Worker]:
+        """Reads the join string that is there now; makes the worker. Raises UsageError."""
+        if self.found is None:
+            return lambda: Worker(self.server, config=config, **more)
+        try:
+            server = read_secret_file(self.found, kind="join file")
+        except UsageError:
+            server = self.server if self.plain or config.token else ""
+        return lambda: Worker(server, config=config, join_file=self.found, **more)
+
+
 def where_to_join(
     address: tuple[str, int] | str | None, default: tuple[str, int], *, join_file: Path | str | None, secure: bool
-) -> str:
-    """The coordinator as ``host:port`` or, where there is one, as a join string: ``join_file``, W5XDE_JOIN_FILE or
-    W5XDE_JOIN. The string's secret and certificate count, its address only where ``address`` is None.
+) -> Place:
+    """The server by its address and, where there is one, a join string: ``join_file``, W5XDE_JOIN_FILE, W5XDE_JOIN, or
+    what a server of this machine leaves. The string's secret and certificate count, its address only where ``address``
+    is None.
 
-    Raises UsageError for a bad address or join string, and for ``secure`` on loopback without one.
+    Raises UsageError for a bad address or join string.
     """
-    given = None if address is None else parse_address(address) if isinstance(address, str) else address
+    given = None if address is None else parse_address(address) if isinstance(address, str) else _pair(address)
     text, place = os.environ.get("W5XDE_JOIN", ""), "W5XDE_JOIN"
     if named := join_file or os.environ.get("W5XDE_JOIN_FILE", ""):
         text, place = read_secret_file(Path(named), kind="join file"), f"join file {named}"
     if text:
         told = Invitation.parse(text, place=place)
-        return (told if given is None else replace(told, host=given[0], port=given[1], also=())).reveal()
+        return Place((told if given is None else replace(told, host=given[0], port=given[1], also=())).reveal())
     host, port = given or default
-    if secure and is_loopback(host):
-        raise UsageError(
-            "secure=True on this machine needs the server's join file: give join_file=, or set W5XDE_JOIN_FILE; "
-            "the server writes it (file join in its checkpoint_dir)"
-        )
-    return format_address(host, port)
+    plain = is_loopback(host) and not secure
+    return Place(format_address(host, port), join_file_here(host, port), plain)
+
+
+def _pair(address: object) -> tuple[str, int]:
+    """Raises UsageError for what is no ``(host, port)``."""
+    match address:
+        case (str(host), int(port)) if 0 < port < 65536 and not isinstance(port, bool):
+            return valid_host(host), port
+    raise UsageError(f"server address is {address!r}; give (host, port) with a port from 1 to 65535, or 'host:port'")

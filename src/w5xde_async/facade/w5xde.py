@@ -13,7 +13,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,19 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
-from w5xde_async.facade.calling import LogMode, block_on, shown, token_of, where_to_join, working
+from w5xde_async.facade.calling import (
+    LogMode,
+    NodeLines,
+    block_on,
+    check_log,
+    shown,
+    token_of,
+    where_to_join,
+    working,
+)
+from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss
+from w5xde_async.facade.words import Words
 from w5xde_async.job import ENDLESS, Job
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
@@ -52,6 +63,11 @@ NetworkCallback = Callable[[int, int, float, float, int, int], object]
 _DEFAULT_ADDRESS = ("localhost", 5555)
 _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
 _LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
+_WORDS = Words(
+    {"run-dir": "checkpoint_dir", "resume": "resume", "host": "ip", "port": "port", "epochs": "num_epochs",
+     "max-steps": "max_steps"},
+    {"host": "ip", "prefetch_leaves": "queue_size", "epochs": "num_epochs", "connect_timeout_s": "timeout_s"},
+)  # fmt: skip
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
 
 
@@ -63,7 +79,8 @@ class CentralServer:
                          target), or tuples ``(x, y)``
     batch_size           samples of one step
     ip, port             where to listen; port 0 picks a free one
-    checkpoint_dir       the run's directory (None: nothing is kept); a second start goes on from there
+    checkpoint_dir       the run's directory (None: nothing is kept). Each start trains anew: what an earlier run left
+                         there is kept aside, in ``{checkpoint_dir}.old-1``, ``-2`` and so on
     checkpoint_interval  minutes between checkpoints; one is always written at the end
     secure               TLS on loopback too. Off loopback there is always TLS, and nodes need the token or join file
     queue_size           microbatches that are read ahead, of this batch and the next
@@ -73,10 +90,11 @@ class CentralServer:
     num_epochs, max_steps  the end: whichever comes first; by default there is none but ``stop()`` and Ctrl-C
     seed                 of the order of samples, dropout and models that are made here
     token                the secret that nodes prove; else W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token
-    resume               ``auto``, ``never`` (an old run in the directory is set aside) or a checkpoint's path
+    resume               ``auto`` goes on from what is in ``checkpoint_dir``, a checkpoint's path from that one
     log                  silent, normal or verbose: what is shown on stderr
     """
 
+    @_WORDS.said()
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -96,14 +114,13 @@ class CentralServer:
         max_steps: int | None = None,
         seed: int = 0,
         token: str = "",
-        resume: str = "auto",
+        resume: str = "never",
         log: LogMode = "normal",
     ) -> None:
         """Raises UsageError, JobError for what cannot work; nothing is opened before ``start``."""
-        if not checkpoint_interval > 0:
+        if not isinstance(checkpoint_interval, int | float) or not checkpoint_interval > 0:
             raise UsageError(f"checkpoint_interval is {checkpoint_interval!r}; give minutes > 0")
-        if log not in ("silent", "normal", "verbose"):
-            raise UsageError(f"log is {log!r}; give silent, normal or verbose")
+        check_log(log)
         if secure and checkpoint_dir is None:
             raise UsageError("secure=True needs a checkpoint_dir: the join file and the certificate lie there")
         token = token_of(token)
@@ -169,10 +186,10 @@ class CentralServer:
     def start(self) -> RunResult:
         """Train until the end, ``stop()`` or Ctrl-C, each in good order with a checkpoint; how it ended.
 
-        Raises PortInUse, StoreError, CheckpointMismatch (the directory holds a run of another model or dataset),
+        Raises PortInUse, StoreError, CheckpointMismatch (``resume``, and the run there is of another model or dataset),
         JobError, and what ended the run where it failed. Ctrl-C before it listens raises KeyboardInterrupt.
         """
-        return block_on(self._serve, instead="w5xde_async.Coordinator")
+        return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS))
 
     def stop(self, reason: str = "stopped") -> None:
         """End after the batch under way. Returns at once; from any thread."""
@@ -191,22 +208,24 @@ class CentralServer:
                 raise UsageError("this server runs already")
             self._running = (loop, coordinator)
         try:
-            with shown(self.bus, self._log, join=lambda: self._how_to_join(coordinator)):
+            join = partial(self._how_to_join, coordinator)
+            async with AsyncExitStack() as stack:
+                stack.enter_context(shown(self.bus, self._log, join=join, words=_WORDS, resume=config.resume))
                 await coordinator.start()
+                stack.push_async_callback(coordinator.aclose)
+                await stack.enter_async_context(found_by_neighbours(coordinator))
                 self.port = coordinator.port
                 self.listening.set()
                 with self._lock:
                     if self._stopped:
                         coordinator.request_stop(self._stopped)
                 saving = asyncio.create_task(self._save_by_time(coordinator), name="checkpoint interval")
+                stack.callback(saving.cancel)
                 try:
                     return await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
                     coordinator.request_stop("Ctrl-C")
                     return await coordinator.wait()
-                finally:
-                    saving.cancel()
-                    await coordinator.aclose()
         finally:
             self.listening.clear()
             with self._lock:
@@ -230,18 +249,20 @@ class TrainingNode:
     model               the server's model: a module (a copy of it is used: ``node.model``) or a class or function that
                         makes one. Its parameters come from the server
     server_address      ``(host, port)`` or ``"host:port"``; default: the join string's, else ``('localhost', 5555)``
-    secure              TLS; on loopback that needs the server's join file. Off loopback there is always TLS
+    secure              TLS; on loopback that needs the server's join string. Off loopback there is always TLS
     collect_metrics     ``network_callback`` is called only with it
     compress_gradients  lossless lz4 for the gradients that are sent, where it saves 3 % of their bytes
     batch_gradients     gradients that are ready together share one write; False: each leaves by itself
     device              ``cpu``, ``cuda:0``, ``mps`` or a torch.device; default: the best there is
     criterion           ``criterion(output, target) -> mean loss``; default: the server's, which is CrossEntropyLoss
                         unless it was given another
-    token, join_file    the server's secret; else W5XDE_JOIN_FILE, W5XDE_JOIN, W5XDE_TOKEN, W5XDE_TOKEN_FILE,
-                        ~/.config/w5xde/token
+    token, join_file    the server's secret; else W5XDE_JOIN_FILE, W5XDE_JOIN, what a server of this machine and user
+                        leaves for its nodes, W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token
     timeout_s           how long a server is looked for, at the start and when it was lost
+    log                 normal, or silent: nothing but warnings on stderr
     """
 
+    @_WORDS.said()
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -257,11 +278,15 @@ class TrainingNode:
         join_file: Path | str | None = None,
         timeout_s: float = 30.0,
         name: str = "",
+        log: LogMode = "normal",
     ) -> None:
-        """Raises UsageError: a bad address, join file or device; ``secure`` without a join file on loopback."""
+        """Raises UsageError: a bad address, join file or device."""
         if not callable(model):
             raise UsageError(f"model is a {type(model).__name__}, neither a module nor something that makes one")
-        self.server_address = where_to_join(server_address, _DEFAULT_ADDRESS, join_file=join_file, secure=secure)
+        check_log(log)
+        self._log: LogMode = log
+        self._place = where_to_join(server_address, _DEFAULT_ADDRESS, join_file=join_file, secure=secure)
+        self.server_address = self._place.server  #: ``host:port`` or a join string
         self.collect_metrics, self.batch_gradients = collect_metrics, batch_gradients
         self.compress_gradients = compress_gradients
         self._config = WorkerConfig(
@@ -312,10 +337,10 @@ class TrainingNode:
             raise UsageError("this node trains already")
         report = _reporting(loss_callback, network_callback)
         try:
-            block_on(lambda: self._work(report), instead="w5xde_async.Worker")
+            self._block_on_work(report)
         except _NeedsProgram as needs:
             try:
-                block_on(lambda: self._work(report, program=True), instead="w5xde_async.Worker")
+                self._block_on_work(report, program=True)
             except Refused as error:
                 if error.code is not RefusalCode.NO_PROGRAM:
                     raise
@@ -331,24 +356,40 @@ class TrainingNode:
             with suppress(RuntimeError):  # it ends just now
                 stopping()
 
-    async def _work(self, on_answered: Callable[[LeaseAnswered], None] | None, *, program: bool = False) -> None:
-        job = None if program else self._job()
+    def _block_on_work(self, report: Callable[[LeaseAnswered], None] | None, *, program: bool = False) -> None:
+        lines = NodeLines(self._log, _WORDS)
         needs_program = self._criterion is None and not program
+        worker: Worker
 
         def on_welcome(welcome: Welcome) -> Welcome:
-            _, found, criterion = welcome.run_name.partition(_OWN_CRITERION)
+            name, found, criterion = welcome.run_name.partition(_OWN_CRITERION)
             if found and needs_program:
                 raise _NeedsProgram(f"the server trains with its own criterion ({criterion})")
+            lines.joined(worker, structs.replace(welcome, run_name=name))
             plain = welcome.codec == _LOSSLESS and not self.compress_gradients
             return structs.replace(welcome, codec="raw") if plain else welcome
 
+        def on_answered(answer: LeaseAnswered) -> None:
+            lines.answered(answer)
+            if report is not None:
+                report(answer)
+
+        async def work() -> None:
+            nonlocal worker
+            worker = make()
+            await self._work(worker, lines)
+
         hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered)
         config = replace(self._config, gather_frames=self.batch_gradients)
-        worker = Worker(self.server_address, job=job, config=config, hooks=hooks)
+        with lines.shown():
+            make = self._place.worker(config, job=None if program else self._job(), hooks=hooks)
+            block_on(work, instead="w5xde_async.Worker", words=_WORDS)
+
+    async def _work(self, worker: Worker, lines: NodeLines) -> None:
         self._stopping = partial(asyncio.get_running_loop().call_soon_threadsafe, worker.drain, "stopped")
         self._traffic = (*self._traffic[:2], worker)
         try:
-            await working(worker)
+            lines.ended((await working(worker)).value, worker)
         except Unreachable as error:
             if not worker.bytes_received:
                 raise

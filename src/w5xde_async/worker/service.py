@@ -99,6 +99,11 @@ class Worker:
         return self._dialer.address[1]
 
     @property
+    def device(self) -> str:
+        """What it computes on, as torch names it."""
+        return str(self._device)
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes sent to coordinators that let it in, handshakes included (TLS adds its own to them)."""
         return self._dialer.traffic.bytes_sent

@@ -15,10 +15,18 @@ from typing import Any, Self
 from w5xde_async.config import YES_OR_NO, Config, Kind, Setting, number, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
+from w5xde_async.facade.words import Words
 from w5xde_async.plan.pacing import PacingConfig
 
 logger = logging.getLogger(__name__)
 
+WORDS = Words(
+    {"run-dir": "checkpoint_dir", "resume": "resume", "host": "master_ip", "port": "master_port",
+     "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout",
+     "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox"},
+    {"host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
+     "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout"},
+)  # fmt: skip
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
 _TEXT = text("a text", "", r"(?s).*")
 #: Undocumented fields of the original, which its ``to_dict`` wrote: sockets tune themselves, a model needs no source.
@@ -164,7 +172,7 @@ class DistributedConfig(Config):
             logger.warning("without a model in pieces these have no effect: %s", ", ".join(changed))
 
     def coordinator_config(
-        self, *, token: str = "", resume: str = "auto", loader_processes: int = 0, code_free: bool = True
+        self, *, token: str = "", resume: str = "never", loader_processes: int = 0, code_free: bool = True
     ) -> CoordinatorConfig:
         """What the timeouts, retries and intervals come to. Raises UsageError."""
         limit_s = self.activation_timeout or _NEVER_S

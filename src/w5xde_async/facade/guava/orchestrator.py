@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +35,9 @@ from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, shown, token_of
-from w5xde_async.facade.guava.config import DistributedConfig
+from w5xde_async.facade.guava.config import WORDS, DistributedConfig
 from w5xde_async.facade.guava.local import local_workers
+from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, token_loss
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
@@ -56,9 +58,14 @@ class Orchestrator:
     for as many NetworkWorkers, wherever they are, and more may join. ``token`` is the secret that they prove
     (W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token otherwise); off loopback one is made where none is given, and
     lies with address and certificate in the file ``join`` of ``config.checkpoint_dir``. ``seed`` is of shuffling and
-    dropout, unless the DataLoader has a generator. ``resume``: ``auto``, ``never`` or a checkpoint's path.
+    dropout, unless the DataLoader has a generator.
+
+    Each ``start_training`` trains anew, from the registered model's weights; what an earlier run left in
+    ``checkpoint_dir`` is kept aside, in ``{checkpoint_dir}.old-1``, ``-2`` and so on. With ``resume`` ``auto`` it goes
+    on from what is there, with a checkpoint's path from that one.
     """
 
+    @WORDS.said()
     def __init__(
         self,
         config: DistributedConfig,
@@ -66,7 +73,7 @@ class Orchestrator:
         *,
         token: str = "",
         seed: int = 0,
-        resume: str = "auto",
+        resume: str = "never",
     ) -> None:
         """Raises UsageError, and ParallelismMissing for a model in pieces."""
         if mode not in ("local", "orchestrator"):
@@ -94,6 +101,7 @@ class Orchestrator:
             raise UsageError(f"register_model takes a torch.nn.Module, not {type(model).__name__}")
         self._model, self._criterion = model, criterion or token_loss
 
+    @WORDS.said()
     def start_training(
         self,
         dataloader: Any,
@@ -120,7 +128,8 @@ class Orchestrator:
         settings = config.coordinator_config(
             token=token, resume=self._resume, loader_processes=given.processes, code_free=code_free
         )
-        return block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator")
+        ended = block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS)
+        return WORDS.of_result(ended)
 
     def stop(self, reason: str = "stopped") -> None:
         """End after the step under way. Returns at once; from any thread. Nothing where nothing runs."""
@@ -223,7 +232,10 @@ class Orchestrator:
         try:
             async with AsyncExitStack() as stack:
                 mode: LogMode = "normal" if config.compact_log else "verbose"
-                progress = stack.enter_context(shown(self.bus, mode, join=lambda: _how_to_join(coordinator, config)))
+                join = partial(_how_to_join, coordinator, config)
+                progress = stack.enter_context(
+                    shown(self.bus, mode, join=join, words=WORDS, resume=settings.resume)
+                )  # fmt: skip
                 stack.callback(self.bus.subscribe(self._on_event))
                 if config.log_step_every:
                     stack.callback(self.bus.subscribe(_StepLog(progress, config.log_step_every)))
@@ -234,6 +246,7 @@ class Orchestrator:
                 if self._memory is not None:  # from here: tracing the model would fill it
                     stack.push_async_callback(asyncio.to_thread, self._end_profile)
                     self._memory[0].begin()
+                await stack.enter_async_context(found_by_neighbours(coordinator))
                 self.port = coordinator.port
                 self.listening.set()
                 if self.mode == "local":

@@ -37,7 +37,9 @@ class Access:
         self._unwritten: dict[str, str | None] = {}  # locked out, not in ``revoked`` (yet) -> why, of a quarantine
         self.context: ssl.SSLContext | None = None
         certificate, self._secret = b"", config.token
+        self._addresses: tuple[str, ...] = ()
         if config.uses_tls:
+            self._addresses = () if config.advertise else own_addresses(config.host)  # here, since it asks a resolver
             self.context, certificate = self._certificate()
             self._secret = self._secret or self._own_secret()
         self._from_file = self.context is not None and not config.token and run_path is not None
@@ -64,8 +66,8 @@ class Access:
         if self.context is None:
             return None
         secret = self.credentials.invited(identity) if identity else self._secret
-        told, own = self._config.advertise, self._config.host
-        (host, at), *also = advertised(told, port) if told else [(one, port) for one in own_addresses(own)]
+        told = self._config.advertise
+        (host, at), *also = advertised(told, port) if told else [(one, port) for one in self._addresses]
         return Invitation(
             host=host, port=at, also=tuple(also),
             certificate=self.credentials.binding, secret=secret, identity=identity,

@@ -81,6 +81,7 @@ class Dialer:
         self._heard = ""  # what the last coordinator said that it did
         self._failed_links = 0  # in a row: ended without a goodbye and without a lease that was applied
         self._reason = ""  # why the last attempt failed
+        self._lacks_tls = False  # so it seems, since the last attempt
 
     @property
     def address(self) -> tuple[str, int]:
@@ -129,17 +130,22 @@ class Dialer:
             await asyncio.sleep(_pause_s(self._failed_links))
         clock, limit = self._runtime.clock, self.config.connect_timeout_s
         began = said = clock()
+        warned = False
 
         def goes_on(error: Exception) -> bool:
-            nonlocal said
+            nonlocal said, warned
             if not isinstance(error, LinkLost | _NotNow | RemoteError):
                 return False
             self._reason = error.reason if isinstance(error, LinkLost) else str(error)
             left_s = limit - (clock() - began)
-            if left_s > 0 and clock() - said >= _SAID_EVERY_S:
-                said = clock()
+            at_once = self._lacks_tls and not warned  # nothing but the person at this end will change that
+            if left_s > 0 and (at_once or clock() - said >= _SAID_EVERY_S):
+                said, warned = clock(), warned or at_once
+                level = logging.WARNING if at_once else logging.INFO
                 where = self._target or "unknown"
-                logger.info("no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s)
+                logger.log(
+                    level, "no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s
+                )
             return left_s > 0
 
         try:
@@ -162,7 +168,8 @@ class Dialer:
         except UsageError as error:
             if self._target is None:
                 raise _NotNow(str(error)) from None
-            self._join_file.complain(str(error))
+            if self._join_file.was_read:
+                self._join_file.complain(str(error))
             return
         if target is None:
             return
@@ -176,6 +183,7 @@ class Dialer:
 
     async def _try_to_join(self, left_s: float, given: Link | None = None) -> Joined:
         config = self.config if self._target is None else self._target.config
+        self._lacks_tls = False
         link = given or await self._reach(min(left_s, 10.0))
         try:
             _check_certificate(link, config.certificate)
@@ -242,6 +250,7 @@ class Dialer:
         if not isinstance(error, LinkLost) or self._terms or link.bytes_received:
             return
         if tls is None:
+            self._lacks_tls = True
             reason = f"{error.reason} at the first words; it may want TLS: use its join file"
             raise LinkLost(link.peer, reason) from None
         self._hung_up += 1

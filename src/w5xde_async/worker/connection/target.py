@@ -23,6 +23,7 @@ from w5xde_async.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+SCHEME = "w5xde://"  #: of join strings
 _READ_S = 5.0
 
 
@@ -38,7 +39,7 @@ class Target:
     def of(cls, server: str, config: WorkerConfig) -> Target:
         """``server`` is ``host:port`` or a join string. Raises UsageError, also where nothing says who will answer."""
         addresses: tuple[tuple[str, int], ...]
-        if server.startswith("w5xde://"):
+        if server.startswith(SCHEME):
             told = Invitation.parse(server, place="server")
             addresses = told.addresses
             config = replace(
@@ -91,6 +92,11 @@ class JoinFile:
         target = Target.of(read, self._config)
         self._text = read
         return target
+
+    @property
+    def was_read(self) -> bool:
+        """Whether what is known of the coordinator is from this file."""
+        return self._text.startswith(SCHEME)
 
     def complain(self, problem: str) -> None:
         """Say once what is wrong with a file that was right before."""

@@ -1,0 +1,1 @@
+"""Where Guava had its worker: ``python -m w5xde_async.facade.guava.workers.network_worker``."""
