@@ -11,6 +11,7 @@ import torch
 from tests.support import jobs
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
@@ -62,6 +63,46 @@ class Attention(nn.Module):
         return out
 
 
+class Rows(nn.Module):
+    """Takes 2 tensors and gives 2; a part of it is a region in the region, a part is under no_grad."""
+
+    def __init__(self, *, reentrant: bool, nested: bool) -> None:
+        super().__init__()
+        self.lift, self.drop = nn.Linear(64, 64), nn.Dropout(0.2)
+        self.lower = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 64))
+        self.norm = nn.Identity() if reentrant else nn.BatchNorm1d(8)  # its statistics are written twice a step
+        self._nested = nested
+
+    def forward(self, x: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            scale = 1 + x.mean() ** 2
+        y = self.norm(self.lift(x).view(-1, 8, 8)).flatten(1)
+        y = self.drop(torch.relu(y) / scale)
+        y = checkpoint(self.lower, y, use_reentrant=False) if self._nested else self.lower(y)
+        return x + y.view(x.shape[0], 64), carried + y.detach()
+
+
+class Checkpointed(nn.Module):
+    """Gradient checkpointing of three layers; the last one's weights are the first one's."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        rows = [Rows(reentrant=reentrant, nested=number == 1) for number in range(2)]
+        self.rows = nn.ModuleList([*rows, rows[0]])
+        self.enter, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+        self._reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        carried = torch.zeros_like(x)
+        for rows in self.rows:
+            x, carried = checkpoint(rows, x, carried, use_reentrant=self._reentrant)
+        with torch.no_grad():
+            level = checkpoint(torch.mean, carried, use_reentrant=False)
+        out: Tensor = self.head(x) / (1 + level**2)
+        return out
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -96,6 +137,18 @@ def attention() -> Job:
     )  # fmt: skip
 
 
+def checkpointed(*, reentrant: bool = False) -> Job:
+    x, y = jobs.digits()
+    return Job(
+        model=lambda: Checkpointed(reentrant=reentrant), dataset=TensorDataset(x, y), loss=F.cross_entropy,
+        optimizer=_sgd, batch_size=100, microbatch_size=16, max_steps=8, seed=5,
+    )  # fmt: skip
+
+
+def reentrant() -> Job:
+    return checkpointed(reentrant=True)
+
+
 def bf16() -> Job:
     return jobs.half_precision("bf16")
 
@@ -110,6 +163,8 @@ TRACEABLE: dict[str, Callable[[], Job]] = {
     "accumulated": jobs.accumulated,
     "words": jobs.words,
     "metrics": jobs.metrics,
+    "checkpointed": checkpointed,
+    "reentrant": reentrant,
     "bf16": bf16,
     "fp16": jobs.fp16,
 }

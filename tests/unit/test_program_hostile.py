@@ -54,6 +54,10 @@ def whole(**parts: Any) -> Make:
     return lambda: document(**parts)
 
 
+def whole_of(*calls: Any) -> Make:
+    return lambda: document(*calls)
+
+
 def changed(change: Callable[[list[Any]], object]) -> Make:
     """A good program of which ``change`` changed something in place."""
 
@@ -330,6 +334,26 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "statistics out of range": (whole(statistics=[99]), "statistics"),
     "operators that are no names": (whole(operators=[1, 2]), r"Expected `str`.*\$\[5\]"),
     "operator out of range": (changed(lambda made: nodes_of(made)[0].__setitem__(0, 99)), "program's list"),
+    # regions
+    "a region of none": (one("recompute", 0, True, False), "0 calls of the 2 that follow"),
+    "a region of fewer than none": (one("recompute", -1, True, False), "-1 calls of the 2 that follow"),
+    "a region beyond the end": (one("recompute", 3, True, False), "3 calls of the 2 that follow"),
+    "a region of a huge number": (one("recompute", HUGE, True, False), "of the 2 that follow"),
+    "a region beyond the one around it": (
+        whole_of(("recompute", [1, True, False]), ("recompute", [1, True, False])), "1 calls of the 0 that follow",
+    ),
+    "a region whose length is a value": (
+        whole_of(("size", [v(X), 0]), ("recompute", [v(N), True, False])), "calls of the 2 that follow",
+    ),
+    "a region by names": (
+        whole_of(("recompute", [1], [["operand1", True], ["operand2", False]])), "None calls of the 2 that follow",
+    ),
+    "many regions in one another": (
+        lambda: document(*[("recompute", [40 - number, True, False]) for number in range(40)]), "more than 16 regions",
+    ),
+    "the result of a region's beginning": (
+        whole_of(("recompute", [1, True, False]), ("relu.default", [v(N)])), "argument self is not what it has to be",
+    ),
     "input of an unknown dtype": (
         changed(lambda made: made[7][0][0][0].__setitem__(0, "complex128")), "unknown dtype",
     ),
@@ -473,6 +497,10 @@ RICH = tree(
     ("item", [v(N + 14), 0]),
     ("gelu.default", [v(N + 15)], [["approximate", "tanh"]]),
     ("einsum.default", ["ij,ij->i", listed(v(N + 16), v(N + 16))]),
+    ("recompute", [3, True, False]),
+    ("relu.default", [v(N + 17)]),
+    ("recompute", [1, False, True]),
+    ("relu.default", [v(N + 19)]),
 )
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import w5xde_async
+from w5xde_async.compute.program.checkpointing import Region, regions_of
 from w5xde_async.compute.program.form import DEVICE, Graph, Input, Node, Ref
-from w5xde_async.compute.program.operators import SCALARS, SET_GRAD, find, name_of
+from w5xde_async.compute.program.operators import RECOMPUTE, SCALARS, SET_GRAD, find, name_of
 from w5xde_async.errors import W5xdeError
 from w5xde_async.params.flat import bytes_of
 
@@ -54,6 +55,7 @@ class Converter:
         self._inputs: list[Input] = []
         self._symbols: dict[str, int] = {}
         self._grad = True
+        self._open: list[tuple[Region, int]] = []  # regions that calls now go to, and where each began
 
     def graph(self) -> Graph:
         signature = self._exported.graph_signature
@@ -62,6 +64,7 @@ class Converter:
         for node, spec in zip(places, signature.input_specs, strict=True):
             self._values[node] = self._place(node, spec)
         results = self._walk(module)
+        self._enter(())
         loss, *metrics = results
         if type(loss) is not Ref:
             raise NotTraceable("the loss does not depend on the batch")
@@ -123,27 +126,47 @@ class Converter:
             return
         if name in SCALARS and name != "require" and not node.users:
             return
+        if name not in SCALARS:  # sizes are calculated wherever export has put them
+            self._enter(regions_of(node.meta))
         arguments = node.args[:1] if name == "require" else node.args
         named = {} if name == "require" else node.kwargs
-        self._values[node] = self._emit(
+        given = tuple(self._argument(value, node) for value in arguments)
+        result = self._emit(
             name,
-            tuple(self._argument(value, node) for value in arguments),
+            given,
             tuple((key, self._argument(value, node)) for key, value in named.items() if key != "pin_memory"),
         )
+        # What was written into a buffer is that buffer: it is no result that a region would keep.
+        into = given[0] if given and _in_place(target) and type(given[0]) is Ref else None
+        self._values[node] = into if into is not None and 0 <= into.index < self._entries else result
 
     def _region(self, module: Any, node: Any) -> None:
         """What ran under ``no_grad`` (or ``enable_grad``): its calls in place, with the switch around them."""
         enabled, inner, *operands = node.args
         before = self._grad
         self._grad = bool(enabled)
-        self._emit(SET_GRAD, (self._grad,), ())
         graph = module.get_submodule(str(inner.target))
+        around = _common([regions_of(call.meta) for call in graph.graph.nodes if call.op == "call_function"])
+        self._enter(around)
+        self._emit(SET_GRAD, (self._grad,), ())
         places = [place for place in graph.graph.nodes if place.op == "placeholder"]
         for place, operand in zip(places, operands, strict=True):
             self._values[place] = self._argument(operand, node)
         self._values[node] = self._walk(graph)
         self._grad = before
+        self._enter(around)
         self._emit(SET_GRAD, (before,), ())
+
+    def _enter(self, regions: tuple[Region, ...]) -> None:
+        """Leave regions and begin others, so that the next call lies in exactly these."""
+        same = len(_common([regions, tuple(region for region, _ in self._open)]))
+        while len(self._open) > same:
+            region, at = self._open.pop()
+            count = len(self._nodes) - 1 - at
+            self._nodes[at] = self._nodes[at]._replace(arguments=(count, region.preserve_random, region.reentrant))
+        for region in regions[same:]:
+            self._open.append((region, len(self._nodes)))
+            self._emit(RECOMPUTE, (), ())
 
     def _emit(self, name: str, arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Ref:
         operator = find(name)
@@ -161,6 +184,20 @@ class Converter:
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)):
             return value
         raise NotTraceable(f"an argument of {node.target} is a {type(value).__name__}", _line(node))
+
+
+def _in_place(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and str(schema.name).endswith("_") and not str(schema.name).endswith("__")
+
+
+def _common(paths: Sequence[tuple[Region, ...]]) -> tuple[Region, ...]:
+    """What all of them begin with."""
+    first, *others = paths or [()]
+    count = 0
+    while count < len(first) and all(path[: count + 1] == first[: count + 1] for path in others):
+        count += 1
+    return first[:count]
 
 
 #: While graphs are converted the number of constants is not known: constants count down from -1, nodes up from here.

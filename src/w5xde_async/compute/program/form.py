@@ -27,6 +27,7 @@ from w5xde_async.compute.program.operators import (
     DTYPES,
     LAYOUTS,
     MEMORY_FORMATS,
+    RECOMPUTE,
     STRINGS,
     Operator,
     Parameter,
@@ -54,6 +55,7 @@ class Limits(NamedTuple):
     items: int = 4096
     axes: int = 16
     metrics: int = 64
+    regions_deep: int = 16  # each level computes what lies in it once more
 
 
 LIMITS = Limits()
@@ -236,6 +238,24 @@ def _in(index: Any, count: int) -> bool:
     return type(index) is int and 0 <= index < count
 
 
+def _check_regions(nodes: Sequence[Node]) -> None:
+    """Each region ends with the graph, or with the region around it, or before."""
+    ends: list[int] = []
+    for number, node in enumerate(nodes):
+        while ends and ends[-1] < number:
+            ends.pop()
+        if node.operator.name != RECOMPUTE:
+            continue
+        left = (ends[-1] if ends else len(nodes) - 1) - number
+        count = node.arguments[0] if len(node.arguments) == 3 else None
+        if type(count) is not int or not 0 < count <= left:
+            raise ProgramRefused(f"{count!r:.40} calls of the {left} that follow", node=number, operator=RECOMPUTE)
+        if len(ends) == LIMITS.regions_deep:
+            reason = f"more than {LIMITS.regions_deep} regions in one another"
+            raise ProgramRefused(reason, node=number, operator=RECOMPUTE)
+        ends.append(number + count)
+
+
 class _Reader:
     """Reads one graph: keeps what kind each value is and what memory it may lie in."""
 
@@ -254,6 +274,7 @@ class _Reader:
             self._roots.append(len(self._kinds))
             self._kinds.append("Tensor")
         made_nodes = tuple([self._node(number, *raw_node) for number, raw_node in enumerate(nodes)])
+        _check_regions(made_nodes)
         _need(_in(loss, len(self._kinds)) and self._kinds[loss] == "Tensor", "the loss is no tensor of the graph")
         _need(len(metrics) == self._num_metrics, "the number of metrics")
         return Graph(made_inputs, made_nodes, loss, tuple(self._metric(value) for value in metrics))

@@ -1,7 +1,8 @@
 """Runs a checked program: a flat list of calls over numbered values.
 
 Autograd sees what it would see of the model itself: the calls are those of ``torch.export``'s graph before dispatch,
-on the model's own parameters. A value is let go after its last use.
+on the model's own parameters. A value is let go after its last use. The calls of a region (``checkpointing``) are one
+step: its values are its own, and backward computes them again.
 
 Before a graph runs on batches of new sizes it is run on the ``meta`` device, where nothing has memory: sizes that do
 not fit, overflow or need more than ``memory_bytes`` are refused there, before anything is allocated.
@@ -10,7 +11,7 @@ not fit, overflow or need more than ``memory_bytes`` are refused there, before a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -18,50 +19,117 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from w5xde_async.compute.program.checkpointing import computed
 from w5xde_async.compute.program.constraints import check
 from w5xde_async.compute.program.form import DEVICE, Graph, Input, Program, Ref
-from w5xde_async.compute.program.operators import SET_GRAD, Operator
+from w5xde_async.compute.program.operators import RECOMPUTE, SET_GRAD, Operator
 from w5xde_async.errors import ProgramRefused
 
 _MAX_ELEMENTS = 1 << 40  # of one tensor, views that repeat an element included
 _MAX_TENSORS = 1 << 18  # that all nodes give together: each takes memory of its own, about a KiB
 _CHECK_S = 60.0  # to check one graph at one size
 
-Call = Callable[[list[Any]], Any]
+Values = list[Any] | dict[int, Any]  #: by number; within a region, only those that it uses
+Call = Callable[[Any], Any]
+
+
+Step = tuple[Call, int, tuple[int, ...]]  #: a call, the number of its result, numbers that are not used any more
 
 
 class Bound(NamedTuple):
-    """A graph made ready for one device: (call, number of its result, numbers that are not used any more)."""
+    """A graph made ready for one device."""
 
     graph: Graph
-    steps: tuple[tuple[Call, int, tuple[int, ...]], ...]
+    steps: tuple[Step, ...]
     num_values: int
     sets_grad: bool
 
 
-def bind(
-    program: Program, graph: Graph, device: torch.device, wrap: Callable[[Operator], Callable[..., Any]] | None = None
-) -> Bound:
-    """Fill in everything that does not change from batch to batch. ``wrap``: what is called in an operator's place."""
-    base = program.num_entries + len(graph.inputs) + len(program.constants)
-    last = {}
-    for number, node in enumerate(graph.nodes):
-        for index in _uses(node.arguments, dict(node.named)):
-            last[index] = number
-    keep = {graph.loss, *(value.index for value in graph.metrics if type(value) is Ref)}
-    dead: list[list[int]] = [[] for _ in graph.nodes]
-    for index, number in last.items():
-        if index >= base and index not in keep:
-            dead[number].append(index)
-    steps = []
-    for number, node in enumerate(graph.nodes):
-        if base + number not in last and base + number not in keep:
-            dead[number].append(base + number)
-        function = node.operator.call if wrap is None else wrap(node.operator)
-        call = _call(node.operator, function, node.arguments, node.named, device)
-        steps.append((call, base + number, tuple(dead[number])))
+def bind(program: Program, graph: Graph, device: torch.device) -> Bound:
+    """Fill in everything that does not change from batch to batch."""
+    lives = _Lives(program, graph)
+    calls = [_call(node.operator, node.operator.call, node.arguments, node.named, device) for node in graph.nodes]
+    steps = _steps(lives, calls, range(len(graph.nodes)))
     sets_grad = any(node.operator.name == SET_GRAD for node in graph.nodes)
-    return Bound(graph, tuple(steps), base + len(graph.nodes), sets_grad)
+    return Bound(graph, steps, lives.base + len(graph.nodes), sets_grad)
+
+
+class _Lives:
+    """Where each value of a graph is used. ``base``: the number of the first node's result."""
+
+    def __init__(self, program: Program, graph: Graph) -> None:
+        self.graph, self.num_entries = graph, program.num_entries
+        self.base = program.num_entries + len(graph.inputs) + len(program.constants)
+        self.uses = [sorted(set(_uses(node.arguments, dict(node.named)))) for node in graph.nodes]
+        self._last = {self.base + number: number for number in range(len(graph.nodes))}
+        for number, used in enumerate(self.uses):
+            self._last.update(dict.fromkeys(used, number))
+        kept = (graph.loss, *(value.index for value in graph.metrics if type(value) is Ref))
+        self._last.update(dict.fromkeys(kept, len(graph.nodes)))
+        self._dying: list[list[int]] = [[] for _ in range(len(graph.nodes) + 1)]
+        for index, number in self._last.items():
+            if index >= self.base:
+                self._dying[number].append(index)
+
+    def region(self, number: int) -> range | None:
+        """The calls of the region that begins at a node."""
+        node = self.graph.nodes[number]
+        return range(number + 1, number + 1 + node.arguments[0]) if node.operator.name == RECOMPUTE else None
+
+    def taken(self, calls: range) -> list[int]:
+        """Values from before that these calls use."""
+        return sorted({index for number in calls for index in self.uses[number] if index < self.base + calls.start})
+
+    def given(self, calls: range) -> list[int]:
+        """Results of these calls that others use."""
+        results = range(self.base + calls.start, self.base + calls.stop)
+        return [index for index in results if self._last[index] >= calls.stop]
+
+    def dying(self, calls: range) -> tuple[int, ...]:
+        """Results of calls before the last of these that nothing uses afterwards."""
+        return tuple(index for number in calls for index in self._dying[number])
+
+
+def _steps(lives: _Lives, calls: Sequence[Call], numbers: range) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    number = numbers.start
+    while number < numbers.stop:
+        inner = lives.region(number)
+        if inner is None:
+            steps.append((calls[number], lives.base + number, lives.dying(range(number, number + 1))))
+            number += 1
+            continue
+        steps.append((_region(lives, calls, inner), lives.base + number, lives.dying(range(number, inner.stop))))
+        number = inner.stop
+    return tuple(steps)
+
+
+def _region(lives: _Lives, calls: Sequence[Call], numbers: range) -> Call:
+    """The calls of a region as one."""
+    steps, results = _steps(lives, calls, numbers), lives.given(numbers)
+    # A reentrant region gives gradients to what it is called with and, by themselves, to the model's tensors.
+    own = [index for index in lives.taken(numbers) if index < lives.num_entries]
+    others = [index for index in lives.taken(numbers) if index >= lives.num_entries]
+    _, preserve_random, reentrant = lives.graph.nodes[numbers.start - 1].arguments
+
+    def call(values: Values) -> None:
+        held = {index: values[index] for index in own}
+
+        def compute(*given: Any) -> tuple[Any, ...]:
+            local = held | dict(zip(others, given, strict=True))
+            _run(steps, local)
+            return tuple([local[index] for index in results])
+
+        given = [values[index] for index in others]
+        made = (
+            computed(compute, given, preserve_random=preserve_random, reentrant=reentrant)
+            if results
+            else compute(*given)
+        )
+        for index, value in zip(results, made, strict=True):
+            values[index] = value
+
+    return call
 
 
 def _uses(arguments: Sequence[Any], named: dict[str, Any]) -> list[int]:
@@ -125,18 +193,18 @@ def _has_ref(items: tuple[Any, ...]) -> bool:
 
 def run(bound: Bound, given: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
     """``(loss, metrics)``; ``given`` are the entries, the batch's tensors and the constants."""
-    values: list[Any] = [*given, *([None] * len(bound.steps))]
+    values: list[Any] = [*given, *([None] * (bound.num_values - len(given)))]
     if bound.sets_grad:
         with torch.enable_grad():
-            _run(bound, values)
+            _run(bound.steps, values)
     else:
-        _run(bound, values)
+        _run(bound.steps, values)
     graph = bound.graph
     return values[graph.loss], tuple([values[v.index] if type(v) is Ref else v for v in graph.metrics])
 
 
-def _run(bound: Bound, values: list[Any]) -> None:
-    for call, result, dead in bound.steps:
+def _run(steps: Sequence[Step], values: Values) -> None:
+    for call, result, dead in steps:
         values[result] = call(values)
         for index in dead:
             values[index] = None
@@ -172,12 +240,29 @@ class Scale:
     def __init__(self, memory_bytes: int, *, seconds: float = _CHECK_S) -> None:
         self._memory_bytes, self._until, self._seconds = memory_bytes, time.monotonic() + seconds, seconds
         self._storages: dict[int, Any] = {}  # kept, so that no other storage gets the same address
+        self._made: list[Any] = []  # those of them that calls made, in their order
         self._num_results = 0
-        self.total = 0  #: bytes of all results so far
+        self._around: list[tuple[int, int, int]] = []  # of each open region: storages, total and again before it
+        self.total = 0  #: bytes of the results so far that backward may find
+        self.again = 0  #: bytes that the largest region so far takes when it is computed again
 
     def leave_out(self, tensor: Tensor) -> None:
         """``tensor`` is there before: views of it take no memory."""
         self._storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    def enter(self) -> None:
+        """A region begins."""
+        self._around.append((len(self._made), self.total, self.again))
+        self.again = 0
+
+    def leave(self, results: Sequence[Any]) -> None:
+        """A region ends. What lies in it is let go, but for ``results``, and back once while backward is in it."""
+        first, before, again = self._around.pop()
+        kept = {tensor.untyped_storage()._cdata for tensor in _tensors(results)}
+        peak = self.total - before + self.again
+        self._made[first:] = [storage for storage in self._made[first:] if storage._cdata in kept]
+        self.total = before + sum(storage.nbytes() for storage in self._made[first:])
+        self.again = max(again, peak - (self.total - before))
 
     def weighed(self, operator: Operator) -> Callable[..., Any]:
         """``operator``'s call, checked before and weighed after."""
@@ -193,21 +278,28 @@ class Scale:
         return call
 
     def _weigh(self, value: Any) -> None:
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, Tensor):
-                if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
-                    raise ValueError("its result has memory where nothing has")
-                if tensor.numel() > _MAX_ELEMENTS:
-                    raise ValueError(f"a tensor of {tensor.numel()} elements")
-                self._num_results += 1
-                if self._num_results > _MAX_TENSORS:
-                    raise ValueError(f"the results before and this one are more than {_MAX_TENSORS} tensors")
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = storage
-                    self.total += storage.nbytes()
-                    if self.total > self._memory_bytes:
-                        raise ValueError(f"its results need more than {self._memory_bytes} bytes")
+        for tensor in _tensors([value]):
+            if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+                raise ValueError("its result has memory where nothing has")
+            if tensor.numel() > _MAX_ELEMENTS:
+                raise ValueError(f"a tensor of {tensor.numel()} elements")
+            self._num_results += 1
+            if self._num_results > _MAX_TENSORS:
+                raise ValueError(f"the results before and this one are more than {_MAX_TENSORS} tensors")
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = storage
+                self._made.append(storage)
+                self.total += storage.nbytes()
+                if self.total + self.again > self._memory_bytes:
+                    raise ValueError(f"its results need more than {self._memory_bytes} bytes")
+
+
+def _tensors(results: Sequence[Any]) -> Iterator[Tensor]:
+    for value in results:
+        yield from (
+            item for item in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(item, Tensor)
+        )
 
 
 def measure(
@@ -219,13 +311,21 @@ def measure(
     memory_bytes: int,
     autocast: Callable[[], Any] | None = None,
 ) -> int:
-    """Bytes of all results of a run on these sizes, found without memory. Raises ProgramRefused.
+    """Most bytes of results in a run on these sizes, found without memory. Raises ProgramRefused.
 
     ``autocast`` makes the CPU's context of a run in half precision: ``meta`` tensors know none, fake ones do.
     """
     meta = torch.device("meta" if autocast is None else "cpu")
     scale = Scale(memory_bytes)
-    bound = bind(program, graph, meta, scale.weighed)
+    lives = _Lives(program, graph)
+    calls = [
+        _call(node.operator, scale.weighed(node.operator), node.arguments, node.named, meta) for node in graph.nodes
+    ]
+    ends: dict[int, list[Sequence[int]]] = {}  # by the last call of regions, innermost first: what others use of them
+    for number in range(len(calls)):
+        inner = lives.region(number)
+        if inner is not None:
+            ends.setdefault(inner.stop - 1, []).insert(0, lives.given(inner))
     number, name = -1, ""
     try:
         with ExitStack() as contexts:
@@ -235,13 +335,17 @@ def measure(
                 contexts.enter_context(autocast())
             given = [torch.empty(shape, dtype=dtype, device=meta) for dtype, shape in (*entries, *batch)]
             given += [torch.empty(constant.shape, dtype=constant.dtype, device=meta) for constant in program.constants]
-            values: list[Any] = [*given, *([None] * len(bound.steps))]
+            values: list[Any] = [*given, *([None] * len(calls))]
             for tensor in given:
                 scale.leave_out(tensor)
-            for number, (call, result, _) in enumerate(bound.steps):
+            for number, call in enumerate(calls):
                 name = graph.nodes[number].operator.name
-                if name != SET_GRAD:
-                    values[result] = call(values)
+                if name == RECOMPUTE:
+                    scale.enter()
+                elif name != SET_GRAD:
+                    values[lives.base + number] = call(values)
+                for results in ends.get(number, ()):
+                    scale.leave([values[index] for index in results])
             number, name = -1, ""
             loss = values[graph.loss]
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -250,4 +354,4 @@ def measure(
         text = str(error).strip().splitlines()
         reason = text[0][:300] if text else type(error).__name__
         raise ProgramRefused(reason, node=number, operator=name) from None
-    return scale.total
+    return scale.total + scale.again

@@ -192,6 +192,9 @@ _CALCULATIONS: Mapping[str, tuple[Callable[..., Any], int]] = {
 }  # fmt: skip
 
 SET_GRAD = "set_grad"
+#: (number of calls, whether random numbers are drawn again, whether reentrant): that many calls from here on are one
+#: region, whose activations are not kept (``checkpointing``). It is not called itself.
+RECOMPUTE = "recompute"
 
 
 def _scalar(name: str, call: Callable[..., Any], kinds: tuple[str, ...], results: tuple[str, ...]) -> Operator:
@@ -216,6 +219,7 @@ SCALARS: Mapping[str, Operator] = {
     "require": _scalar("require", _require, ("number",), ()),
     "item": _scalar("item", _item, ("results", "int"), ("Tensor",)),
     SET_GRAD: _scalar(SET_GRAD, torch.set_grad_enabled, ("bool",), ()),
+    RECOMPUTE: _scalar(RECOMPUTE, lambda *_: None, ("int", "bool", "bool"), ()),
 }
 
 

@@ -21,7 +21,7 @@ from w5xde_async.compute.engine import Engine, LeafError, use_deterministic_kern
 from w5xde_async.compute.program import channel
 from w5xde_async.compute.program.channel import SlotPool
 from w5xde_async.compute.program.form import DEVICE, Document, Graph, Input, Node, Program, Ref, encode, parse
-from w5xde_async.compute.program.operators import NAMES, find
+from w5xde_async.compute.program.operators import NAMES, RECOMPUTE, find
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent
 from w5xde_async.errors import ProgramRefused, W5xdeError
@@ -79,16 +79,19 @@ def warm_up(device: str, threads: int, precision: str, *, deterministic: bool = 
 
     first = len(layout.entries) + 2
     nodes = (
+        node(RECOMPUTE, 2, True, False),
         node("linear.default", Ref(first - 2), Ref(index["head.weight"]), Ref(index["head.bias"])),
-        node("dropout.default", Ref(first), 0.1, True),
+        node("dropout.default", Ref(first + 1), 0.1, True),
         node("zeros.default", (3,), dtype=torch.float32, device=DEVICE),
-        node("add_.Tensor", Ref(index["seen"]), Ref(first + 2)),
-        node("cross_entropy_loss.default", Ref(first + 1), Ref(first - 1)),
+        node("add_.Tensor", Ref(index["seen"]), Ref(first + 3)),
+        node(RECOMPUTE, 1, True, True),
+        node("mul.Tensor", Ref(first + 2), 1.0),
+        node("cross_entropy_loss.default", Ref(first + 6), Ref(first - 1)),
     )
     inputs = (Input(torch.float32, ((0, 2, 1 << 20, 8), 4)), Input(torch.int64, ((0, 2, 1 << 20, 8),)))
 
     structure, tensors = flatten((torch.randn(8, 4), torch.randint(3, (8,))))
-    graph = Graph(inputs, nodes, first + 4, ())
+    graph = Graph(inputs, nodes, first + 7, ())
     document = encode(Program(layout.fingerprint, structure, (), (), (), (graph,), len(layout.entries)))
     replica = ProgramJob.of(
         parse(document, layout), layout, torch.device(device), precision=precision, memory_bytes=1 << 30

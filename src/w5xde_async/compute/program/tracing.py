@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset, default_collate
 from w5xde_async.compute.batch import flatten, map_tensors, unflatten
 from w5xde_async.compute.block import GRADIENTS_CHANGED, autocast
 from w5xde_async.compute.buffers import statistics
+from w5xde_async.compute.program.checkpointing import marked
 from w5xde_async.compute.program.converting import Converter, NotListed, NotTraceable, renumbered, same_bits, users_line
 from w5xde_async.compute.program.form import Document, Graph, Program, encode, parse
 from w5xde_async.compute.program.interpreter import fits
@@ -236,7 +237,7 @@ def _export(
         names.clear()
         wrapped = _Step(model, step, structure, names)
         try:
-            with in_precision():
+            with in_precision(), marked():
                 exported = torch.export.export(wrapped, tuple(tensors), dynamic_shapes=shapes, strict=False)
         except Exception as error:
             failure = failure or error  # the first one is about the model, later ones may be about fixed sizes
