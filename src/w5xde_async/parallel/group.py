@@ -1,0 +1,160 @@
+"""The process group of an island: collectives of flat tensors, of numbers and of bytes.
+
+It has three parts, so that whoever uses one never meets another's traffic: ``data`` on the ranks' device (NCCL on CUDA,
+gloo elsewhere), numbers and bytes that engines exchange in host memory, and what rank 0 announces to the others. One
+thread at a time uses each.
+
+No object collective is called: they pickle. Bytes travel with their length before them, and whoever gets them decodes
+them. Nothing here is authenticated or encrypted: the group's interface is the loopback one, or one that the user has
+named as trusted.
+
+Ranks wait for hours between two leases, so no collective has a deadline of its own. A rank that dies ends its peers'
+collectives with an error; one that stands still does not, and is for its owner to find.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from w5xde_async.errors import UsageError
+
+_TCPStore: Any = vars(dist)["TCPStore"]  # torch's stubs do not export it
+# Newer torch warns of the older name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_PATIENCE = timedelta(days=365)
+_MEETING = timedelta(minutes=5)  # for all ranks to come
+
+
+class Announcement(NamedTuple):
+    """What rank 0 tells the others: an operation of the driver's own numbering, and two operands."""
+
+    op: int
+    a: int
+    b: int
+
+
+class Numbers(NamedTuple):
+    """Numbers on their way: ``wait`` gives them."""
+
+    handle: Any
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        """int64 [ranks, count]: what each rank gave."""
+        self.handle.wait()
+        return self.rows
+
+
+def open_store(host: str, port: int = 0) -> Any:
+    """Where ranks meet, a ``TCPStore`` served by this process; its ``port`` is a free one where 0 is asked for."""
+    return _TCPStore(host, port, None, True, timeout=_MEETING, wait_for_workers=False)
+
+
+def join_store(host: str, port: int) -> Any:
+    """The store that another process serves. Raises RuntimeError where nobody does within five minutes."""
+    return _TCPStore(host, port, None, False, timeout=_MEETING, wait_for_workers=False)
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface. Raises UsageError where it has none."""
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            return name
+    raise UsageError("this machine has no loopback interface; name the interface that the island's ranks are to use")
+
+
+class Group:
+    """One rank's end. There is one in a process, for ``torch.distributed`` has one default group."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device | str = "cpu",
+        *,
+        interface: str = "",
+    ) -> None:
+        """Returns when all ranks are there. ``interface``: for the group's traffic (default: the loopback one).
+
+        Raises RuntimeError (torch's DistError and DistStoreError) where they do not come within five minutes.
+        """
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        name = interface or loopback()
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE,
+            device_id=self.device if on_cuda else None,
+        )  # fmt: skip
+        self._numbers: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    # -- what rank 0 says
+
+    def announce(self, op: int, a: int = 0, b: int = 0) -> None:
+        """Rank 0: tell the others, who are at ``hear`` or will be."""
+        dist.broadcast(torch.tensor((op, a, b), dtype=torch.int64), 0, group=self._control)
+
+    def hear(self) -> Announcement:
+        """The others: what rank 0 announces next. Raises RuntimeError where it is gone."""
+        told = torch.empty(3, dtype=torch.int64)
+        dist.broadcast(told, 0, group=self._control)
+        return Announcement(*told.tolist())
+
+    # -- tensors of the data, on the ranks' device, one-dimensional and contiguous
+
+    def all_to_all(self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Pieces of ``given``, ``sent[r]`` elements to rank r, and of all ranks' into ``output``, in their order."""
+        width = given.itemsize
+        dist.all_to_all_single(
+            output.view(torch.uint8), given.view(torch.uint8), [n * width for n in received], [n * width for n in sent]
+        )
+
+    def all_gather(self, output: Tensor, mine: Tensor) -> None:
+        """All ranks' ``mine``, of one size, one behind the other; ``mine`` may lie in its place."""
+        _all_gather(output.view(torch.uint8), mine.view(torch.uint8))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """``tensor`` of rank ``source`` into everybody's."""
+        dist.broadcast(tensor.view(torch.uint8), source)
+
+    # -- numbers and bytes, in host memory
+
+    def start_numbers(self, values: Sequence[int]) -> Numbers:
+        """``numbers``, to be waited for."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
+        handle = _all_gather(all_of, mine, group=self._numbers, async_op=True)
+        return Numbers(handle, all_of.view(self.size, -1))
+
+    def numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """Each rank's ``values``, of which all give as many."""
+        rows: list[list[int]] = self.start_numbers(values).wait().tolist()
+        return rows
+
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        """Each rank's ``data``."""
+        lengths = [row[0] for row in self.numbers([len(data)])]
+        longest = max(1, *lengths)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        all_of = torch.empty(self.size * longest, dtype=torch.uint8)
+        _all_gather(all_of, mine, group=self._numbers)
+        rows = all_of.view(self.size, longest).numpy()
+        return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
+
+    def close(self) -> None:
+        """Leave. Peers that still compute with this rank get errors."""
+        dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Host memory for one shard's values: parameters as they come in, sums as they go out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from w5xde_async.params.flat import bytes_of
+from w5xde_async.params.layout import ALIGN_BYTES
+from w5xde_async.params.shard import Shard
+
+
+class ShardMemory:
+    """One tensor for each run of a shard, all in one allocation, each aligned.
+
+    Of parameters (each in its group's dtype, all groups) or, ``results``, of a block's sums (``Group.result_dtype``;
+    frozen groups have none). What is between entries is -0.0 there, as in any block's vector.
+    """
+
+    def __init__(self, shard: Shard, *, results: bool = False, pinned: bool = False) -> None:
+        self.shard = shard
+        groups = shard.layout.groups
+        held = [not (results and groups[run.group].role == "frozen") for run in shard.runs]
+        dtypes = [groups[run.group].result_dtype if results else groups[run.group].dtype for run in shard.runs]
+        sizes = [
+            -(-(run.end - run.begin) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES if keep else 0
+            for run, dtype, keep in zip(shard.runs, dtypes, held, strict=True)
+        ]
+        memory = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=pinned)
+        if not results:
+            memory.zero_()
+        self.runs: list[Tensor | None] = []
+        at = 0
+        for run, dtype, size, keep in zip(shard.runs, dtypes, sizes, held, strict=True):
+            nbytes = (run.end - run.begin) * dtype.itemsize
+            piece = memory[at : at + nbytes].view(dtype) if keep else None
+            if piece is not None and results and dtype.is_floating_point:
+                piece.fill_(-0.0)
+            self.runs.append(piece)
+            at += size
+
+    @cached_property
+    def pieces(self) -> list[list[Tensor]]:
+        """For each bucket ``shard.pieces`` of it; none for what is not held."""
+        starts = [run[:2] for run in self.shard.runs]
+        found: list[list[Tensor]] = []
+        for bucket in self.shard.layout.buckets:
+            pieces: list[Tensor] = []
+            for group, begin, end in self.shard.pieces(bucket):
+                number = bisect_right(starts, (group, begin)) - 1
+                memory = self.runs[number]
+                if memory is not None:
+                    first = self.shard.runs[number].begin
+                    pieces.append(memory[begin - first : end - first])
+            found.append(pieces)
+        return found
+
+    @cached_property
+    def bytes(self) -> list[list[memoryview]]:
+        """The memory of ``pieces``, to be received into."""
+        return [[bytes_of(piece) for piece in pieces] for pieces in self.pieces]
+
+
+class ShardPool:
+    """Shard memories for reuse: a fresh one costs page faults. ``take`` and ``give`` from any thread."""
+
+    def __init__(self, make: Callable[[], ShardMemory], *, spare: int = 4) -> None:
+        self._make, self._spare = make, spare
+        self._free: list[ShardMemory] = []
+
+    def take(self) -> ShardMemory:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give(self, memory: ShardMemory) -> None:
+        if len(self._free) < self._spare:
+            self._free.append(memory)
