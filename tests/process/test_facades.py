@@ -184,7 +184,7 @@ def free_port() -> int:
 
 
 def test_w5xde_s_snippets(script: Callable[..., Script], tmp_path: Path) -> None:
-    """Open to others means TLS: the nodes are told by the environment where the join file is."""
+    """Open to others means TLS: the nodes of this machine find the join string by themselves."""
     port = str(free_port())
     filled = W5XDE | {
         "        # ... your model definition ...\n": MODEL,
@@ -193,10 +193,10 @@ def test_w5xde_s_snippets(script: Callable[..., Script], tmp_path: Path) -> None
         "server_ip": "127.0.0.1",
     }
     server = script(SERVER, filled)
-    joined = {"W5XDE_JOIN_FILE": str(tmp_path / "checkpoints" / "join")}
     server.wait_for(r"W5XDE_JOIN_FILE=checkpoints/join +TrainingNode\(model, \('.*', \d+\)\)")
-    metrics = script(NODE + NODE_WITH_METRICS, filled, **joined)
-    of_a_class = script(NODE + NODE_OF_A_CLASS, filled, **joined)
+    metrics = script(NODE + NODE_WITH_METRICS, filled)
+    its_port = {"W5XDE_JOIN_FILE": str(tmp_path / "checkpoints" / "join")}  # which the snippet takes for 5555
+    of_a_class = script(NODE + NODE_OF_A_CLASS, filled, **its_port)
     losses = [float(match[2]) for match in metrics.wait_for(r"^Batch (\d+_batch\d+): loss = ([\d.]+)", 250)]
     assert sum(losses[-40:]) < 0.9 * sum(losses[:40])
     assert all(float(match[1]) > 0 for match in metrics.wait_for(r"Throughput: ([\d.]+) KB/s", 200))
@@ -347,6 +347,46 @@ def test_guavas_snippet_for_one_machine(script: Callable[..., Script], tmp_path:
     assert ended.finish() == 0, "".join(ended.lines[-30:])
     assert falls(ended.wait_for(LOSS, 2))
     assert (tmp_path / "checkpoints" / "model.safetensors").exists()
+
+
+LAUNCH = """
+#!/bin/bash
+# launch_worker.sh
+
+export CUDA_VISIBLE_DEVICES=0,1  # GPUs to use
+export MASTER_IP=192.168.1.100
+export MASTER_PORT=29500
+
+python -m distrib_train_net.workers.network_worker \\
+    --gpu-id 0 \\
+    --master-ip $MASTER_IP \\
+    --master-port $MASTER_PORT
+"""
+
+
+def test_guavas_script_that_launches_a_worker(script: Callable[..., Script], tmp_path: Path) -> None:
+    """An orchestrator that is open to others; the worker's script is told no secret, and lies elsewhere."""
+    port = str(free_port())
+    filled = GUAVA | SMALL | {"192.168.1.100": "0.0.0.0", "29500": port, "num_workers=4": "num_workers=1"}
+    launch = LAUNCH.replace("192.168.1.100", "localhost").replace("29500", port)
+    launch = launch.replace("python -m distrib_train_net", f"exec {sys.executable} -m w5xde_async.facade.guava")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "launch_worker.sh").write_text(launch)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("W5XDE_", "MASTER_"))}
+    for _ in range(2):  # the same again, in the same directory
+        orchestrator = script(DATALOADER + MULTI_MACHINE, filled)
+        worker = subprocess.run(
+            ["/bin/sh", "launch_worker.sh"], cwd=elsewhere, env=kept | {"HOME": str(tmp_path)}, timeout=100, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
+        assert worker.returncode == 0, worker.stderr
+        assert "joined run Sequential at " in worker.stderr
+        assert "the run is finished: " in worker.stderr
+        assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
+        assert falls(orchestrator.wait_for(LOSS, 2))
+    orchestrator.wait_for("trains anew")
+    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
 
 
 def test_guavas_snippets_for_many_machines(script: Callable[..., Script]) -> None:

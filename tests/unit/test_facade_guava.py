@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import json
 import logging
 import re
@@ -26,15 +27,18 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import CheckpointMismatch, JobError, StoreError, UsageError
+from w5xde_async.errors import CheckpointMismatch, StoreError, UsageError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
-from w5xde_async.facade.guava.orchestrator import reading_of
+from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.facade.guava.workers import network_worker as program
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.checkpoint import CheckpointStore
@@ -234,23 +238,111 @@ class Mine(SequentialSampler):
     pass
 
 
+class Own:
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+class OwnDataLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+class Endless(Mine):
+    def __iter__(self) -> Any:
+        return iter(int, 1)
+
+
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
         (lambda: DataLoader(Stream()), "is iterable"),
-        (lambda: DataLoader(dataset(), batch_size=None), "no batch_size of its own"),
-        (lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Mine(dataset()), 2, False)),
-         "instead of a batch_sampler"),
-        (lambda: DataLoader(dataset(), sampler=Mine(dataset())), "sampler Mine has an order of its own"),
-        (lambda: DataLoader(dataset(), sampler=torch.utils.data.RandomSampler(dataset(), replacement=True)),
-         "sampler RandomSampler"),
+        (lambda: DataLoader(Stream(), batch_size=None), "is iterable"),
+        (lambda: (batch for batch in DataLoader(dataset())), "a generator is no loader"),
+        (lambda: iter(DataLoader(dataset())), "is no loader"),
+        (Own, r"Own has no dataloader\[i\]"),
+        (lambda: OwnDataLoader(dataset()), "OwnDataLoader is a DataLoader that makes batches of its own"),
     ],
-)  # fmt: skip
-def test_a_dataloader_of_which_steps_cannot_be_told(loader: Callable[[], Any], said: str) -> None:
+)
+def test_batches_that_can_be_read_only_once(loader: Callable[[], Any], said: str) -> None:
+    """One line, which says what to write."""
     orchestrator = Orchestrator(DistributedConfig())
     orchestrator.register_model(nn.Linear(4, 2))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=said + r".*: give list\(\.\.\.\) of it"):
         orchestrator.start_training(loader())
+    if "generator" in said:  # evaluation reads it again and again
+        with pytest.raises(UsageError, match=said):
+            orchestrator.start_training(dataset(), 1, loader())
+
+
+def test_a_sampler_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("w5xde_async.facade.guava.loaders._MOST_BATCHES", 100)
+    with pytest.raises(UsageError, match="BatchSampler has no end"):
+        reading_of(DataLoader(dataset(), batch_size=8, sampler=Endless(dataset())), DistributedConfig(), seed=0)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Each sample is a batch."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = dataset().tensors
+        return x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]
+
+
+BATCHES: dict[str, Callable[[], Any]] = {
+    "list": lambda: list(DataLoader(dataset(), batch_size=4)),
+    "tuple of dicts": lambda: tuple({"input_ids": x, "labels": y} for x, y in DataLoader(dataset(), batch_size=4)),
+    "weighted": lambda: DataLoader(dataset(), batch_size=4, sampler=WeightedRandomSampler([1.0, 2.0] * 24, 48)),
+    "subset": lambda: DataLoader(dataset(96), batch_size=4, sampler=SubsetRandomSampler(range(48))),
+    "replacement": lambda: DataLoader(dataset(), batch_size=4, sampler=RandomSampler(dataset(), replacement=True)),
+    "own sampler": lambda: DataLoader(dataset(), batch_size=4, sampler=Mine(dataset())),
+    "own batch sampler": lambda: DataLoader(dataset(), batch_sampler=BatchSampler(Mine(dataset()), 4, False)),
+    "no batch_size": lambda: DataLoader(Rows(), batch_size=None),
+    "no batch_size, shuffled": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_step_is_a_batch_of_whatever_gives_batches(kind: str, tmp_path: Path) -> None:
+    """The steps are what a plain loop over the same batches makes."""
+    orchestrator, model = orchestrator_for(tmp_path), linear()
+    orchestrator.register_model(model)
+    result = orchestrator.start_training(BATCHES[kind](), 2)
+    assert (result.outcome, result.step) == ("finished", 24)
+    torch.manual_seed(0)
+    loader = BATCHES[kind]()
+    wanted = linear()
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.05, weight_decay=0.01)
+    given = reading_of(loader, DistributedConfig(), seed=0, epochs=2)
+    rounds = 1 if given.steps_per_epoch else 2
+    for batch in [given.dataset[index] for _ in range(rounds) for index in range(len(given.dataset))]:
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        assert len(x) == 4
+        optimizer.zero_grad()
+        F.cross_entropy(wanted(x), y).backward()
+        nn.utils.clip_grad_norm_(wanted.parameters(), 1.0)
+        optimizer.step()
+    assert same(model, wanted)
+
+
+def test_a_samplers_order_is_another_each_epoch_and_the_same_each_time() -> None:
+    def order(seed: int) -> list[Any]:
+        loader = BATCHES["weighted"]()
+        return list(reading_of(loader, DistributedConfig(num_workers=5), seed=seed, epochs=2).dataset._order)
+
+    assert order(0) == order(0) != order(1)
+    assert order(0)[:12] != order(0)[12:]
+    given = reading_of(BATCHES["weighted"](), DistributedConfig(num_workers=5), seed=0, epochs=2)
+    assert given.steps_per_epoch == 3  # evaluated as often as there are epochs
+
+
+def test_a_list_is_said_to_be_batches(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        reading_of(BATCHES["list"](), DistributedConfig(), seed=0)
+    assert "read as batches, as Guava read it: 12 of them" in caplog.text
 
 
 # -- training ----------------------------------------------------------------------------------------------
@@ -541,7 +633,7 @@ def test_memory_is_profiled_while_it_trains(tmp_path: Path) -> None:
         (lambda: Orchestrator(DistributedConfig()).start_training(dataset()), UsageError, "call register_model"),
         (lambda: Orchestrator(DistributedConfig()).register_model("gpt"), UsageError, "not str"),  # type: ignore[arg-type]
         (lambda: NetworkWorker(-1), UsageError, "gpu_id is -1"),
-        (lambda: started(num_epochs=0), JobError, "num_epochs is 0"),
+        (lambda: started(num_epochs=0), UsageError, "num_epochs is 0"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], error: type[Exception], said: str) -> None:
@@ -582,3 +674,26 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(SystemExit) as ended:
         program.main(["--gpu-id", "first"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        ("core.config", "import DistributedConfig"),
+        ("communication.protocol", "docs/protocol.md"),
+        ("orchestration.orchestrator", "import Orchestrator"),
+        ("workers.base_worker", "docs/embedding.md"),
+        ("utils.socket_utils", "tuned by themselves"),
+        ("utils.checkpoint", "docs/resume.md"),
+        ("examples.transformer", "examples/"),
+        ("network_worker", "python -m w5xde_async.facade.guava.workers.network_worker"),
+    ],
+)
+def test_a_module_that_guava_had_says_what_there_is_instead(module: str, instead: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=re.escape(instead)):
+        importlib.import_module(f"w5xde_async.facade.guava.{module}")
+
+
+def test_another_module_is_missing_as_ever() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'w5xde_async\.facade\.guava\.banana'"):
+        importlib.import_module("w5xde_async.facade.guava.banana")

@@ -2,8 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+
 from w5xde_async.facade.guava.config import DistributedConfig, ParallelismMissing
 from w5xde_async.facade.guava.orchestrator import Orchestrator
 from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
 
 __all__ = ["DistributedConfig", "NetworkWorker", "Orchestrator", "ParallelismMissing"]
+
+_PACKAGE = "w5xde_async.facade.guava"
+#: Modules that Guava's document lists, and what there is in their place.
+_INSTEAD = {
+    "core": f"write: from {_PACKAGE} import DistributedConfig",
+    "orchestration": f"write: from {_PACKAGE} import Orchestrator",
+    "network_worker": f"run: python -m {_PACKAGE}.workers.network_worker",
+    "workers.base_worker": "a worker of your own is a w5xde_async.Worker (docs/embedding.md)",
+    "communication": "there is another protocol, without pickle (docs/protocol.md)",
+    "utils": "sockets are tuned by themselves, and checkpoints are the run directory's (docs/resume.md)",
+    "examples": "examples lie in the repository, not in the package: examples/",
+}
+
+
+class _Listed:
+    """A last finder of modules: an import of one that is not here says what to write."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raises ModuleNotFoundError for those; finds nothing."""
+        instead = _INSTEAD.get(name.removeprefix(f"{_PACKAGE}."))
+        if instead is not None and name.startswith(_PACKAGE):
+            raise ModuleNotFoundError(f"there is no {name}; {instead}", name=name)
+
+
+sys.meta_path.append(_Listed)

@@ -10,7 +10,6 @@ import asyncio
 import copy
 import dataclasses
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -21,14 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
@@ -36,6 +27,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError
 from w5xde_async.facade.calling import LogMode, block_on, shown, token_of
 from w5xde_async.facade.guava.config import WORDS, DistributedConfig
+from w5xde_async.facade.guava.loaders import Reading, check_again_and_again, reading_of
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, token_loss
@@ -109,20 +101,25 @@ class Orchestrator:
         val_dataloader: Any = None,
         val_interval: int | None = None,
     ) -> RunResult:
-        """Train for ``num_epochs``; blocks. ``dataloader`` may be a map-style dataset too, which is then shuffled.
+        """Train for ``num_epochs``; blocks. ``dataloader`` may also be a list of batches, or a map-style dataset, which
+        is then shuffled.
 
         ``val_dataloader``: its mean loss is ``val_loss`` among the result's metrics, every ``val_interval`` steps
         (default: every epoch) and at the end. Ctrl-C stops after the step under way, with a checkpoint, and returns.
 
-        Raises UsageError (no model, a DataLoader of which steps cannot be told), JobError, PortInUse, StoreError, and
-        what ended the run where it failed.
+        Raises UsageError (no model, batches that can be read only once), JobError, PortInUse, StoreError, and what
+        ended the run where it failed.
         """
         config = self.config
         config.validate()
         config.require_data_parallel()
         if self._model is None:
             raise UsageError("no model is registered: call register_model(model) first")
-        given = reading_of(dataloader, config, seed=self._seed)
+        if type(num_epochs) is not int or num_epochs < 1:
+            raise UsageError(f"num_epochs is {num_epochs!r}; give a whole number >= 1")
+        given = reading_of(dataloader, config, seed=self._seed, epochs=num_epochs)
+        if val_dataloader is not None:
+            check_again_and_again(val_dataloader)
         job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
         token, code_free = token_of(self._token), self.mode == "orchestrator" or config.num_workers > 1
         settings = config.coordinator_config(
@@ -209,14 +206,14 @@ class Orchestrator:
             collate=given.collate,
             batch_size=given.batch_size * max(config.num_workers, 1),
             microbatch_size=given.batch_size,
-            epochs=num_epochs,
+            epochs=1 if given.steps_per_epoch else num_epochs,
             gradient_clip_val=config.max_grad_norm or None,
             precision="bf16" if config.use_amp else "fp32",
             seed=given.seed,
             shuffle=given.shuffle,
             drop_last=given.drop_last,
             evaluate=None if val_dataloader is None else lambda model: {"val_loss": _mean(step, model, val_dataloader)},
-            evaluate_every=val_interval,
+            evaluate_every=given.steps_per_epoch if val_interval is None else val_interval,
         )
 
     async def _train(self, job: Job, settings: CoordinatorConfig) -> RunResult:
@@ -320,53 +317,7 @@ class _StepLog:
             self._handler.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
 
 
-# -- a DataLoader, read ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What of a DataLoader makes steps."""
-
-    dataset: Any
-    batch_size: int
-    seed: int
-    shuffle: bool = True
-    drop_last: bool = False
-    collate: Callable[[list[Any]], Any] | None = None
-    processes: int = 0
-
-
-def reading_of(loader: Any, config: DistributedConfig, *, seed: int) -> Reading:
-    """A DataLoader's dataset and settings, or a map-style dataset with the config's.
-
-    Raises UsageError where the samples of a step cannot be told from its number: iterable datasets, samplers of one's
-    own, batches that the dataset makes.
-    """
-    if not isinstance(loader, DataLoader):
-        return Reading(dataset=loader, batch_size=config.batch_size, seed=seed)
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError("the DataLoader's dataset is iterable: a step must know its samples from its number alone")
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise UsageError("the DataLoader has no batch_size of its own: give it batch_size instead of a batch_sampler")
-    sampler = loader.sampler
-    shuffle = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-    if not shuffle and type(sampler) is not SequentialSampler:
-        raise UsageError(
-            f"the DataLoader's sampler {type(sampler).__name__} has an order of its own: use shuffle=True or False"
-        )
-    if loader.worker_init_fn is not None:
-        logger.warning("the DataLoader's worker_init_fn is not called: random numbers are seeded for each batch")
-    if loader.batch_size != config.batch_size:
-        logger.info("the DataLoader's batch_size %d counts, not the config's %d", loader.batch_size, config.batch_size)
-    return Reading(
-        dataset=loader.dataset,
-        batch_size=loader.batch_size,
-        shuffle=shuffle,
-        drop_last=loader.drop_last,
-        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
-        processes=loader.num_workers if hasattr(os, "fork") else 0,
-        seed=seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1),
-    )
+# -- evaluation and threads ----------------------------------------------------------------------------------
 
 
 def _mean(step: BatchLoss, model: nn.Module, loader: Any) -> float:

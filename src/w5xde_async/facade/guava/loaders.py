@@ -1,0 +1,143 @@
+"""What of a DataLoader, or of what stands in its place, makes steps.
+
+A step must know its samples from its number alone: then any worker can compute any part of it, again if need be, and a
+run goes on where it was. Where the order is a sampler's own, the sampler is asked once, at the start, for the order of
+all epochs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from w5xde_async.errors import UsageError
+from w5xde_async.facade.guava.config import DistributedConfig
+from w5xde_async.randomness import random_state, seed_all
+
+logger = logging.getLogger(__name__)
+
+_MOST_BATCHES = 100_000_000
+_ONCE = (
+    "its batches come only once and in an order of their own, while a step must find its batch by number: give "
+    "list(...) of it where memory holds that, or a DataLoader over a dataset with len() and dataset[i]"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What makes steps. ``steps_per_epoch``: where ``dataset`` holds the batches of all epochs."""
+
+    dataset: Any
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    drop_last: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+    processes: int = 0
+    steps_per_epoch: int | None = None
+
+
+def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int = 1) -> Reading:
+    """Of a DataLoader, a list of batches, or a map-style dataset, which is shuffled and read with the config's
+    ``batch_size``.
+
+    Raises UsageError for what can be read only once: iterable datasets, generators, loaders of one's own.
+    """
+    if isinstance(loader, list | tuple):
+        logger.warning("a list is read as batches, as Guava read it: %d of them an epoch", len(loader))
+        return Reading(dataset=loader, batch_size=1, seed=seed, shuffle=False, collate=_only)
+    if not isinstance(loader, DataLoader):
+        check_again_and_again(loader)
+        if not hasattr(loader, "__getitem__"):
+            raise UsageError(f"{type(loader).__name__} has no dataloader[i]: {_ONCE}")
+        return Reading(dataset=loader, batch_size=config.batch_size, seed=seed)
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(f"the DataLoader's dataset is iterable: {_ONCE}")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UsageError(f"{type(loader).__name__} is a DataLoader that makes batches of its own: {_ONCE}")
+    if loader.worker_init_fn is not None:
+        logger.warning("the DataLoader's worker_init_fn is not called: random numbers are seeded for each batch")
+    if loader.batch_size not in (None, config.batch_size):
+        logger.info("the DataLoader's batch_size %d counts, not the config's %d", loader.batch_size, config.batch_size)
+    processes = loader.num_workers if hasattr(os, "fork") else 0
+    seed = seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1)
+    sampler = loader.sampler
+    shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    plain = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
+    if not plain or not (shuffled or type(sampler) is SequentialSampler):
+        return _in_its_own_order(loader, seed, epochs, processes, max(config.num_workers, 1))
+    assert loader.batch_size is not None
+    return Reading(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=shuffled,
+        drop_last=loader.drop_last,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        processes=processes,
+        seed=seed,
+    )
+
+
+def check_again_and_again(batches: Any) -> None:
+    """Raises UsageError for a generator, or another iterator, which is at its end after one pass."""
+    if isinstance(batches, Iterable) and iter(batches) is batches:
+        raise UsageError(f"a {type(batches).__name__} is no loader: {_ONCE}")
+
+
+def _in_its_own_order(loader: DataLoader[Any], seed: int, epochs: int, processes: int, workers: int) -> Reading:
+    """The sampler says which samples make each batch, of every epoch."""
+    order: list[Any] = []
+    chosen = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    name = type(chosen).__name__
+    per_epoch = 0
+    with random_state():
+        seed_all(seed)
+        for _ in range(epochs):
+            for batch in chosen:
+                order.append(batch)
+                if len(order) > _MOST_BATCHES:
+                    raise UsageError(f"the DataLoader's {name} has no end: give it a number of samples")
+            per_epoch = per_epoch or len(order)
+    if not order:
+        raise UsageError(f"the DataLoader's {name} gives no batch")
+    batches = Batches(loader.dataset, order, loader.collate_fn, single=loader.batch_sampler is None)
+    steps = -(-per_epoch // workers)
+    return Reading(
+        dataset=batches, batch_size=1, seed=seed, shuffle=False, collate=_only, processes=processes,
+        steps_per_epoch=steps,
+    )  # fmt: skip
+
+
+class Batches:
+    """Batches by number: ``order[i]`` names the samples of each; with ``single`` it names one that is a batch."""
+
+    def __init__(
+        self, dataset: Any, order: Sequence[Any], collate: Callable[[Any], Any], *, single: bool = False
+    ) -> None:
+        self._dataset, self._order, self._collate, self._single = dataset, order, collate, single
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        named, dataset = self._order[index], self._dataset
+        if self._single:
+            return self._collate(dataset[named])
+        several = getattr(dataset, "__getitems__", None)
+        return self._collate([dataset[one] for one in named] if several is None else several(named))
+
+
+def _only(batches: list[Any]) -> Any:
+    return batches[0]
