@@ -31,7 +31,7 @@ from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.dashboard.view import View
-from w5xde_async.telemetry.events import Bus, Event, RunReported, StepCommitted, Warned, WorkerReported
+from w5xde_async.telemetry.events import Bus, Event, MemoryUsed, RunReported, StepCommitted, Warned, WorkerReported
 from w5xde_async.telemetry.memory import MemoryReport, host_bytes
 from w5xde_async.telemetry.metrics import Metrics
 from w5xde_async.telemetry.progress import Progress, ProgressConfig
@@ -72,6 +72,33 @@ async def test_a_callback_that_raises_is_named_and_left_out(caplog: pytest.LogCa
     assert result.outcome == "finished"
     assert len(seen) == 1
     assert any("removed after an error" in message for message in caplog.messages)
+
+
+async def test_the_memory_of_each_process_is_recorded_though_nobody_takes_samples(tmp_path: Path):
+    commits, found = Commits(), list[Event]()
+    commits.bus.subscribe(found.append)
+    config = settings(max_steps=100_000, heartbeat_s=0.05, silence_s=12.0)
+    async with Coordinator(mlp_sgd(), run_dir=tmp_path / "run", config=config, bus=commits.bus) as coordinator:
+        worker = Worker(coordinator.address, job=mlp_sgd(), config=QUICK_WORKER)
+        working = asyncio.create_task(worker.run())
+        while not any(isinstance(event, MemoryUsed) and event.worker_id for event in found):
+            await commits.reach(commits.step + 1)
+        training = coordinator._training
+        assert training is not None
+        sampler, clock = StatusSampler(training), training.context.clock()
+        found.clear()
+        for seconds in (0.0, 29.0, 31.0):
+            sampler.tick(clock + seconds)
+        assert [event.name for event in found if isinstance(event, MemoryUsed)] == 2 * ["coordinator", worker.name]
+        worker.drain()
+        await working
+        coordinator.request_stop()
+        await coordinator.wait()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    used = {record["worker_id"]: record for record in records if record["event"] == "memory_used"}
+    assert {record["name"] for record in used.values()} == {"coordinator", worker.name}
+    assert all(record["host_bytes"] > 10 << 20 for record in used.values())
+    assert all(record["device_bytes"] == 0 for record in used.values())
 
 
 async def test_a_worker_and_the_run_are_reported():

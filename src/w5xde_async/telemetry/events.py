@@ -215,6 +215,20 @@ class JournalRestored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUsed(Event):
+    """Memory of one process: a worker's, as it last told, or the coordinator's, whose ``worker_id`` is empty.
+
+    ``host_bytes`` are resident, ``device_bytes`` held by tensors; 0 where that is not known. Twice a minute.
+    """
+
+    worker_id: str
+    name: str
+    host_bytes: int
+    device_bytes: int
+    device_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(Event):
     """A person should read this; the run goes on."""
 

@@ -89,6 +89,13 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory()
 
 
+def own_device_memory() -> DeviceMemory:
+    """Of the device that this process computes on, where it has begun to; nothing else is looked at."""
+    import torch
+
+    return device_memory(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))  # type: ignore[no-untyped-call]
+
+
 class MemoryReport:
     """Traces allocations between ``begin`` and ``end``; ``write`` may be called at any time, on any thread."""
 

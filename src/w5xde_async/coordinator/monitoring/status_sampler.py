@@ -1,7 +1,7 @@
 """The run, looked at once a second: what every worker does and why it waits, and what the run as a whole has come to.
 
-It reads what sessions, membership, ledger and contributions have counted already, and only while somebody has asked
-for samples. It changes nothing. Time is an argument.
+It reads what sessions, membership, ledger and contributions have counted already, and but for memory only while
+somebody has asked for samples. It changes nothing. Time is an argument.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from w5xde_async.coordinator.training import Training
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import shown_end
 from w5xde_async.plan.membership import Member
-from w5xde_async.telemetry.events import RunReported, WorkerReported
-from w5xde_async.telemetry.memory import host_bytes
+from w5xde_async.telemetry.events import MemoryUsed, RunReported, WorkerReported
+from w5xde_async.telemetry.memory import host_bytes, own_device_memory
 
+_MEMORY_S = 30.0  # between two records of a process's memory
 _SPEED_S = 10.0  # a worker's speed is that of the last seconds,
 _SPEED_LEASES = 3  # or of its last leases, where these take longer
 
@@ -49,12 +50,16 @@ class _Speed:
 
 
 class StatusSampler:
-    """Publishes a ``WorkerReported`` for every worker and one ``RunReported``, at most once per ``interval_s``."""
+    """Publishes a ``WorkerReported`` for every worker and one ``RunReported``, at most once per ``interval_s``.
+
+    And ``MemoryUsed`` of each process, whoever listens: once it is known, then every 30 s.
+    """
 
     def __init__(self, training: Training, *, interval_s: float = 1.0) -> None:
         self._training, self._bus, self._interval_s = training, training.context.bus, interval_s
         self._began = self._last = training.context.clock()
         self._speeds: dict[tuple[str, int], _Speed] = {}  # (worker, incarnation) -> its own
+        self._weighed: dict[str, float] = {}  # worker, or none for this process -> when its memory was told
 
     def follow(self, training: Training) -> None:
         """Look at another phase of the same run from now on."""
@@ -62,6 +67,7 @@ class StatusSampler:
 
     def tick(self, now: float) -> None:
         """Look, where somebody wants to know and the last look is long enough ago."""
+        self._weigh(now)
         seconds = now - self._last
         if not self._bus.sampled or seconds < 0.9 * self._interval_s:
             return
@@ -80,6 +86,32 @@ class StatusSampler:
         for session in roster.joining:
             bus.publish(self._joining(session, now))
         bus.publish(self._run(now))
+
+    def _weigh(self, now: float) -> None:
+        before, self._weighed = self._weighed, {}
+        for worker, session in (("", None), *self._training.roster.sessions.items()):
+            report = None if session is None else session.report
+            if session is not None and report is None:
+                continue
+            told = before.get(worker, -math.inf)
+            if now - told >= _MEMORY_S:
+                told = now
+                self._training.context.bus.publish(self._memory(worker, session))
+            self._weighed[worker] = told
+
+    @staticmethod
+    def _memory(worker: str, session: Session | None) -> MemoryUsed:
+        if session is None or session.report is None:
+            device = own_device_memory()
+            return MemoryUsed(
+                worker_id="", name="coordinator", host_bytes=host_bytes(), device_bytes=device.used_bytes,
+                device_total_bytes=device.total_bytes,
+            )  # fmt: skip
+        report = session.report
+        return MemoryUsed(
+            worker_id=worker, name=session.name, host_bytes=report.host_bytes, device_bytes=report.device_bytes,
+            device_total_bytes=report.device_total_bytes,
+        )  # fmt: skip
 
     def _worker(
         self, session: Session, member: Member, now: float, leaves_per_s: float, share: float
