@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from tests.support.facade import Data, Model, calls, model, no_secret_of_this_ma
 from tests.support.proxy import ProxyThread
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import NodeLines
 from w5xde_async.facade.neighbours import is_here, join_file_here
-from w5xde_async.facade.reading import BatchLoss, token_loss
+from w5xde_async.facade.reading import BatchLoss, class_loss, token_loss
 from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode
 from w5xde_async.net.join import Invitation, new_secret, write_private_line
 from w5xde_async.net.outbox import Outbox
@@ -268,7 +269,7 @@ def test_defaults_are_the_originals() -> None:
     assert (job.batch_size, config.host, config.port, config.prefetch_leaves) == (16, "localhost", 5555, 1000)
     assert server._directory == Path("checkpoints")
     assert server._interval_s == 300
-    assert isinstance(job.step._criterion, nn.CrossEntropyLoss)  # type: ignore[union-attr]
+    assert job.step._criterion is class_loss  # type: ignore[union-attr]
     assert type(job.optimizer(model())) is torch.optim.Adam
     assert server.address == "localhost:5555"
     assert not server.running
@@ -641,6 +642,8 @@ def test_how_a_batch_is_read() -> None:
     assert step(doubled, {"input_ids": x}) == F.mse_loss(2 * x, x.long())  # its own target
     assert step(doubled, (x, 2 * x)) == 0
     assert step(doubled, {"input": x, "target": 2 * x}) == 0
+    assert step(doubled, {"x": x, "y": 2 * x}) == 0
+    assert step(doubled, {"label": 2 * x, "image": x}) == 0
 
     class Masked(nn.Module):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
@@ -649,6 +652,56 @@ def test_how_a_batch_is_read() -> None:
     masked = {"input_ids": x, "attention_mask": torch.tensor([[0.0], [1.0]]), "labels": torch.tensor([[0.0], [2.0]])}
     assert step(Masked(), masked) == 0
     assert step(doubled, masked) == F.mse_loss(2 * x, masked["labels"])  # it takes none
+
+
+def test_classes_are_the_second_axis_or_the_last() -> None:
+    words, labels = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    assert class_loss(words, labels) == F.cross_entropy(words.reshape(6, 5), labels.reshape(6))
+    for shape, of in (((2, 5), (2,)), ((2, 5, 3), (2, 3)), ((2, 5, 4, 4), (2, 4, 4)), ((5,), ()), ((2, 3, 3), (2, 3))):
+        output, target = torch.randn(shape), torch.randint(3, of)
+        assert torch.equal(class_loss(output, target), F.cross_entropy(output, target))
+    likely = torch.rand(2, 5)
+    assert torch.equal(class_loss(words[:, 0], likely), F.cross_entropy(words[:, 0], likely))
+
+
+class Words(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        words = (torch.arange(6) + index) % 8
+        return {"x": words, "y": (words + 1) % 8}
+
+
+def test_a_server_trains_on_words_and_samples_of_x_and_y_without_a_criterion(calls: Any) -> None:
+    torch.manual_seed(2)
+    given = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))
+    server = server_of(
+        None, model=given, dataset=Words(), max_steps=None, num_epochs=4, optimizer_kwargs={"lr": 0.05}
+    )  # fmt: skip
+    running, events = serve(calls, server)
+    node_for(server, model=lambda: nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8))).train()
+    running.result(15)
+    losses = [event.loss for event in events if isinstance(event, StepCommitted)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_server_takes_a_timeout_and_shows_a_dashboard(calls: Any) -> None:
+    for wrong in (0, -1.0):
+        with pytest.raises(UsageError, match="timeout_s"):
+            server_of(None, timeout_s=wrong)
+    with pytest.raises(UsageError, match="dashboard"):
+        server_of(None, dashboard="localhost:99999")
+    server = server_of(None, timeout_s=2.0, dashboard="127.0.0.1:0", max_steps=None)
+    running, events = serve(calls, server)
+    (started,) = [event for event in events if isinstance(event, RunStarted)]
+    with urllib.request.urlopen(started.dashboard, timeout=5) as page:
+        assert page.status == 200
+    node = node_for(server, timeout_s=0.5)
+    working = calls(node.train, lambda loss, batch_id: server.stop() if int(batch_id.partition("_")[0]) > 4 else None)
+    running.result(15)
+    working.result(10)
+    assert server._config.silence_s == 2.0
 
 
 def test_a_loss_of_every_token() -> None:

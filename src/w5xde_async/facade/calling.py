@@ -51,6 +51,16 @@ def check_log(log: str) -> None:
         raise UsageError(f"log is {log!r}; give silent, normal or verbose")
 
 
+def beats_for(timeout_s: float) -> float:
+    """Seconds between two signs of life where ``timeout_s`` of silence count as gone."""
+    return min(3.0, timeout_s / 4)
+
+
+def page_at(dashboard: str | bool) -> str:
+    """The dashboard's address: True is loopback; empty: none."""
+    return "localhost" if dashboard is True else dashboard or ""
+
+
 def block_on(main: Callable[[], Coroutine[Any, Any, _T]], *, instead: str, words: Words) -> _T:
     """Run ``main`` in a new event loop (uvloop where it is) until it ends. What it raises is in these ``words``.
 

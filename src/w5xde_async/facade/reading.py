@@ -12,13 +12,16 @@ from torch.nn import functional as F
 from w5xde_async.job import loss_of
 
 Criterion = Callable[[Any, Any], Tensor]
+#: What the target is called in a sample of two parts, whatever the other is called.
+_TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 class BatchLoss:
     """``(model, batch) -> loss``: ``criterion(model(input_ids), labels)``, labels defaulting to the input.
 
-    ``attention_mask`` is passed on to models whose forward takes it. Batches without ``input_ids``, such as tuples
-    ``(x, y)``, are read as a Job's are.
+    ``attention_mask`` is passed on to models whose forward takes it. Of two parts without ``input_ids``, ``{"x", "y"}``
+    or ``{"image", "label"}``, the model gets the one that is no target. Other batches, such as tuples ``(x, y)``, are
+    read as a Job's are.
     """
 
     def __init__(self, criterion: Criterion) -> None:
@@ -27,7 +30,7 @@ class BatchLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, dict) or "input_ids" not in batch:
-            return loss_of(model, batch, self._criterion)
+            return loss_of(model, _pair(batch), self._criterion)
         inputs, target = batch["input_ids"], batch.get("labels")
         mask = batch.get("attention_mask")
         output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
@@ -39,6 +42,21 @@ class BatchLoss:
         if kind not in self._masked:
             self._masked[kind] = "attention_mask" in inspect.signature(model.forward).parameters
         return self._masked[kind]
+
+
+def _pair(batch: Any) -> Any:
+    """``(inputs, target)`` for a dict of these two; any other batch as it is."""
+    if not isinstance(batch, dict) or len(batch) != 2:
+        return batch
+    target = next((name for name in _TARGETS if name in batch), None)
+    return batch if target is None else (*(value for name, value in batch.items() if name != target), batch[target])
+
+
+def class_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy with the class axis second, as ``CrossEntropyLoss`` has it, or last, as language models have it."""
+    if target.is_floating_point() or output.shape[2:] == target.shape[1:]:
+        return F.cross_entropy(output, target)
+    return token_loss(output, target)
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -31,15 +31,17 @@ from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import (
     LogMode,
     NodeLines,
+    beats_for,
     block_on,
     check_log,
+    page_at,
     shown,
     token_of,
     where_to_join,
     working,
 )
 from w5xde_async.facade.neighbours import found_by_neighbours
-from w5xde_async.facade.reading import BatchLoss
+from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.words import Words
 from w5xde_async.job import ENDLESS, Job
 from w5xde_async.net.endpoint import format_address
@@ -65,8 +67,9 @@ _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
 _LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
 _WORDS = Words(
     {"run-dir": "checkpoint_dir", "resume": "resume", "host": "ip", "port": "port", "epochs": "num_epochs",
-     "max-steps": "max_steps"},
-    {"host": "ip", "prefetch_leaves": "queue_size", "epochs": "num_epochs", "connect_timeout_s": "timeout_s"},
+     "max-steps": "max_steps", "silence": "timeout_s", "heartbeat": "timeout_s", "dashboard-address": "dashboard"},
+    {"host": "ip", "prefetch_leaves": "queue_size", "epochs": "num_epochs", "connect_timeout_s": "timeout_s",
+     "silence_s": "timeout_s", "heartbeat_s": "timeout_s"},
 )  # fmt: skip
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
 
@@ -76,7 +79,7 @@ class CentralServer:
 
     model                the module, trained in place; or a class or function that makes one
     dataset              map-style; samples are dicts with ``input_ids`` (and ``labels``, else ``input_ids`` are the
-                         target), or tuples ``(x, y)``
+                         target), dicts such as ``{"x", "y"}`` and ``{"image", "label"}``, or tuples ``(x, y)``
     batch_size           samples of one step
     ip, port             where to listen; port 0 picks a free one
     checkpoint_dir       the run's directory (None: nothing is kept). Each start trains anew: what an earlier run left
@@ -84,14 +87,17 @@ class CentralServer:
     checkpoint_interval  minutes between checkpoints; one is always written at the end
     secure               TLS on loopback too. Off loopback there is always TLS, and nodes need the token or join file
     queue_size           microbatches that are read ahead, of this batch and the next
-    criterion            ``criterion(output, target) -> mean loss``; CrossEntropyLoss by default. What is given here is
-                         sent to nodes that have none of their own, as a program
+    criterion            ``criterion(output, target) -> mean loss``; by default cross entropy, with the class axis
+                         second (batch, classes, ...) or last (batch, sequence, vocabulary). What is given here is sent
+                         to nodes that have none of their own, as a program
     optimizer_class, optimizer_kwargs  ``optimizer_class(model.parameters(), **optimizer_kwargs)``
     num_epochs, max_steps  the end: whichever comes first; by default there is none but ``stop()`` and Ctrl-C
     seed                 of the order of samples, dropout and models that are made here
     token                the secret that nodes prove; else W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token
     resume               ``auto`` goes on from what is in ``checkpoint_dir``, a checkpoint's path from that one
     log                  silent, normal or verbose: what is shown on stderr
+    timeout_s            seconds of silence after which a node counts as gone and others do its work
+    dashboard            ``HOST`` or ``HOST:PORT`` of a page that shows the run (docs/dashboard.md); True: on loopback
     """
 
     @_WORDS.said()
@@ -116,6 +122,8 @@ class CentralServer:
         token: str = "",
         resume: str = "never",
         log: LogMode = "normal",
+        timeout_s: float = 12.0,
+        dashboard: str | bool = False,
     ) -> None:
         """Raises UsageError, JobError for what cannot work; nothing is opened before ``start``."""
         if not isinstance(checkpoint_interval, int | float) or not checkpoint_interval > 0:
@@ -141,7 +149,7 @@ class CentralServer:
             model=model,
             dataset=dataset,
             optimizer=lambda model: optimizer_class(model.parameters(), **kwargs),
-            step=BatchLoss(criterion or nn.CrossEntropyLoss()),
+            step=BatchLoss(criterion or class_loss),
             batch_size=batch_size,
             epochs=num_epochs,
             max_steps=ENDLESS if num_epochs is None and max_steps is None else max_steps,
@@ -159,6 +167,9 @@ class CentralServer:
             prefetch_leaves=queue_size,
             code_free=criterion is not None,
             resume=resume,
+            silence_s=timeout_s,
+            heartbeat_s=beats_for(timeout_s),
+            dashboard=page_at(dashboard),
             update=UpdateConfig(codec=_LOSSLESS, downlink="raw"),
         )
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
@@ -399,7 +410,7 @@ class TrainingNode:
             self._traffic = (self.bytes_sent, self.bytes_received, None)
 
     def _job(self) -> Job:
-        criterion: Callable[[Any, Any], Tensor] = self._criterion or nn.CrossEntropyLoss()
+        criterion: Callable[[Any, Any], Tensor] = self._criterion or class_loss
         if isinstance(criterion, nn.Module):  # it may have weights, which must lie where the outputs will
             criterion = copy.deepcopy(criterion).to(choose_device(self._config.device))
         return Job(

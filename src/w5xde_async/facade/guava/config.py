@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 WORDS = Words(
     {"run-dir": "checkpoint_dir", "resume": "resume", "host": "master_ip", "port": "master_port",
      "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout",
-     "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox"},
+     "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox",
+     "dashboard-address": "dashboard"},
     {"host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
      "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout"},
 )  # fmt: skip
@@ -172,7 +173,13 @@ class DistributedConfig(Config):
             logger.warning("without a model in pieces these have no effect: %s", ", ".join(changed))
 
     def coordinator_config(
-        self, *, token: str = "", resume: str = "never", loader_processes: int = 0, code_free: bool = True
+        self,
+        *,
+        token: str = "",
+        resume: str = "never",
+        loader_processes: int = 0,
+        code_free: bool = True,
+        dashboard: str = "",
     ) -> CoordinatorConfig:
         """What the timeouts, retries and intervals come to. Raises UsageError."""
         limit_s = self.activation_timeout or _NEVER_S
@@ -189,5 +196,6 @@ class DistributedConfig(Config):
             max_leaf_failures=self.max_resends + 1,
             loader_processes=loader_processes,
             code_free=code_free,
+            dashboard=dashboard,
             pacing=PacingConfig(min_deadline_s=min(5.0, limit_s), max_deadline_s=limit_s, first_deadline_s=limit_s),
         )

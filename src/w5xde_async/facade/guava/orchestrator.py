@@ -25,7 +25,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError
-from w5xde_async.facade.calling import LogMode, block_on, shown, token_of
+from w5xde_async.facade.calling import LogMode, block_on, page_at, shown, token_of
 from w5xde_async.facade.guava.config import WORDS, DistributedConfig
 from w5xde_async.facade.guava.loaders import Reading, check_again_and_again, reading_of
 from w5xde_async.facade.guava.local import local_workers
@@ -54,7 +54,8 @@ class Orchestrator:
 
     Each ``start_training`` trains anew, from the registered model's weights; what an earlier run left in
     ``checkpoint_dir`` is kept aside, in ``{checkpoint_dir}.old-1``, ``-2`` and so on. With ``resume`` ``auto`` it goes
-    on from what is there, with a checkpoint's path from that one.
+    on from what is there, with a checkpoint's path from that one. ``dashboard``: ``HOST`` or ``HOST:PORT`` of a page
+    that shows the run (docs/dashboard.md); True: on loopback.
     """
 
     @WORDS.said()
@@ -66,6 +67,7 @@ class Orchestrator:
         token: str = "",
         seed: int = 0,
         resume: str = "never",
+        dashboard: str | bool = False,
     ) -> None:
         """Raises UsageError, and ParallelismMissing for a model in pieces."""
         if mode not in ("local", "orchestrator"):
@@ -77,6 +79,7 @@ class Orchestrator:
         self.port = config.master_port  #: where it listens; with port 0, the one that was picked once it listens
         self.listening = threading.Event()  #: set while workers can connect
         self._token, self._seed, self._resume = token, seed, resume
+        self._dashboard = page_at(dashboard)
         self._model: nn.Module | None = None
         self._criterion: Callable[[Any, Any], Tensor] = token_loss
         self._lock = threading.Lock()
@@ -123,7 +126,11 @@ class Orchestrator:
         job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
         token, code_free = token_of(self._token), self.mode == "orchestrator" or config.num_workers > 1
         settings = config.coordinator_config(
-            token=token, resume=self._resume, loader_processes=given.processes, code_free=code_free
+            token=token,
+            resume=self._resume,
+            loader_processes=given.processes,
+            code_free=code_free,
+            dashboard=self._dashboard,
         )
         ended = block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS)
         return WORDS.of_result(ended)
