@@ -88,6 +88,7 @@ DEFAULTS: dict[str, Any] = {  # as the seed shows them
     "resend_probe_interval": 5.0, "allow_activation_reuse": False, "activation_cache_steps": 256, "compact_log": True,
     "log_step_every": 100, "log_activations": False, "checkpoint_dir": "./checkpoints", "save_interval": 1000,
 }  # fmt: skip
+OURS: dict[str, Any] = {"codec": "raw", "downlink": ""}  # "use compression for slow networks"
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,7 @@ def no_address_of_this_machine(no_secret_of_this_machine: None, monkeypatch: pyt
 
 
 def test_fields_and_defaults() -> None:
-    assert DistributedConfig().to_dict() == DEFAULTS
+    assert DistributedConfig().to_dict() == DEFAULTS | OURS
     assert set(DOCUMENTED) == set(DEFAULTS) - {"checkpoint_dir", "save_interval"}
 
 
@@ -110,7 +111,22 @@ def test_every_variable(name: str) -> None:
     config = DistributedConfig.from_env({variable: text})
     assert getattr(config, name) == value
     assert type(getattr(config, name)) is type(DEFAULTS[name])
-    assert {key for key, now in config.to_dict().items() if now != DEFAULTS[key]} <= {name}
+    assert {key for key, now in config.to_dict().items() if now != (DEFAULTS | OURS)[key]} <= {name}
+
+
+def test_compression_by_variables() -> None:
+    config = DistributedConfig.from_env({"CODEC": "topk:0.01", "DOWNLINK": "fp16"})
+    assert (config.codec, config.downlink) == ("topk:0.01", "fp16")
+    update = config.coordinator_config().update
+    assert (update.rule, update.codec, update.downlink) == ("sync", "topk:0.01", "fp16")
+    chosen = DistributedConfig.from_env({"CODEC": "auto"}).coordinator_config()
+    assert (chosen.auto, chosen.update.codec) == (True, "raw")
+    assert not DistributedConfig().coordinator_config().auto
+    for variable in ("CODEC", "DOWNLINK"):
+        with pytest.raises(UsageError, match=f"{variable} is 'zip'; give "):
+            DistributedConfig.from_env({variable: "zip"})
+    with pytest.raises(UsageError, match=r"^codec is 'zip'; give auto, or one of raw, "):
+        DistributedConfig(codec="zip")
 
 
 def test_the_environment_is_this_processs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +197,41 @@ def test_a_model_in_pieces_is_one_clear_error(kind: str) -> None:
         assert said.value.kinds == (kind,)
 
 
-def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        Orchestrator(DistributedConfig(micro_batches=9, allow_activation_reuse=True))
-    assert "no effect: micro_batches, allow_activation_reuse" in caplog.text
+#: Fields that nothing here reads: they are the model's.
+OF_THE_MODEL = {"vocab_size", "d_model", "n_heads", "n_layers", "d_ff", "max_seq_len", "dropout"}
+
+
+@pytest.mark.parametrize("name", sorted(set(DOCUMENTED) - OF_THE_MODEL))
+def test_no_knob_is_ignored_without_a_word(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Set to the documented example, each changes what is run, or is refused, or is named with what to do instead."""
+    value = DOCUMENTED[name][2]
+    base = {"data_parallel": {"num_workers": 2}}.get(name, {})
+    config = DistributedConfig(**(base | {name: value}))
+
+    def outcome(config: DistributedConfig) -> Any:
+        orchestrator = Orchestrator(config)
+        given = reading_of(dataset(), config, seed=0)
+        job = orchestrator._job(linear(), given, 1, None, None)
+        (optimizer,) = job.optimizer(linear()).param_groups
+        says = (config.compact_log, config.log_step_every)
+        of_job = (job.batch_size, job.microbatch_size, job.gradient_clip_val, job.precision)
+        return config.coordinator_config(), of_job, optimizer["lr"], optimizer["weight_decay"], says
+
+    try:
+        with caplog.at_level(logging.WARNING):
+            changed = outcome(config) != outcome(DistributedConfig(**base))
+    except UsageError as error:
+        assert f"{name}={value}" in str(error)  # noqa: PT017
+        return
+    assert changed or f"{name} has no effect without a model in pieces: leave it out; " in caplog.text
+
+
+def test_without_data_parallelism_one_worker_computes() -> None:
+    config = DistributedConfig(data_parallel=False).coordinator_config()
+    assert (config.min_workers, config.max_workers) == (1, 1)
+    assert DistributedConfig().coordinator_config().max_workers > 1
+    with pytest.raises(UsageError, match=r"data_parallel=False with num_workers=3: .* give num_workers=1, or"):
+        NetworkWorker(0, DistributedConfig(data_parallel=False, num_workers=3))
 
 
 def test_what_timeouts_and_intervals_come_to() -> None:
@@ -413,6 +460,20 @@ def test_clipping_decay_and_amp(kwargs: dict[str, Any], loop: dict[str, Any], tm
     orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 1)
     assert same(model, plain_loop(8, 1, **loop), atol=1e-3 if "amp" in loop else 1e-6)
     assert not same(model, plain_loop(8, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["lz4-shuffle", "bf16", "int8", "topk:0.1", "sparseloco", "auto"])
+def test_compressed_it_learns_too(codec: str, tmp_path: Path) -> None:
+    orchestrator = orchestrator_for(tmp_path, codec=codec, downlink="" if codec == "auto" else "bf16")
+    orchestrator.register_model(linear())
+    events: list[Event] = []
+    orchestrator.bus.subscribe(events.append)
+    result = orchestrator.start_training(DataLoader(dataset(), batch_size=8, shuffle=True), 8)
+    assert result.outcome == "finished"
+    losses = [event.loss for event in events if isinstance(event, StepCommitted)]
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    if codec in ("bf16", "int8"):
+        assert result.encoded_bytes < 0.8 * result.raw_bytes
 
 
 def test_a_step_is_a_batch_for_each_worker_and_clients_need_no_code(tmp_path: Path) -> None:

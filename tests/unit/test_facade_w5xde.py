@@ -297,6 +297,55 @@ def test_optimizer_queue_and_seed(calls: Any) -> None:
     assert same(again.model, before)
 
 
+DOCUMENTED_PLANS = {
+    "lossy": {"compression": "int8"},
+    "sparse, with feedback": {"compression": "topk:0.25"},
+    "without feedback": {"compression": "int4", "error_feedback": False},
+    "adaptive": {"compression": "auto"},
+    "asynchronous": {"asynchronous_updates": True},
+    "asynchronous and lossy": {"asynchronous_updates": True, "compression": "bf16"},
+    "accumulated": {"gradient_accumulation": 2},
+    "adaptive batch": {"adaptive_batch": 64},
+    "adaptive batch, to the dataset": {"adaptive_batch": "auto"},
+}
+
+
+@pytest.mark.parametrize("plan", DOCUMENTED_PLANS)
+def test_what_the_documents_planned(plan: str, calls: Any) -> None:
+    server = server_of(None, max_steps=60, optimizer_kwargs={"lr": 0.02}, **DOCUMENTED_PLANS[plan])
+    running, events = serve(calls, server)
+    node_for(server).train()
+    result = running.result(30)
+    assert result.outcome == "finished"
+    steps = [event for event in events if isinstance(event, StepCommitted)]
+    tenth = max(len(steps) // 10, 1)
+    assert sum(step.loss for step in steps[-tenth:]) < 0.8 * sum(step.loss for step in steps[:tenth])
+    if plan == "accumulated":
+        assert {step.samples for step in steps} == {32}
+    if "lossy" in plan:
+        assert result.encoded_bytes < 0.7 * result.raw_bytes
+    started = next(event for event in events if isinstance(event, RunStarted))
+    assert started.update_rule == ("async" if "asynchronous" in plan else "sync")
+
+
+def test_an_accumulated_step_is_that_of_a_larger_batch(calls: Any) -> None:
+    server = server_of(None, gradient_accumulation=3, batch_size=16, max_steps=2, optimizer_kwargs={"lr": 0.05})
+    assert (server._job.microbatch_samples, server._job.accumulate_grad_batches, server._job.leaf_samples) == (2, 3, 6)
+    running, _ = serve(calls, server)
+    node_for(server).train()
+    running.result(20)
+    wanted, data = model(), Data()
+    optimizer = torch.optim.Adam(wanted.parameters(), lr=0.05)
+    sampler = Sampler(num_samples=len(data), batch_size=48, leaf_samples=6, seed=0)
+    for step in range(2):
+        indices = sampler.plan(step).indices.tolist()
+        optimizer.zero_grad()
+        F.cross_entropy(wanted(data.x[indices]), data.y[indices]).backward()
+        optimizer.step()
+    assert isinstance(server.model, nn.Module)
+    assert same(server.model, wanted)
+
+
 def test_checkpoints_by_the_clock_and_going_on_from_them(calls: Any, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     server = server_of(directory, checkpoint_interval=1e-4, max_steps=150)  # every six milliseconds
@@ -600,6 +649,19 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
         (lambda: CentralServer(Model(), Data(), batch_size="8"), "batch_size is '8'"),  # type: ignore[arg-type]
         (lambda: CentralServer(Model(), Data(), checkpoint_interval="5"), "checkpoint_interval is '5'"),  # type: ignore[arg-type]
         (lambda: CentralServer(Model(), Data(), num_epochs=0), "num_epochs is 0"),
+        (lambda: CentralServer(Model(), Data(), compression="zip"), "^compression is 'zip'; give one of raw, "),
+        (lambda: CentralServer(Model(), Data(), compression="topk:0.1", error_feedback=False), "error feedback"),
+        (lambda: CentralServer(Model(), Data(), compression="auto", asynchronous_updates=True), "leave out"),
+        (lambda: CentralServer(Model(), Data(), gradient_accumulation=0), "gradient_accumulation is 0"),
+        (
+            lambda: CentralServer(Model(), Data(), adaptive_batch=64, compression="int8"),
+            'adaptive_batch=64: codec int8 is lossy, .* use compression="raw" or lz4',
+        ),
+        (
+            lambda: CentralServer(Model(), Data(), adaptive_batch="auto", asynchronous_updates=True),
+            r'adaptive_batch="auto": .* under asynchronous_updates=False alone',
+        ),
+        (lambda: CentralServer(Model(), Data(), adaptive_batch="yes"), "^adaptive_batch is 'yes'; give auto or"),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, ("localhost",)), r"server address is \('localhost',\); give \(host, port\)"),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, ("localhost", "5555")), "server address is "),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, timeout_s=-1.0), "^timeout_s is -1.0"),

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from msgspec import structs
@@ -67,9 +67,12 @@ _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
 _LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
 _WORDS = Words(
     {"run-dir": "checkpoint_dir", "resume": "resume", "host": "ip", "port": "port", "epochs": "num_epochs",
-     "max-steps": "max_steps", "silence": "timeout_s", "heartbeat": "timeout_s", "dashboard-address": "dashboard"},
-    {"host": "ip", "prefetch_leaves": "queue_size", "epochs": "num_epochs", "connect_timeout_s": "timeout_s",
-     "silence_s": "timeout_s", "heartbeat_s": "timeout_s"},
+     "max-steps": "max_steps", "codec": "compression", "downlink": "compression", "target-batch": "adaptive_batch",
+     "update sync": "asynchronous_updates=False", "update": "asynchronous_updates", "silence": "timeout_s",
+     "heartbeat": "timeout_s", "dashboard-address": "dashboard"},
+    {"codec": "compression", "feedback": "error_feedback", "target_batch": "adaptive_batch",
+     "accumulate_grad_batches": "gradient_accumulation", "host": "ip", "prefetch_leaves": "queue_size",
+     "epochs": "num_epochs", "connect_timeout_s": "timeout_s", "silence_s": "timeout_s", "heartbeat_s": "timeout_s"},
 )  # fmt: skip
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
 
@@ -91,6 +94,13 @@ class CentralServer:
                          second (batch, classes, ...) or last (batch, sequence, vocabulary). What is given here is sent
                          to nodes that have none of their own, as a program
     optimizer_class, optimizer_kwargs  ``optimizer_class(model.parameters(), **optimizer_kwargs)``
+    compression          how gradients travel: a codec by its name (docs/codecs.md), most of them lossy; ``auto``
+                         chooses codec and rule by the links. Default: lossless, from nodes with ``compress_gradients``
+    error_feedback       a lossy codec adds what it has left out to the next gradient
+    asynchronous_updates  a gradient counts when it comes, an older one less; no batch waits for another
+    gradient_accumulation  batches that make one step; nodes sum as many microbatches before they send
+    adaptive_batch       double ``batch_size`` as the gradient noise scale asks for it, up to so many samples;
+                         ``auto``: up to the dataset
     num_epochs, max_steps  the end: whichever comes first; by default there is none but ``stop()`` and Ctrl-C
     seed                 of the order of samples, dropout and models that are made here
     token                the secret that nodes prove; else W5XDE_TOKEN, W5XDE_TOKEN_FILE, ~/.config/w5xde/token
@@ -116,6 +126,11 @@ class CentralServer:
         *,
         optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         optimizer_kwargs: Mapping[str, Any] | None = None,
+        compression: str = "",
+        error_feedback: bool = True,
+        asynchronous_updates: bool = False,
+        gradient_accumulation: int = 1,
+        adaptive_batch: int | Literal["auto"] | None = None,
         num_epochs: int | None = None,
         max_steps: int | None = None,
         seed: int = 0,
@@ -129,6 +144,8 @@ class CentralServer:
         if not isinstance(checkpoint_interval, int | float) or not checkpoint_interval > 0:
             raise UsageError(f"checkpoint_interval is {checkpoint_interval!r}; give minutes > 0")
         check_log(log)
+        if compression == "auto" and asynchronous_updates:
+            raise UsageError('compression="auto" chooses the rule too: leave out asynchronous_updates')
         if secure and checkpoint_dir is None:
             raise UsageError("secure=True needs a checkpoint_dir: the join file and the certificate lie there")
         token = token_of(token)
@@ -145,12 +162,17 @@ class CentralServer:
         self._interval_s = 60 * checkpoint_interval
         self._log: LogMode = log
         kwargs = dict(optimizer_kwargs or {})
+        microbatch = None
+        if gradient_accumulation != 1 and _counts(batch_size) and _counts(gradient_accumulation):
+            microbatch, batch_size = -(-batch_size // 8), batch_size * gradient_accumulation
         self._job = Job(
             model=model,
             dataset=dataset,
             optimizer=lambda model: optimizer_class(model.parameters(), **kwargs),
             step=BatchLoss(criterion or class_loss),
             batch_size=batch_size,
+            microbatch_size=microbatch,
+            accumulate_grad_batches=gradient_accumulation,
             epochs=num_epochs,
             max_steps=ENDLESS if num_epochs is None and max_steps is None else max_steps,
             seed=seed,
@@ -170,7 +192,14 @@ class CentralServer:
             silence_s=timeout_s,
             heartbeat_s=beats_for(timeout_s),
             dashboard=page_at(dashboard),
-            update=UpdateConfig(codec=_LOSSLESS, downlink="raw"),
+            auto=compression == "auto",
+            target_batch=adaptive_batch,
+            update=UpdateConfig(
+                rule="async" if asynchronous_updates else "sync",
+                codec=compression if compression not in ("", "auto") else "raw" if compression else _LOSSLESS,
+                downlink="" if compression else "raw",
+                feedback=error_feedback,
+            ),
         )
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
         self._lock = threading.Lock()
@@ -426,6 +455,10 @@ class TrainingNode:
         given = self._given  # it may be the server's, which trains it in place in another thread
         self._replica = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
         return self._replica
+
+
+def _counts(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 class _NeedsProgram(UsageError):

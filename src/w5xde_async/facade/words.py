@@ -67,7 +67,8 @@ _CORE = _of_the_core()
 class Words:
     """``words(text)`` is the text in a facade's words.
 
-    ``flags``: from a flag without its dashes, ``fields``: from a config's or job's field, each to the argument's name.
+    ``flags``: from a flag without its dashes, ``fields``: from a config's or job's field, each to the argument's name;
+    from a flag with a value to all that is written instead.
     """
 
     def __init__(self, flags: Mapping[str, str], fields: Mapping[str, str] | None = None) -> None:
@@ -82,6 +83,8 @@ class Words:
 
     def _argument(self, found: re.Match[str]) -> str:
         name, value = found[1], found[2]
+        if (written := self._flags.get(f"{name} {value}")) is not None:
+            return written
         argument = self._flags.get(name)
         if argument is None:
             argument = _CORE.get(name, name.replace("-", "_"))

@@ -12,23 +12,28 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from w5xde_async.codecs.names import NAMES, is_codec
 from w5xde_async.config import YES_OR_NO, Config, Kind, Setting, number, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
 from w5xde_async.facade.words import Words
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.updates.config import UpdateConfig
 
 logger = logging.getLogger(__name__)
 
 WORDS = Words(
     {"run-dir": "checkpoint_dir", "resume": "resume", "host": "master_ip", "port": "master_port",
-     "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout",
-     "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox",
+     "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout", "codec": "codec",
+     "downlink": "downlink", "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox",
      "dashboard-address": "dashboard"},
     {"host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
      "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout"},
 )  # fmt: skip
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
+_NAMED = f"one of {', '.join(NAMES)}"
+_CODEC = Kind(f"auto, or {_NAMED}", "CODEC", str, lambda name: name == "auto" or is_codec(name))
+_DOWNLINK = Kind(_NAMED, "CODEC", str, is_codec)
 _TEXT = text("a text", "", r"(?s).*")
 #: Undocumented fields of the original, which its ``to_dict`` wrote: sockets tune themselves, a model needs no source.
 _GONE = frozenset({
@@ -36,9 +41,14 @@ _GONE = frozenset({
     "model_source_code", "model_class_name", "model_init_kwargs",
 })  # fmt: skip
 _SPLIT = ("model_parallel", "pipeline_parallel", "tensor_parallel")
-#: Fields that mean something to a model in pieces alone.
-_FOR_SPLIT = ("micro_batches", "tensor_parallel_size", "activation_cache_steps", "allow_activation_reuse",
-              "log_activations")  # fmt: skip
+#: Fields that mean something to a model in pieces alone, and what there is instead.
+_FOR_SPLIT = {
+    "micro_batches": "num_workers says how many batches make a step",
+    "tensor_parallel_size": "num_workers says how many workers share the batches",
+    "activation_cache_steps": "no activations are sent",
+    "allow_activation_reuse": "no activations are sent; gradient checkpointing in the model saves memory",
+    "log_activations": "compact_log=False shows where each step's time went",
+}
 _NEVER_S = 86400.0  # a timeout of 0 was none
 #: Where it stands what is missing and what is planned.
 _MODELS_IN_PIECES = '"Models in pieces" in docs/migrating-from-guava.md'
@@ -72,7 +82,8 @@ class DistributedConfig(Config):
     use_amp               mixed precision: bfloat16 autocast
     num_workers           workers that a step is made for, and waited for before the first; 0: one
     master_ip, master_port  where the orchestrator listens; port 0 picks a free one
-    data_parallel ... tensor_parallel  data parallelism is what there is; the others raise ParallelismMissing when used
+    data_parallel         False: one worker computes every batch, and no second is let in
+    model_parallel ... tensor_parallel  raise ParallelismMissing when used
     activation_timeout    seconds that a worker's result may take before its work is given to another; 0: no limit
     ack_timeout           seconds of silence after which a peer counts as gone; 0: a day
     max_resends           times that work whose code failed is given out again
@@ -80,6 +91,8 @@ class DistributedConfig(Config):
     log_step_every        steps between two lines of log; 0: none
     compact_log           False shows where each step's time went
     checkpoint_dir, save_interval  the run's directory, and steps between checkpoints
+    codec, downlink       how gradients and the parameters' changes travel: names of docs/codecs.md; codec ``auto``
+                          chooses codec and rule by the links. Without ``downlink`` it goes by the codec
     """
 
     vocab_size: int = _knob(50257, whole(1), "VOCAB_SIZE")
@@ -114,6 +127,8 @@ class DistributedConfig(Config):
     log_activations: bool = _knob(False, YES_OR_NO, "LOG_ACT")
     checkpoint_dir: str = _knob("./checkpoints", _TEXT)
     save_interval: int = _knob(1000, whole(1))
+    codec: str = _knob("raw", _CODEC, "CODEC")
+    downlink: str = _knob("", _DOWNLINK, "DOWNLINK")
 
     def validate(self) -> None:
         """Raises UsageError for the first field that cannot be."""
@@ -165,12 +180,18 @@ class DistributedConfig(Config):
     # -- for this project ----------------------------------------------------------------------------------
 
     def require_data_parallel(self) -> None:
-        """Raises ParallelismMissing where a model in pieces is asked for; says what has no effect without one."""
+        """Raises ParallelismMissing where a model in pieces is asked for, UsageError where several workers are to share
+        the batches and must not; says what has no effect without a model in pieces."""
         if kinds := tuple(kind for kind in _SPLIT if getattr(self, kind)):
             raise ParallelismMissing(kinds)
-        changed = [name for name in _FOR_SPLIT if getattr(self, name) != getattr(type(self), name)]
-        if changed:
-            logger.warning("without a model in pieces these have no effect: %s", ", ".join(changed))
+        if not self.data_parallel and self.num_workers > 1:
+            raise UsageError(
+                f"data_parallel=False with num_workers={self.num_workers}: without it one worker computes every batch; "
+                "give num_workers=1, or data_parallel=True"
+            )
+        for name, instead in _FOR_SPLIT.items():
+            if getattr(self, name) != getattr(type(self), name):
+                logger.warning("%s has no effect without a model in pieces: leave it out; %s", name, instead)
 
     def coordinator_config(
         self,
@@ -189,6 +210,9 @@ class DistributedConfig(Config):
             port=self.master_port,
             token=token,
             min_workers=max(self.num_workers, 1),
+            max_workers=CoordinatorConfig.max_workers if self.data_parallel else 1,
+            auto=self.codec == "auto",
+            update=UpdateConfig(codec="raw" if self.codec == "auto" else self.codec, downlink=self.downlink),
             checkpoint_every=self.save_interval,
             resume=resume,
             heartbeat_s=min(self.resend_probe_interval, silence_s / 3),
