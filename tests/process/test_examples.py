@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.support.processes import programs
+from tests.support.scripts import Script, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -49,3 +53,58 @@ def test_an_example_trains_and_leaves_its_results(example: str, steps: int, metr
     assert metric in ended["metrics"]
     for name in ("model.safetensors", "metrics.jsonl", "loss.png", "config.toml", "checkpoints"):
         assert (run / name).exists(), name
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """``script(example, *arguments)`` runs it in ``tmp_path``."""
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    with ExitStack() as stack:
+        yield lambda example, *arguments, **env: stack.enter_context(
+            Script([str(examples / example), *arguments], tmp_path, env)
+        )
+
+
+LOGGED = r"^step \d+.* loss ([\d.]+(?:e-\d+)?)"
+
+
+def fell(found: list[re.Match[str]]) -> bool:
+    return float(found[-1][1]) < 0.7 * float(found[0][1])
+
+
+def test_w5xdes_server_and_nodes(script: Callable[..., Script], tmp_path: Path) -> None:
+    for _ in range(2):  # the same again, in the same directory
+        port = str(free_port())
+        server = script("w5xde/server.py", "--port", port, "--epochs", "3")
+        nodes = [script("w5xde/node.py", "--server", f"localhost:{port}") for _ in range(2)]
+        assert [process.finish() for process in (server, *nodes)] == [0, 0, 0], "".join(server.lines[-30:])
+        assert "finished after 45 batches" in server.lines[-1]
+        assert all("MB sent" in node.lines[-1] for node in nodes)
+        losses = [node.found(r"^Batch \d+_batch\d+: loss = ([\d.]+)") for node in nodes]
+        assert fell(max(losses, key=len))
+    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [("transformer.py", ()), ("transformer.py", ("--workers", "2", "--epochs", "6")), ("custom_model.py", ())],
+)
+def test_guavas_examples_on_one_machine(
+    example: str, arguments: tuple[str, ...], script: Callable[..., Script], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        ran = script(f"guava/{example}", "--port", "0", *arguments)
+        assert ran.finish(100) == 0, "".join(ran.lines[-30:])
+        assert "finished after" in ran.lines[-1]
+        assert fell(ran.found(LOGGED))
+    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
+
+
+def test_guavas_example_of_several_machines(script: Callable[..., Script], tmp_path: Path) -> None:
+    for _ in range(2):
+        there = {"MASTER_PORT": str(free_port()), "NUM_WORKERS": "2"}
+        orchestrator = script("guava/multi_node.py", "orchestrator", **there)
+        workers = [script("guava/multi_node.py", "worker", "--gpu-id", str(number), **there) for number in range(2)]
+        assert [process.finish(100) for process in (orchestrator, *workers)] == [0, 0, 0], orchestrator.lines[-30:]
+        assert fell(orchestrator.found(LOGGED))
+    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
