@@ -18,7 +18,7 @@ class ShardMemory:
     """One tensor for each run of a shard, all in one allocation, each aligned.
 
     Of parameters (each in its group's dtype, all groups) or, ``results``, of a block's sums (``Group.result_dtype``;
-    frozen groups have none). What is between entries is -0.0 there, as in any block's vector.
+    frozen groups have none). Between entries is nothing there (``ResultVector.reset``), as in any block's vector.
     """
 
     def __init__(self, shard: Shard, *, results: bool = False, pinned: bool = False) -> None:
@@ -38,8 +38,8 @@ class ShardMemory:
         for run, dtype, size, keep in zip(shard.runs, dtypes, sizes, held, strict=True):
             nbytes = (run.end - run.begin) * dtype.itemsize
             piece = memory[at : at + nbytes].view(dtype) if keep else None
-            if piece is not None and results and dtype.is_floating_point:
-                piece.fill_(-0.0)
+            if piece is not None and results:
+                piece.fill_(-0.0 if dtype.is_floating_point else torch.iinfo(dtype).min)
             self.runs.append(piece)
             at += size
 

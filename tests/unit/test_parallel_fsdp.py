@@ -1,0 +1,282 @@
+"""Fully sharded islands: two ranks, neither with a whole model, give what one process gives, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import island_jobs, islands
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from w5xde_async.compute.block import LeafSpec
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import UsageError
+from w5xde_async.job import Job
+from w5xde_async.parallel.fsdp import FsdpEngine
+from w5xde_async.parallel.group import Group
+from w5xde_async.parallel.replica import replica_of, units_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.shard import Shard, check_division
+
+BUCKET = islands.BUCKET_BYTES
+
+
+def _island(job: Job, group: Group, **options: Any) -> islands.Together:
+    engine = FsdpEngine(replica_of(job, BUCKET), LeafSpec.of(job), group, **options)
+    return islands.Together(engine, group)
+
+
+def _alike(
+    job: Job, group: Group, *blocks: tuple[int, ...], start: int = 0, checkpoint: bool = False, **changes: Any
+) -> None:
+    together, alone = _island(job, group, checkpoint_activations=checkpoint), islands.Alone(job)
+    assert together.engine.layout.fingerprint == alone.layout.fingerprint
+    for seed in (5, 6):  # two versions
+        state = islands.changed_state(job, seed)
+        together.load(state)
+        alone.state.copy_groups(state)
+        alone.engine.load(range(len(alone.layout.buckets)))
+        for samples in blocks:
+            islands.same_block(together, alone, island_jobs.batches(job, samples), samples, start, **changes)
+    together.engine.close()
+    alone.engine.close()
+
+
+def _mlp(group: Group) -> None:
+    _alike(island_jobs.mlp(), group, (4, 4, 4, 4), (4, 4, 4, 2))
+    _alike(island_jobs.mlp(), group, (4, 4, 4, 4), start=8)
+
+
+def _uneven_blocks(group: Group) -> None:
+    _alike(island_jobs.mlp(), group, (4, 4, 3), (2,), (4, 4, 4, 4, 1), (4,), (4, 4), (4,) * 7)
+
+
+def _normed(group: Group) -> None:
+    _alike(island_jobs.normed(), group, (4, 4, 4, 4), (4, 4, 3), (4,))
+
+
+def _odd(group: Group) -> None:
+    _alike(island_jobs.odd(), group, (4, 4, 4, 4), (4, 4, 3))
+
+
+def _transformer(group: Group) -> None:
+    _alike(island_jobs.transformer(), group, (4, 4, 4), (4, 4, 4, 4, 4, 4))
+
+
+def _half(group: Group) -> None:
+    _alike(island_jobs.transformer(precision="bf16"), group, (4, 4, 4))
+    _alike(island_jobs.mlp(precision="fp16"), group, (4, 4, 4), loss_scale=1024.0)
+
+
+class Reused(nn.Module):
+    """A layer that its unit uses twice: under autocast its weight is cast once for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Twice() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.layer(torch.tanh(self.layer(x))))
+        return out
+
+
+def _of(model: Any) -> Job:
+    job = island_jobs.mlp()
+    return Job(
+        model=model, dataset=job.dataset, loss=F.cross_entropy, optimizer=job.optimizer, batch_size=64,
+        microbatch_size=4, max_steps=5,
+    )  # fmt: skip
+
+
+def _reused_in_half(group: Group) -> None:
+    job = _of(Reused)
+    object.__setattr__(job, "precision", "bf16")
+    _alike(job, group, (4, 4, 4))
+
+
+def _accumulates(group: Group) -> None:
+    _alike(island_jobs.normed(accumulate_grad_batches=3), group, (12, 12, 10, 12), (12, 12, 4), (6,))
+    _alike(island_jobs.odd(accumulate_grad_batches=2), group, (8, 8, 3))
+
+
+def _checkpoints(group: Group) -> None:
+    for job in (island_jobs.transformer(), island_jobs.normed()):
+        _alike(job, group, (4, 4, 4), checkpoint=True)
+
+
+def _metrics(group: Group) -> None:
+    _alike(island_jobs.mlp(loss=None, step=island_jobs.measured), group, (4, 4, 4, 4), (4,), (3, 3, 3))
+
+
+class Fragile(nn.Module):
+    """Raises for the row that begins with 99: before its middle block, or in backward behind it."""
+
+    late = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bad = float(x[0, 0]) == 99
+        for number, block in enumerate(self.blocks):
+            if bad and number == 1:
+                if not self.late:
+                    raise RuntimeError("this leaf is bad")
+                x.register_hook(_refuse)
+            x = torch.relu(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def _refuse(_: Tensor) -> None:
+    raise RuntimeError("this leaf is bad")
+
+
+def _fails(group: Group) -> None:
+    job = _of(Fragile)
+    together, alone = _island(job, group), islands.Alone(job)
+    state = islands.changed_state(job)
+    together.load(state)
+    alone.state.copy_groups(state)
+    alone.engine.load(range(len(alone.layout.buckets)))
+    samples = (4, 4, 4, 4)
+    good = island_jobs.batches(job, samples)
+    islands.same_block(together, alone, good, samples)
+    for late in (False, True):
+        Fragile.late = late
+        for bad in range(4):
+            broken = [(x.clone(), y) for x, y in good]
+            broken[bad][0][0, 0] = 99
+            with pytest.raises(LeafError, match="this leaf is bad") as caught:
+                together.compute(broken, samples, start=8)
+            assert caught.value.leaf == 8 + bad
+            together.engine.release(caught.value.vectors)
+            islands.same_block(together, alone, good, samples)
+    together.engine.close()
+    alone.engine.close()
+
+
+def _divides(group: Group) -> None:
+    for job in (island_jobs.odd(), island_jobs.transformer(), island_jobs.normed()):
+        together = _island(job, group)
+        shard = together.engine.shard
+        packed = group.bytes_of_all(torch.tensor(shard.packed).numpy().tobytes())
+        shards = [Shard.parse(shard.layout, torch.frombuffer(bytearray(p), dtype=torch.int64).tolist()) for p in packed]
+        check_division(shard.layout, shards)
+        together.engine.close()
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[0](torch.tanh(self.blocks[0](x)))[:, :3]
+        return out
+
+
+def _refuses(group: Group) -> None:
+    job = _of(Again)
+    with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
+        _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
+
+
+CASES: dict[str, islands.Case] = {
+    "mlp": _mlp, "uneven blocks": _uneven_blocks, "batch norm": _normed, "odd parameters": _odd,
+    "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
+    "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "errors": _fails,
+    "shards": _divides, "refusals": _refuses,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return islands.outcomes("tests.unit.test_parallel_fsdp", 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
+    assert two[name] == ["", ""], "\n".join(two[name])
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
+    def of(size: int) -> dict[str, list[str]]:
+        folder: Path = tmp_path_factory.mktemp(str(size))
+        return islands.outcomes("tests.unit.test_parallel_fsdp", size, folder, timeout_s=110)
+
+    return {size: of(size) for size in (3, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_more_ranks(name: str, size: int, more: dict[int, dict[str, list[str]]]) -> None:
+    assert more[size][name] == [""] * size, "\n".join(more[size][name])
+
+
+# -- replicas without memory
+
+
+class Tied(nn.Module):
+    """One parameter object, registered twice by hand; a table that only memory has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(6, 4))
+        self.one, self.two = nn.Module(), nn.Module()
+        self.one.weight = weight
+        self.two.weight = weight
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def test_a_replica_has_no_memory_for_parameters() -> None:
+    for make in (Tied, lambda: nn.Linear(4, 4).to(torch.bfloat16)):
+        job = _of(make)
+        replica = replica_of(job, BUCKET)
+        assert all(parameter.is_meta for parameter in replica.model.parameters())
+        assert replica.layout.fingerprint == Layout.of(make(), bucket_bytes=BUCKET).fingerprint
+    replica = replica_of(_of(Tied), BUCKET)
+    table = dict(replica.model.named_buffers())["table"]
+    assert torch.equal(table, torch.arange(4.0))
+
+
+def test_a_module_given_as_such_is_left_alone() -> None:
+    given = Tied()
+    replica = replica_of(_of(given), BUCKET)
+    assert all(parameter.is_meta for parameter in replica.model.parameters())
+    assert not any(parameter.is_meta for parameter in given.parameters())
+    assert replica.layout.fingerprint == Layout.of(given, bucket_bytes=BUCKET).fingerprint
+
+
+def test_units_are_children_of_the_outermost_lists() -> None:
+    model = island_jobs.Normed()
+    assert [dict(model.named_modules())[f"blocks.{i}"] for i in range(3)] == list(units_of(model))
+
+
+def test_what_is_tied_to_the_rest_is_no_unit() -> None:
+    model = island_jobs.Blocks()
+    model.blocks[1].up.weight = model.blocks[2].up.weight
+    assert units_of(model) == (model.blocks[0],)
