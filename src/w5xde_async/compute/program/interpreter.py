@@ -11,8 +11,9 @@ not fit, overflow or need more than ``memory_bytes`` are refused there, before a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,11 @@ class Bound(NamedTuple):
     sets_grad: bool
 
 
-def bind(program: Program, graph: Graph, device: torch.device) -> Bound:
-    """Fill in everything that does not change from batch to batch."""
+def bind(program: Program, graph: Graph, device: torch.device, nodes: range | None = None) -> Bound:
+    """Fill in everything that does not change from batch to batch. ``nodes``: these alone, whole regions of them."""
     lives = _Lives(program, graph)
     calls = [_call(node.operator, node.operator.call, node.arguments, node.named, device) for node in graph.nodes]
-    steps = _steps(lives, calls, range(len(graph.nodes)))
+    steps = _steps(lives, calls, range(len(graph.nodes)) if nodes is None else nodes)
     sets_grad = any(node.operator.name == SET_GRAD for node in graph.nodes)
     return Bound(graph, steps, lives.base + len(graph.nodes), sets_grad)
 
@@ -117,7 +118,7 @@ def _region(lives: _Lives, calls: Sequence[Call], numbers: range) -> Call:
 
         def compute(*given: Any) -> tuple[Any, ...]:
             local = held | dict(zip(others, given, strict=True))
-            _run(steps, local)
+            run_steps(steps, local)
             return tuple([local[index] for index in results])
 
         given = [values[index] for index in others]
@@ -196,14 +197,15 @@ def run(bound: Bound, given: Sequence[Tensor]) -> tuple[Tensor, tuple[Any, ...]]
     values: list[Any] = [*given, *([None] * (bound.num_values - len(given)))]
     if bound.sets_grad:
         with torch.enable_grad():
-            _run(bound.steps, values)
+            run_steps(bound.steps, values)
     else:
-        _run(bound.steps, values)
+        run_steps(bound.steps, values)
     graph = bound.graph
     return values[graph.loss], tuple([values[v.index] if type(v) is Ref else v for v in graph.metrics])
 
 
-def _run(steps: Sequence[Step], values: Values) -> None:
+def run_steps(steps: Sequence[Step], values: Values) -> None:
+    """Call one after the other; each puts its result among the values."""
     for call, result, dead in steps:
         values[result] = call(values)
         for index in dead:
@@ -212,13 +214,18 @@ def _run(steps: Sequence[Step], values: Values) -> None:
 
 def fits(graph: Graph, tensors: Sequence[Tensor]) -> bool:
     """Whether a batch's tensors are such as the graph was made for."""
-    if len(tensors) != len(graph.inputs):
+    return matches(graph, [(tensor.dtype, tensor.shape) for tensor in tensors])
+
+
+def matches(graph: Graph, batch: Sequence[tuple[torch.dtype, Sequence[int]]]) -> bool:
+    """Whether a batch of these dtypes and shapes is such as the graph was made for."""
+    if len(batch) != len(graph.inputs):
         return False
     symbols: dict[int, int] = {}
-    for tensor, declared in zip(tensors, graph.inputs, strict=True):
-        if tensor.dtype != declared.dtype or tensor.dim() != len(declared.sizes):
+    for (dtype, shape), declared in zip(batch, graph.inputs, strict=True):
+        if dtype != declared.dtype or len(shape) != len(declared.sizes):
             return False
-        for size, wanted in zip(tensor.shape, declared.sizes, strict=True):
+        for size, wanted in zip(shape, declared.sizes, strict=True):
             if isinstance(wanted, int):
                 if size != wanted:
                     return False
@@ -310,10 +317,14 @@ def measure(
     *,
     memory_bytes: int,
     autocast: Callable[[], Any] | None = None,
+    trained: Collection[int] = (),
+    each: Callable[[int, Callable[[], Any]], Any] | None = None,
 ) -> int:
     """Most bytes of results in a run on these sizes, found without memory. Raises ProgramRefused.
 
     ``autocast`` makes the CPU's context of a run in half precision: ``meta`` tensors know none, fake ones do.
+    ``trained``: entries that require gradients; without any, none are recorded. ``each`` is given a node's number and
+    its call, and returns what that gives.
     """
     meta = torch.device("meta" if autocast is None else "cpu")
     scale = Scale(memory_bytes)
@@ -329,11 +340,13 @@ def measure(
     number, name = -1, ""
     try:
         with ExitStack() as contexts:
-            contexts.enter_context(torch.no_grad())
+            contexts.enter_context(torch.set_grad_enabled(bool(trained)))
             if autocast is not None:
                 contexts.enter_context(FakeTensorMode())
                 contexts.enter_context(autocast())
             given = [torch.empty(shape, dtype=dtype, device=meta) for dtype, shape in (*entries, *batch)]
+            for index in trained:
+                given[index].requires_grad_()
             given += [torch.empty(constant.shape, dtype=constant.dtype, device=meta) for constant in program.constants]
             values: list[Any] = [*given, *([None] * len(calls))]
             for tensor in given:
@@ -342,8 +355,8 @@ def measure(
                 name = graph.nodes[number].operator.name
                 if name == RECOMPUTE:
                     scale.enter()
-                elif name != SET_GRAD:
-                    values[lives.base + number] = call(values)
+                elif name != SET_GRAD or trained:
+                    values[lives.base + number] = call(values) if each is None else each(number, partial(call, values))
                 for results in ends.get(number, ()):
                     scale.leave([values[index] for index in results])
             number, name = -1, ""

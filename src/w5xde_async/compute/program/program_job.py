@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,11 +121,17 @@ class ProgramJob:
         return cls(skeleton(layout), layout, step, program.statistics)
 
 
-def skeleton(layout: Layout) -> nn.Module:
-    """Nested modules with the layout's parameters and buffers under all their names. Raises ProgramRefused."""
+def skeleton(
+    layout: Layout, entries: Iterable[int] | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """Nested modules with the layout's parameters and buffers (or these) under all their names; zeros.
+
+    Raises ProgramRefused.
+    """
     root, num_modules = nn.Module(), 0
-    for entry in layout.entries:
-        tensor = torch.zeros(entry.shape, dtype=entry.dtype)
+    for index in range(len(layout.entries)) if entries is None else entries:
+        entry = layout.entries[index]
+        tensor = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
         parameter = (
             nn.Parameter(tensor, requires_grad=entry.role == "grad") if entry.role in ("grad", "frozen") else None
         )
