@@ -331,7 +331,7 @@ class FsdpEngine:
             self._group.all_gather(output, mine)
 
     @torch.no_grad()
-    def reduce(self, unit: _Unit, output: Tensor, given: Tensor) -> None:
+    def reduce(self, unit: _Unit, given: Tensor) -> None:
         """One leaf's gradients of a unit from each rank: rows of ``given``, one for each rank."""
         step = _Reduce(unit)
         if step in self._log:
@@ -363,7 +363,11 @@ class FsdpEngine:
                 else:
                     row[part.begin : part.begin + part.padded].fill_(-0.0)
             leaves.append(row)
-        now.add(unit, leaves, current, output if output.dtype == torch.float32 else None)
+        now.add(unit, leaves, current)
+
+    def output_for(self, unit: _Unit) -> Tensor:
+        """Memory that looks like a unit's sharded gradients."""
+        return self._received[: unit.row * unit.dtype.itemsize].view(unit.dtype)
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -465,6 +469,13 @@ class FsdpEngine:
             self._held(memory, index).copy_(values)
 
 
+class _Sum(NamedTuple):
+    """What is open of a unit. ``passing``: it lies where the next unit's leaves are received."""
+
+    values: Tensor
+    passing: bool
+
+
 class _Round:
     """One leaf of each rank."""
 
@@ -504,36 +515,31 @@ class _Running:
             if entry.role in ("mean", "max") or (entry.role == "grad" and index in engine._small)
         ]
         self._engine, self._emit = engine, emit
-        self._open: dict[int, list[Tensor]] = {}  # by unit
+        self._open: dict[int, list[_Sum]] = {}  # by unit
         self._extras: list[_Extras] = []
         self._missing = {bucket.index: len(bucket.entries) for bucket in layout.result_buckets}
         self._on_host = engine.device.type == "cpu"
         self._late: list[int] = []
 
-    def add(self, unit: _Unit, leaves: Sequence[Tensor], current: _Round, spare: Tensor | None) -> None:
-        """A round's leaves of one unit. They lie in memory that is used again; ``spare`` is for one to stay in."""
+    def add(self, unit: _Unit, leaves: Sequence[Tensor], current: _Round) -> None:
+        """A round's leaves of one unit, in memory that the next unit uses again."""
         stack = self._open.setdefault(unit.number, [])
-        passing: set[int] = set()  # ids of leaves in ``stack``
         for number, leaf in enumerate(leaves):
-            stack.append(leaf)
-            passing.add(id(leaf))
+            stack.append(_Sum(leaf, passing=True))
             last = current.last and number == len(leaves) - 1
             for _ in range(len(stack) - 1 if last else carries(current.first + number)):
                 right = stack.pop()
-                stack[-1].add_(right)
-        if current.last:
-            (total,) = stack
-            del self._open[unit.number]
-            for part in unit.parts:
-                self._engine.write(self.memory, part.entry, total[part.begin : part.begin + part.own])
-                self._done(part.entry)
+                stack[-1].values.add_(right.values)
+                unit.give(right)
+        if not current.last:
+            stack[:] = [unit.keep(held) for held in stack]
             return
-        for place, held in enumerate(stack):
-            if id(held) in passing:
-                if spare is None:
-                    stack[place] = held.clone()
-                else:
-                    stack[place], spare = spare.copy_(held), None
+        (total,) = stack
+        del self._open[unit.number]
+        for part in unit.parts:
+            self._engine.write(self.memory, part.entry, total.values[part.begin : part.begin + part.own])
+            self._done(part.entry)
+        unit.give(total)
 
     def add_extras(self, extras: _Extras, leaf: int) -> None:
         """Leaf ``leaf`` of the block, on rank 0. They come in order."""
@@ -591,6 +597,7 @@ class _Unit:
         self._free: list[Any] = []  # the parameters as they are while they are whole
         self._sharded: list[Any] = []
         self._hooks: list[Any] = []
+        self._spare: list[Tensor] = []  # for sums: fresh memory costs page faults
 
     def plan(self, parameters: Sequence[tuple[int, nn.Parameter]]) -> None:
         """Its parameters by entry, whole, in the exchange's order. Raises UsageError for dtypes that do not mix."""
@@ -630,6 +637,18 @@ class _Unit:
                 for entry, parameter in zip(self._entries, self._sharded, strict=True)
             }  # fmt: skip
 
+    def keep(self, held: _Sum) -> _Sum:
+        """The same sum in memory of its own."""
+        if not held.passing:
+            return held
+        kept = self._spare.pop() if self._spare else torch.empty_like(held.values)
+        return _Sum(kept.copy_(held.values), passing=False)
+
+    def give(self, held: _Sum) -> None:
+        """It has been added, or given out."""
+        if not held.passing:
+            self._spare.append(held.values)
+
     def drop_gradients(self) -> None:
         for parameter in (*self._free, *self._sharded):
             parameter.grad = None
@@ -663,7 +682,7 @@ class _Reduce(NamedTuple):
 
     def follow(self, engine: FsdpEngine) -> None:
         given = torch.zeros(self.unit.row * engine._group.size, dtype=self.unit.dtype, device=engine.device)
-        engine.reduce(self.unit, given[:0], given)
+        engine.reduce(self.unit, given)
 
 
 _Step = _Gather | _Reduce
@@ -683,18 +702,20 @@ class _GatherComm:
 
 
 class _ReduceComm:
-    """What ``fully_shard`` asks of a reduce-scatter. What it finds in the output counts for nothing."""
+    """What ``fully_shard`` asks of a reduce-scatter. Nothing is put into the output: all units have one for it."""
 
     def __init__(self, engine: FsdpEngine, unit: _Unit) -> None:
         self._engine, self._unit = engine, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if tuple(size) == (self._unit.row,):
+            return self._engine.output_for(self._unit)
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        self._engine.reduce(self._unit, output_tensor, input_tensor)
+        self._engine.reduce(self._unit, input_tensor)
 
 
 class _Extras(ResultVector):
