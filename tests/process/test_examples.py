@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -35,6 +36,7 @@ def test_the_demo_gives_the_same_bits_with_one_and_two_workers(tmp_path: Path) -
         ("examples/digits.py:cnn", 6, "accuracy"),
         ("examples/bytes_lm.py:tiny", 6, "val_loss"),
         ("examples/bytes_lm.py:bf16", 1, "val_loss"),
+        ("examples/llama.py:job", 2, "val_loss"),
     ],
 )
 def test_an_example_trains_and_leaves_its_results(example: str, steps: int, metric: str, tmp_path: Path) -> None:
@@ -53,6 +55,18 @@ def test_an_example_trains_and_leaves_its_results(example: str, steps: int, metr
     assert metric in ended["metrics"]
     for name in ("model.safetensors", "metrics.jsonl", "loss.png", "config.toml", "checkpoints"):
         assert (run / name).exists(), name
+
+
+def test_llama_learns_with_workers_that_have_no_code(tmp_path: Path) -> None:
+    with programs() as start:
+        coordinator = start(
+            "w5xde_async.coordinator", "examples/llama.py:tiny", "--workers", "2", "--run-dir", str(tmp_path / "run"),
+            "--port", "0", "--log-format", "json",
+        )  # fmt: skip
+        assert coordinator.finish(150) == 0, "".join(coordinator.text[-20:])
+        ended = coordinator.last("run_finished")
+    assert ended["step"] == 60
+    assert ended["metrics"]["val_loss"] < 0.7 * math.log(256)  # of bytes that are all as likely
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from w5xde_async.compute.program.form import parse
 from w5xde_async.compute.program.program_job import ProgramStep, skeleton
 from w5xde_async.compute.program.tracing import probe_batches, trace
 from w5xde_async.errors import ProgramRefused
-from w5xde_async.job import Job, build_model
+from w5xde_async.job import Job, build_model, load_job
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
@@ -228,6 +228,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "giant": lambda: _job(Giant, (torch.randn(16, 4),), lambda model, batch: model(batch[0]).square().mean()),
     "dot": lambda: _job(Dot, (torch.randn(16, 6),), lambda model, batch: model(batch[0][0])),
     **{f"random{seed}": (lambda seed=seed: _job(lambda: Random(seed), _digits(), _classes)) for seed in range(12)},
+    "llama": lambda: load_job("examples/llama.py:tiny"),
     **{f"traceable-{name}": made for name, made in programs.TRACEABLE.items()},
 }
 SLOW = {name for name in JOBS if name.startswith("traceable-") and name != "traceable-lstm"}
