@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lz4.block
 import numpy as np
@@ -260,6 +262,70 @@ def test_a_bucket_whose_middle_does_not_shrink() -> None:
     what, back = through("lz4", values)
     assert what.codec.name == "lz4"
     assert torch.equal(back, values)
+
+
+def smooth(numel: int) -> Tensor:
+    """Magnitudes alike, as in a layer's gradient: the highest bytes shrink."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["lz4", "lz4-shuffle", "lz4-shuffle:bf16", "lz4:int8"])
+@pytest.mark.parametrize("numel", [1 << 20, (1 << 20) + 12345])
+def test_any_number_of_threads_gives_the_same_bytes(name: str, numel: int, torch_threads: Any) -> None:
+    values = smooth(numel) if "shuffle" in name else repetitive(numel)
+    written = set()
+    for threads in (1, 2, 3, 64):
+        torch_threads(threads)
+        what, _ = through(name, values)
+        written.add(bytes(what.view))
+        assert what.codec.name == name
+    assert len(written) == 1
+
+
+def test_large_buckets_are_compressed_by_several_threads(torch_threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once: each waits for the other. A bucket that is small, or one thread, is no reason to start another."""
+    real, meeting, met = lz4.block.compress, threading.Barrier(2), []
+
+    def compress(*args: Any, **kwargs: Any) -> Any:
+        met.append(meeting.wait(20))
+        return real(*args, **kwargs)
+
+    values = smooth(1 << 20)
+    alone = bytes(codec("lz4-shuffle").encode(values, BytePool()).view)
+    torch_threads(2)
+    before = threading.active_count()
+    monkeypatch.setattr(Lz4, "_pays", lambda self, data: True)
+    monkeypatch.setattr("lz4.block.compress", compress)
+    assert bytes(codec("lz4-shuffle").encode(values, BytePool()).view) == alone
+    assert len(met) == 16
+    assert threading.active_count() == before
+    monkeypatch.setattr("lz4.block.compress", real)
+    monkeypatch.setattr("w5xde_async.codecs.lossless.ThreadPoolExecutor", None)
+    codec("lz4-shuffle").encode(gradient(100_000), BytePool())
+    torch_threads(1)
+    codec("lz4-shuffle").encode(values, BytePool())
+
+
+def test_what_one_of_several_threads_raises_is_raised(torch_threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_threads(2)
+    monkeypatch.setattr(Lz4, "_pays", lambda self, data: True)
+    calls = iter(range(100))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 9:
+            raise MemoryError("no more")
+        return b"short"
+
+    monkeypatch.setattr("lz4.block.compress", fail)
+    with pytest.raises(MemoryError, match="no more"):
+        codec("lz4-shuffle").encode(gradient(1 << 20), BytePool())
 
 
 def test_lz4_gives_its_buffers_back() -> None:

@@ -9,24 +9,34 @@ they are, under its own name; likewise when the whole has not shrunk by 3 %. So 
 Encoding: the inner length (8 bytes), the length of each compressed piece of 256 KiB (4 bytes each; a piece of its
 full length is not compressed), the pieces. Decoding is bounded by the inner codec's length for the bucket's number of
 values. It runs on the CPU; tensors of another device are copied there and back.
+
+Pieces are independent, and neither lz4's compression nor numpy's copies hold Python's lock: a large bucket is
+compressed by as many threads as torch has in the calling one, which waits for them. The bytes are the same with any
+number.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import lz4.block
+import numpy as np
 import torch
 from torch import Tensor
 
-from w5xde_async.codecs.codec import BytePool, Codec, Encoded, as_view
+from w5xde_async.codecs.codec import BytePool, Codec, Encoded, as_view, check_values
 from w5xde_async.codecs.dense import Raw
 from w5xde_async.errors import MalformedFrame
 
 _PIECE = 256 << 10
 _PROBE = 128 << 10  # shuffled planes shrink less in shorter pieces
 _WORTH = 0.97  # of the inner length
+_PIECES_A_THREAD = 2  # at least: starting a thread takes as long as a tenth of a piece
+_MOST_THREADS = 8
+_T = TypeVar("_T")
 
 
 class Lz4(Codec):
@@ -58,17 +68,23 @@ class Lz4(Codec):
 
     def encode(self, values: Tensor, pool: BytePool) -> Encoded:
         """The inner codec's encoding where compression does not pay."""
-        inner = self.inner.encode(values, pool)
-        plain = inner.data.cpu()
-        out = pool.take(inner.data.numel())
+        check_values(values)
+        inner = None
+        if isinstance(self.inner, Raw) and values.device.type == "cpu":
+            plain = values.detach().view(torch.uint8)  # as the inner codec would copy it
+        else:
+            inner = self.inner.encode(values, pool)
+            plain = inner.data.cpu()
+        out = pool.take(plain.numel())
         packed = out if out.device.type == "cpu" else torch.empty_like(plain)
         nbytes = self.compress(plain, packed)
         if not nbytes:
             pool.give(out)
-            return inner
+            return inner or self.inner.encode(values, pool)
         if packed is not out:
             out[:nbytes].copy_(packed[:nbytes])
-        pool.give(inner.data)
+        if inner is not None:
+            pool.give(inner.data)
         return Encoded(self, out[:nbytes])
 
     def _write(self, values: Tensor, out: Tensor) -> int:
@@ -94,6 +110,7 @@ class Lz4(Codec):
         if at + sum(lengths) != len(data):
             raise MalformedFrame(f"{self.name} bucket: its pieces are not as long as it is")
         out = torch.empty(nbytes, dtype=torch.uint8)
+        words = self.inner.word_bytes if self.shuffle else 1
         for index, length in enumerate(lengths):
             piece = out[index * _PIECE : (index + 1) * _PIECE]
             packed = data[at : at + length]
@@ -107,19 +124,16 @@ class Lz4(Codec):
                     raise MalformedFrame(f"{self.name} bucket: {error}") from None
                 if len(whole) != piece.numel():
                     raise MalformedFrame(f"{self.name} bucket: a piece of {len(whole)} bytes, not {piece.numel()}")
-            flat = torch.frombuffer(whole, dtype=torch.uint8)
-            if self.shuffle:
-                words = flat.view(self.inner.word_bytes, -1).T
-                piece.view(-1, self.inner.word_bytes).copy_(words)
-            else:
-                piece.copy_(flat)
+            flat = np.frombuffer(whole, dtype=np.uint8)
+            np.copyto(piece.numpy().reshape(-1, words), flat.reshape(words, -1).T)
         return out
 
     def _arranged(self, data: Tensor) -> Any:
         """A piece as it is compressed: as it lies there, or shuffled."""
-        if self.shuffle:
-            data = data.view(-1, self.inner.word_bytes).T.contiguous().view(-1)
-        return as_view(data)
+        if not self.shuffle:
+            return as_view(data)
+        shuffled: Any = np.ascontiguousarray(data.numpy().reshape(-1, self.inner.word_bytes).T)
+        return memoryview(shuffled).cast("B")
 
     def _packed(self, data: Tensor) -> Any:
         """One piece, compressed, or as it was where that is no shorter."""
@@ -137,8 +151,8 @@ class Lz4(Codec):
 
     def compressed_nbytes(self, data: Tensor) -> int:
         """Bytes of ``data`` (CPU) when compressed, whether that pays or not."""
-        starts = range(0, data.numel(), _PIECE)
-        return 8 + 4 * len(starts) + sum(len(self._packed(data[start : start + _PIECE])) for start in starts)
+        pieces = _split(data)
+        return 8 + 4 * len(pieces) + sum(map(len, _each(self._packed, pieces)))
 
     def compress(self, data: Tensor, out: Tensor) -> int:
         """Compress into ``out`` (CPU, as long as ``data``); the bytes used, 0 where it does not pay."""
@@ -146,15 +160,33 @@ class Lz4(Codec):
         most = int(_WORTH * data.numel())
         if most < head or not self._pays(data):
             return 0
-        target = as_view(out)
-        lengths, at = [], head
-        for start in range(0, data.numel(), _PIECE):
-            packed = self._packed(data[start : start + _PIECE])
-            if at + len(packed) > most:
-                return 0
-            target[at : at + len(packed)] = packed
-            lengths.append(len(packed))
-            at += len(packed)
+        packed = _each(self._packed, _split(data))
+        lengths = list(map(len, packed))
+        if head + sum(lengths) > most:
+            return 0
+        target, at = as_view(out), head
+        for piece in packed:
+            target[at : at + len(piece)] = piece
+            at += len(piece)
         target[:8] = data.numel().to_bytes(8, "little")
         target[8:head] = struct.pack(f"<{len(lengths)}I", *lengths)
         return at
+
+
+def _split(data: Tensor) -> list[Tensor]:
+    return [data[start : start + _PIECE] for start in range(0, data.numel(), _PIECE)]
+
+
+def _each(work: Callable[[Any], _T], pieces: Sequence[Any]) -> list[_T]:
+    """``work`` of each piece, in order, by as many threads as pay. Raises what the first piece that fails raises."""
+    threads = min(torch.get_num_threads(), len(pieces) // _PIECES_A_THREAD, _MOST_THREADS)
+    if threads < 2:
+        return list(map(work, pieces))
+    share = -(-len(pieces) // threads)
+    shares = [pieces[start : start + share] for start in range(0, len(pieces), share)]
+    with ThreadPoolExecutor(len(shares) - 1, thread_name_prefix="w5xde-lz4") as pool:
+        others = [pool.submit(lambda part: list(map(work, part)), part) for part in shares[1:]]
+        done = list(map(work, shares[0]))  # by this thread, which would wait otherwise
+        for other in others:
+            done += other.result()
+    return done
