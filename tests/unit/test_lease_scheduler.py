@@ -47,7 +47,7 @@ class Farm:
 
     def __init__(
         self, leaves: int, late: list[float], speeds: list[float], *, leases_ahead: int = 2,
-        lines: list[float] | None = None,
+        lines: list[float] | None = None, whole_step_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.lines = {f"w{i}": seconds for i, seconds in enumerate(lines or [0.0] * len(speeds))}
         self.sending: dict[str, deque[tuple[float, float, int]]] = {}  # to leave from, until, of which lease
@@ -58,8 +58,9 @@ class Farm:
         self.now, self.ticked, self.step = 0.0, 0.0, 0
         self.ledger = Ledger(allowed_s=lambda grant: math.inf)
         self.scheduler = LeaseScheduler(
-            self.ledger, Pacing(PacingConfig(leases_ahead=leases_ahead)), cast(Loader, InMemory())
-        )
+            self.ledger, Pacing(PacingConfig(leases_ahead=leases_ahead, whole_step_s=whole_step_s)),
+            cast(Loader, InMemory()),
+        )  # fmt: skip
         self.coming = [(at, f"w{i}") for i, at in enumerate(late)]
         heapq.heapify(self.coming)
         self.held: dict[str, list[int]] = {}
@@ -201,6 +202,16 @@ def test_unequal_workers_are_done_at_about_the_same_time(data: st.DataObject) ->
 
 def spread(steps: list[float]) -> float:
     return max(steps[16:])
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 3.0]])
+def test_short_steps_are_not_shared_out_and_workers_take_turns(speeds: list[float]) -> None:
+    farm = Farm(8, [0.0] * len(speeds), speeds, whole_step_s=10 * LEAF_S * 8)
+    farm.run(40)
+    whole = [held for held in farm.most_held[8:-1] if list(held.values()) == [8]]
+    assert len(whole) == len(farm.most_held[8:-1])
+    turns = [next(iter(held)) for held in whole]
+    assert all(turns.count(worker) >= len(turns) // len(speeds) - 1 for worker in farm.leaf_s)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 12])

@@ -68,6 +68,20 @@ def test_a_lease_is_worth_its_cost_but_not_more_than_the_share() -> None:
     assert pacing.block_leaves("a", 1) == 1
 
 
+def test_a_step_that_is_short_is_one_lease() -> None:
+    pacing = Pacing(PacingConfig(target_lease_s=0.004, whole_step_s=0.01))
+    for worker in "abcd":
+        pacing.takes_work(worker)
+        pacing.observe(worker, 1, 0.001)
+    assert pacing.takes_whole("a", 9)
+    assert pacing.block_leaves("a", 9, step_leaves=9) == 16  # which holds all
+    assert pacing.block_leaves("a", 3, step_leaves=9) == 4  # and of the rest all
+    assert not pacing.takes_whole("a", 10)
+    assert pacing.block_leaves("a", 16, step_leaves=16) == 4
+    pacing.observe("a", 1, 0.1)
+    assert not pacing.takes_whole("a", 9)  # it is slower now
+
+
 seconds = st.floats(1e-9, 1e6)
 
 

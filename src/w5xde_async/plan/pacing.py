@@ -4,7 +4,7 @@ Blocks are sized as in guided self-scheduling (Polychronopoulos & Kuck 1987), we
 gets half of its fair share of what is left, so blocks shrink towards the step's end and all finish together. Two floors
 keep a lease from costing more than its work: ``target_lease_s``, and four times what its result takes on its way, while
 every worker can still have a block of that size, and ``min_lease_s`` as long as it is no more than a fair share of the
-whole step.
+whole step. A step that takes a worker no longer than ``whole_step_s`` is one lease: to share it would cost more.
 
 A result is as large as the model, however small its block. Where it takes longer on its way than a leaf to compute, its
 worker has one lease a step, sized by both (``plan.sharing``).
@@ -44,15 +44,17 @@ _FADES = 0.95  # what is believed of a line's slowness after each step in which 
 class PacingConfig(Config):
     """Knobs of the pace.
 
-    ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``min_deadline_s`` and
-    ``max_deadline_s`` clamp ``deadline_factor`` x the 95th percentile of the last ``window`` leases;
-    ``first_deadline_s`` serves while nothing is known of any worker (a first step may compile kernels), and is the
-    longest for one of which nothing is known. ``backup_factor``: a lease that takes longer than this many times that
-    percentile, and at least ``min_backup_s``, may be backed up.
+    ``target_lease_s`` and ``min_lease_s``: work that a lease should hold, see above. ``whole_step_s``: what takes less
+    is not shared out, so that workers take turns; 0: every step is. ``min_deadline_s`` and ``max_deadline_s`` clamp
+    ``deadline_factor`` x the 95th percentile of the last ``window`` leases; ``first_deadline_s`` serves while nothing
+    is known of any worker (a first step may compile kernels), and is the longest for one of which nothing is known.
+    ``backup_factor``: a lease that takes longer than this many times that percentile, and at least ``min_backup_s``,
+    may be backed up.
     """
 
     target_lease_s: float = 0.03
     min_lease_s: float = 0.005
+    whole_step_s: float = 0.0
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
         whole(1), "workers",
@@ -298,6 +300,8 @@ class Pacing:
         leaf_s = self._expected_leaf_s(worker)
         if leaf_s is None:
             return 1  # nothing is known: find out with one leaf
+        if self.takes_whole(worker, step_leaves):
+            return 1 << max(free_leaves - 1, 0).bit_length()
         fair = self._fair_part(leaf_s)
         share = free_leaves * fair
         wanted = max(
@@ -306,6 +310,11 @@ class Pacing:
             min(step_leaves * fair, self.config.min_lease_s / leaf_s),
         )
         return 1 << max(int(wanted), 1).bit_length() - 1
+
+    def takes_whole(self, worker: str, step_leaves: int) -> bool:
+        """Whether a step of so many leaves is so short for ``worker`` that it is not shared out."""
+        leaf_s = self._expected_leaf_s(worker)
+        return leaf_s is not None and 0 < step_leaves * leaf_s < self.config.whole_step_s
 
     def fair_leaves(self, worker: str, step_leaves: int) -> int:
         """Leaves of a step that are ``worker``'s share of it, rounded up."""

@@ -292,6 +292,8 @@ class LeaseScheduler:
         ledger, pacing = self._ledger, self._pacing
         free, step_leaves = ledger.free_leaves(step), ledger.num_leaves(step)
         leaves = pacing.block_leaves(worker, free, step_leaves=step_leaves)
+        if pacing.takes_whole(worker, step_leaves):
+            return leaves
         if current and pacing.unequal:
             return min(leaves, self._most_in_time(worker, step, free, now))
         if current:
