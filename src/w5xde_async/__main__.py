@@ -1,4 +1,4 @@
-"""``w5xde coordinator ...``, ``w5xde worker ...``, ``w5xde status ...``, ``w5xde doctor ...``."""
+"""``w5xde coordinator ...``, ``w5xde worker ...``, ``w5xde status``, ``w5xde doctor``, ``w5xde predict``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ usage: w5xde coordinator JOB [options]
        w5xde worker --server HOST:PORT [options]
        w5xde status [--server HOST:PORT | --run-dir DIR] [--watch]
        w5xde doctor --join-file FILE
+       w5xde predict JOB [--workers N] [options]
 
 Each has its own --help. The same as python -m w5xde_async.coordinator,
 python -m w5xde_async.worker and so on.
@@ -25,9 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from w5xde_async.worker.__main__ import main as worker
 
     given = sys.argv[1:] if arguments is None else list(arguments)
+    from w5xde_async.predict import main as predict
     from w5xde_async.status import main as status
 
-    programs = {"coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor}
+    programs = {
+        "coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor, "predict": predict,
+    }  # fmt: skip
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
     if given and given[0] == "--version":

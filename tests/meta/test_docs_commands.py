@@ -25,13 +25,13 @@ from w5xde_async.errors import UsageError
 from w5xde_async.facade.guava.workers import network_worker as guava
 from w5xde_async.settings import PROGRAMS as KINDS
 from w5xde_async.settings import Answer, flag_names, read
-from w5xde_async.settings.programs import DoctorSettings
+from w5xde_async.settings.programs import DoctorSettings, PredictionSettings
 
 _BLOCK = re.compile(r"^```(?:sh|bash|console)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 README = DOCUMENTS[0]
-PROGRAMS = {program.table: program for program in KINDS} | {"doctor": DoctorSettings}
+PROGRAMS = {program.table: program for program in KINDS} | {"doctor": DoctorSettings, "predict": PredictionSettings}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 FLAGS = {flag for program in PROGRAMS.values() for flag in flag_names(program)}
 FLAGS |= set(status.parser("status")._option_string_actions)

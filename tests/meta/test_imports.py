@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "w5xde_async"
 #: Higher numbers may import lower ones. ``__main__`` stands above everything, wherever it lies. Of a room with rooms
 #: inside, the plain name stands for the files beside those.
 LEVELS = {
+    "predict": 24,
     "process": 23,
     "settings": 22,
     "status": 22,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from w5xde_async.compute.engine import choose_device
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
@@ -233,6 +234,14 @@ class CentralServer:
         JobError, and what ended the run where it failed. Ctrl-C before it listens raises KeyboardInterrupt.
         """
         return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS))
+
+    @_WORDS.said()
+    def predict(self, nodes: int = 1) -> Prediction:
+        """What a run with so many nodes, each like this machine, will need: memory, bytes, time; ``print`` it.
+
+        Computes a few microbatches here with a copy of the model; nothing is written. Raises JobError, UsageError.
+        """
+        return predict(self._job, self._config, workers=nodes)
 
     def stop(self, reason: str = "stopped") -> None:
         """End after the batch under way. Returns at once; from any thread."""

@@ -176,6 +176,18 @@ class DoctorSettings(WorkerSettings):
     ending = f"{_SECRETS}\n\n{_EXIT_CODES}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictionSettings(CoordinatorSettings):
+    """Settings of ``w5xde_async.predict``: a coordinator's, so that its command line will do."""
+
+    about = (
+        "Say what a run of JOB will need: memory of the coordinator and of a worker, bytes\non the network, time. "
+        "A few microbatches are computed on this machine; nothing is\nwritten. It takes the options of a coordinator; "
+        "--workers says for how many workers."
+    )
+    ending = _EXIT_CODES
+
+
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
 _OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
 

@@ -84,7 +84,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool) -> Prepared:
         shuffle=job.shuffle,
         drop_last=job.drop_last,
     )
-    epochs, max_steps = _limits(job, config)
+    epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
     total_steps = min(ends if max_steps is None else [*ends, max_steps])
     _check_dataset(job)
@@ -139,7 +139,7 @@ def _trace(job: Job, model: nn.Module, layout: Layout) -> tuple[Document | None,
         return None, str(error)
 
 
-def _limits(job: Job, config: CoordinatorConfig) -> tuple[int | None, int | None]:
+def limits(job: Job, config: CoordinatorConfig) -> tuple[int | None, int | None]:
     """Epochs and steps after which the run ends, where they are given."""
     # What is given for this start takes the place of what the job says, both limits together.
     if config.max_steps is not None or config.epochs is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError
@@ -114,16 +115,7 @@ class Orchestrator:
         ended the run where it failed.
         """
         config = self.config
-        config.validate()
-        config.require_data_parallel()
-        if self._model is None:
-            raise UsageError("no model is registered: call register_model(model) first")
-        if type(num_epochs) is not int or num_epochs < 1:
-            raise UsageError(f"num_epochs is {num_epochs!r}; give a whole number >= 1")
-        given = reading_of(dataloader, config, seed=self._seed, epochs=num_epochs)
-        if val_dataloader is not None:
-            check_again_and_again(val_dataloader)
-        job = self._job(self._model, given, num_epochs, val_dataloader, val_interval)
+        job, given = self._job_of(dataloader, num_epochs, val_dataloader, val_interval)
         token, code_free = token_of(self._token), self.mode == "orchestrator" or config.num_workers > 1
         settings = config.coordinator_config(
             token=token,
@@ -134,6 +126,16 @@ class Orchestrator:
         )
         ended = block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS)
         return WORDS.of_result(ended)
+
+    @WORDS.said()
+    def predict(self, dataloader: Any, num_epochs: int = 1) -> Prediction:
+        """What ``start_training`` of these will need: memory, bytes, time, with ``config.num_workers`` workers that are
+        each like this machine; ``print`` it.
+
+        Computes a few microbatches here with a copy of the model; nothing is written. Raises JobError, UsageError.
+        """
+        job, _ = self._job_of(dataloader, num_epochs)
+        return predict(job, self.config.coordinator_config(), workers=max(self.config.num_workers, 1))
 
     def stop(self, reason: str = "stopped") -> None:
         """End after the step under way. Returns at once; from any thread. Nothing where nothing runs."""
@@ -198,6 +200,22 @@ class Orchestrator:
         return report.write(directory, "orchestrator")
 
     # -- the run -------------------------------------------------------------------------------------------
+
+    def _job_of(
+        self, dataloader: Any, num_epochs: int, val_dataloader: Any = None, val_interval: int | None = None
+    ) -> tuple[Job, Reading]:
+        """Raises UsageError, JobError for what cannot be trained."""
+        config = self.config
+        config.validate()
+        config.require_data_parallel()
+        if self._model is None:
+            raise UsageError("no model is registered: call register_model(model) first")
+        if type(num_epochs) is not int or num_epochs < 1:
+            raise UsageError(f"num_epochs is {num_epochs!r}; give a whole number >= 1")
+        given = reading_of(dataloader, config, seed=self._seed, epochs=num_epochs)
+        if val_dataloader is not None:
+            check_again_and_again(val_dataloader)
+        return self._job(self._model, given, num_epochs, val_dataloader, val_interval), given
 
     def _job(
         self, model: nn.Module, given: Reading, num_epochs: int, val_dataloader: Any, val_interval: int | None
