@@ -14,6 +14,21 @@ from torch.utils.data import TensorDataset, default_collate
 from w5xde_async.job import Job
 
 
+class Following(nn.Module):
+    """Goes by a mean that it keeps itself, as it is after this batch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.register_buffer("level", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.level.lerp_(x.mean(0), 0.3)
+        out: Tensor = torch.tanh(self.layer(x - self.level))
+        return out
+
+
 class Normed(nn.Module):
     """Batch norm and dropout in blocks, a frozen layer, one that nobody uses, a scalar, one that few leaves touch."""
 
@@ -115,6 +130,12 @@ def normed(**changes: Any) -> Job:
     return _job(Normed, _table(), **changes)
 
 
+def following(**changes: Any) -> Job:
+    return _job(
+        lambda: nn.Sequential(nn.Linear(8, 12), Following(12), Following(12), nn.Linear(12, 3)), _table(), **changes
+    )  # fmt: skip
+
+
 def transformer(**changes: Any) -> Job:
     return _job(Blocks, _text(), **{"loss": lm_loss, **changes})
 
@@ -139,6 +160,6 @@ def batches(job: Job, samples: Sequence[int]) -> list[Any]:
     """A batch for each leaf, of so many samples."""
     found, at = [], 0
     for count in samples:
-        found.append(default_collate([job.dataset[(at + i) % len(job.dataset)] for i in range(count)]))
+        found.append(tuple(default_collate([job.dataset[(at + i) % len(job.dataset)] for i in range(count)])))
         at += count
     return found

@@ -116,7 +116,7 @@ def _accumulates(group: Group) -> None:
 
 
 def _checkpoints(group: Group) -> None:
-    for job in (island_jobs.transformer(), island_jobs.normed()):
+    for job in (island_jobs.transformer(), island_jobs.normed(), island_jobs.following()):
         _alike(job, group, (4, 4, 4), checkpoint=True)
 
 

@@ -22,13 +22,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from w5xde_async.params.flat import ResultVector, isfinite, ordered, state_of
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.flat import isfinite, ordered
+from w5xde_async.params.layout import Layout, named_state
+
+
+class Sums(Protocol):
+    """Where a leaf's changes are added: float32, int64 for role ``max``."""
+
+    def entry(self, index: int) -> Tensor:
+        """The flat piece of one entry."""
 
 
 class BufferMerge:
@@ -37,11 +45,12 @@ class BufferMerge:
     def __init__(
         self, layout: Layout, model: nn.Module, origin: Sequence[Tensor], silent: Iterable[int] | None = None
     ) -> None:
-        """``silent``: entries that change without a version count; None reads them off the model."""
+        """``model`` may be a part of the layout's. ``silent``: entries that change without a version count; None reads
+        them off the model."""
         self.layout = layout
-        self._entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max")]
-        live = list(state_of(model, layout))
-        self._live = {index: live[index] for index in self._entries}
+        live = {name: tensor for name, tensor, is_parameter in named_state(model) if not is_parameter}
+        self._entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max") and e.name in live]
+        self._live = {index: live[layout.entries[index].name] for index in self._entries}
         self._slots = _slots(layout, model, self._entries)
         self._origin = origin
         self._silent = set(statistics(layout, model) if silent is None else silent)
@@ -79,7 +88,7 @@ class BufferMerge:
         for index in self._entries:
             self._versions[index] = self._live[index]._version
 
-    def collect(self, vector: ResultVector, samples: int, changed: set[int]) -> None:
+    def collect(self, vector: Sums, samples: int, changed: set[int]) -> None:
         """Add the leaf's changes to ``vector`` and note the entries in ``changed``.
 
         Raises TypeError where forward has left something in a buffer's place that cannot be merged.
@@ -109,10 +118,10 @@ class BufferMerge:
         self._dirty.update(moved)
         self._unfinished = False
 
-    def _add(self, vector: ResultVector, indices: Sequence[int], values: list[Tensor], samples: int) -> None:
+    def _add(self, vector: Sums, indices: Sequence[int], values: list[Tensor], samples: int) -> None:
         """Add one leaf's ``values`` of entries of one dtype."""
         entries = [self.layout.entries[index] for index in indices]
-        targets = [vector.group(e.group)[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
+        targets = [vector.entry(i).view(e.shape) for i, e in zip(indices, entries, strict=True)]
         origins = [self._origin[index] for index in indices]
         if entries[0].role == "max":
             if entries[0].dtype == torch.uint64:

@@ -25,7 +25,7 @@ from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.parallel.engine import EmitPieces
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
-from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
+from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.params.shard import Shard
@@ -218,14 +218,6 @@ class _Exchange:
         total = held[0]
         assert total is not None
         return total
-
-
-def add(left: Tensor, right: Tensor) -> None:
-    """``left`` and ``right`` of a result into ``left``."""
-    if left.dtype == torch.int64:
-        torch.maximum(left, right, out=left)
-    else:
-        left.add_(right)
 
 
 def shard_of(layout: Layout, rank: int, size: int) -> Shard:

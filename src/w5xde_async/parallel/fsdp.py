@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from w5xde_async.compute.batch import leaves_of as batches_of
 from w5xde_async.compute.batch import map_tensors, rows
@@ -40,10 +39,11 @@ from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.parallel.engine import EmitPieces
 from w5xde_async.parallel.group import Group
+from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.replica import Replica
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
-from w5xde_async.params.flat import ResultVector, state_of
+from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan import tree
@@ -108,7 +108,6 @@ class FsdpEngine:
         pinned = self.device.type == "cuda"
         self._memory = ShardMemory(self.shard, pinned=pinned)
         self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=pinned))
-        self._places = self._places_of(self.shard)
         self._buffers = BufferMerge(self.layout, source.model, self._origin, source.statistics)
         self._has_extras = bool(self._small) or any(entry.role in ("mean", "max") for entry in self.layout.entries)
         self._buckets_of: dict[int, list[int]] = {}
@@ -136,14 +135,14 @@ class FsdpEngine:
         entries = sorted({entry for number in buckets for entry in self.layout.buckets[number].entries})
         whole: list[Tensor] = []
         for index in entries:
-            place = self._places.get(index)
+            held = self._memory.entry(index) if self._memory.holds(index) else None
             if index in self._local:
-                if place is not None:
-                    self._local[index].copy_(self._held(self._memory, index))
+                if held is not None:
+                    self._local[index].copy_(held)
                 continue
             tensor = self._origin[index].view(-1)
-            if place is not None:
-                tensor.copy_(self._held(self._memory, index))
+            if held is not None:
+                tensor.copy_(held)
             whole.append(tensor.view(torch.uint8))
         together = torch.cat(whole) if whole else torch.empty(0, dtype=torch.uint8)
         if together.numel():
@@ -405,7 +404,7 @@ class FsdpEngine:
             made.clear()
             unit.plan([(entry_of[id(parameter)], parameter) for parameter in _managed(unit.module, self.small_ids)])
             if checkpointing and unit.module is not self._whole:
-                unit.module.forward = partial(_checkpointed, unit.module, unit.module.forward)
+                unit.module.forward = partial(checkpointed, unit.module, unit.module.forward)
             fully_shard(unit.module, mesh=mesh, ignored_params=ignored)
             module: FSDPModule = cast(Any, unit.module)
             module.set_custom_all_gather(cast(Any, unit.gather))
@@ -446,27 +445,10 @@ class FsdpEngine:
                     )  # fmt: skip
         return Shard.of(self.layout, runs)
 
-    def _places_of(self, shard: Shard) -> dict[int, tuple[int, int, int]]:
-        """For each entry of which this rank holds something: the run, and the elements in it."""
-        found: dict[int, tuple[int, int, int]] = {}
-        for number, (group, begin, end) in enumerate(shard.runs):
-            for index in self.layout.groups[group].entries:
-                entry = self.layout.entries[index]
-                first, stop = max(begin, entry.offset), min(end, entry.offset + entry.numel)
-                if first < stop:
-                    found[index] = (number, first - begin, stop - begin)
-        return found
-
-    def _held(self, memory: ShardMemory, index: int) -> Tensor:
-        number, begin, end = self._places[index]
-        run = memory.runs[number]
-        assert run is not None
-        return run[begin:end]
-
     def write(self, memory: ShardMemory, index: int, values: Tensor) -> None:
         """What this rank has of an entry's sum."""
-        if index in self._places:
-            self._held(memory, index).copy_(values)
+        if memory.holds(index):
+            memory.entry(index).copy_(values)
 
 
 class _Sum(NamedTuple):
@@ -556,7 +538,7 @@ class _Running:
             self._extras[-1].add(right)
         for total in self._extras:
             for index in self.extra_entries:
-                engine.write(self.memory, index, total.of(index))
+                engine.write(self.memory, index, total.entry(index))
         for index in self.extra_entries:
             self._done(index)
         if self._late:
@@ -718,13 +700,13 @@ class _ReduceComm:
         self._engine.reduce(self._unit, input_tensor)
 
 
-class _Extras(ResultVector):
+class _Extras:
     """A leaf's changes of buffers, and its gradients of parameters that are not cut."""
 
     def __init__(
         self, layout: Layout, small: Sequence[int], device: torch.device, memory: Tensor | None = None
     ) -> None:
-        self.layout = layout
+        self._layout = layout
         sizes = [group.numel if group.role in ("mean", "max") else 0 for group in layout.groups]
         wide = [size if group.role == "max" else 0 for group, size in zip(layout.groups, sizes, strict=True)]
         counts = [layout.entries[index].numel for index in small]
@@ -738,25 +720,21 @@ class _Extras(ResultVector):
         narrow = [size - other for size, other in zip(sizes, wide, strict=True)]
         pieces = torch.split(self._floats, [*narrow, *counts])
         of_wide = torch.split(self._wide, wide)
-        self.groups = [
-            of_wide[group.index] if group.role == "max" else pieces[group.index] if group.role == "mean" else None
-            for group in layout.groups
-        ]
+        self._groups = [of_wide[g.index] if g.role == "max" else pieces[g.index] for g in layout.groups]
         self._small = dict(zip(small, pieces[len(narrow) :], strict=True))
         self.small = list(self._small.values())
 
     def reset(self) -> None:
         """Fill with nothing."""
-        super().reset()
-        for piece in self.small:
-            piece.fill_(-0.0)
+        self._wide.fill_(torch.iinfo(torch.int64).min)
+        self._floats.fill_(-0.0)
 
-    def of(self, index: int) -> Tensor:
+    def entry(self, index: int) -> Tensor:
         """An entry's values, flat."""
         if index in self._small:
             return self._small[index]
-        entry = self.layout.entries[index]
-        return self.group(entry.group)[entry.offset : entry.offset + entry.numel]
+        entry = self._layout.entries[index]
+        return self._groups[entry.group][entry.offset : entry.offset + entry.numel]
 
     def add(self, right: _Extras) -> None:
         """The sum with ``right`` in its place."""
@@ -843,31 +821,6 @@ def _rows_of(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
         width *= extent
     begin, end = min(rank * each, shape[0]), min((rank + 1) * each, shape[0])
     return begin * width, (end - begin) * width
-
-
-def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    def run(given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return forward(*given, **named)
-
-    return checkpoint(
-        run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), _other_buffers(module))
-    )
-
-
-@contextmanager
-def _other_buffers(top: nn.Module) -> Iterator[None]:
-    """Forward runs once more, and its buffers have had their change."""
-    own = [(module._buffers, dict(module._buffers)) for module in top.modules() if module._buffers]
-    copies: dict[int, Tensor] = {}
-    for buffers, held in own:
-        for name, buffer in held.items():
-            if buffer is not None:
-                buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-    try:
-        yield
-    finally:
-        for buffers, held in own:
-            buffers.update(held)
 
 
 def _only(task: Task, leaves: Sequence[int]) -> Task:

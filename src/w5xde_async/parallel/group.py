@@ -30,6 +30,7 @@ _TCPStore: Any = vars(dist)["TCPStore"]  # torch's stubs do not export it
 # Newer torch warns of the older name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _PATIENCE = timedelta(days=365)
+LANES = 3  #: between two ranks
 _MEETING = timedelta(minutes=5)  # for all ranks to come
 
 
@@ -99,6 +100,8 @@ class Group:
         )  # fmt: skip
         self._numbers: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        # NCCL has no tags, and two ranks that both send first wait for each other: each lane has a group.
+        self._lanes: list[Any] = [dist.new_group(timeout=_PATIENCE) if on_cuda else None for _ in range(LANES)]
 
     # -- what rank 0 says
 
@@ -128,6 +131,24 @@ class Group:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """``tensor`` of rank ``source`` into everybody's."""
         dist.broadcast(tensor.view(torch.uint8), source)
+
+    # -- from one rank to another; what one sends on a lane another receives in that order
+
+    def send(self, tensor: Tensor, to: int, lane: int) -> Any:
+        """Its ``wait`` returns when ``tensor`` may be written again."""
+        return dist.isend(tensor.view(torch.uint8), to, group=self._lanes[lane], tag=lane)
+
+    def receive(self, tensor: Tensor, source: int, lane: int) -> None:
+        """Into ``tensor``."""
+        dist.recv(tensor.view(torch.uint8), source, group=self._lanes[lane], tag=lane)
+
+    def send_numbers(self, numbers: Tensor, to: int, lane: int) -> Any:
+        """An int64 tensor in host memory; beside the lane's tensors."""
+        return dist.isend(numbers, to, group=self._numbers, tag=lane)
+
+    def receive_numbers(self, numbers: Tensor, source: int, lane: int) -> None:
+        """Into ``numbers``."""
+        dist.recv(numbers, source, group=self._numbers, tag=lane)
 
     # -- numbers and bytes, in host memory
 

@@ -18,16 +18,16 @@ from w5xde_async.wire.messages import MOST_METRICS
 class Report(Struct, frozen=True, kw_only=True, array_like=True):
     """One rank's part. ``leaves`` that it computed, in the step's numbering; losses and metrics are theirs, in order.
 
-    ``untouched`` and ``absent`` are of those leaves; a rank without any says nothing by them. ``failed``: the leaf on
-    which the job's code raised, or -1.
+    ``untouched`` and ``absent``: what is so as far as this rank knows; None where it knows nothing. ``failed``: the
+    leaf on which the job's code raised, or -1.
     """
 
     leaves: list[int] = []
     losses: list[float] = []
     names: list[str] = []
     metrics: list[float] = []
-    untouched: list[int] = []
-    absent: list[int] = []
+    untouched: list[int] | None = None
+    absent: list[int] | None = None
     splits: int = 0
     drew: bool = False
     failed: int = -1
@@ -101,8 +101,8 @@ def outcome_of(
         losses=tuple(losses),
         metric_names=names,
         metrics=tuple(metrics),
-        untouched=_in_all([report.untouched for report in computed]),
-        absent=_in_all([report.absent for report in computed]),
+        untouched=_in_all([report.untouched for report in reports]),
+        absent=_in_all([report.absent for report in reports]),
         splits=max(report.splits for report in reports),
         compute_s=compute_s,
         vectors=cast(Any, tuple(vectors)),
@@ -110,5 +110,6 @@ def outcome_of(
     )
 
 
-def _in_all(lists: Sequence[list[int]]) -> tuple[int, ...]:
-    return tuple(sorted(set(lists[0]).intersection(*lists[1:]))) if lists else ()
+def _in_all(lists: Sequence[list[int] | None]) -> tuple[int, ...]:
+    known = [set(numbers) for numbers in lists if numbers is not None]
+    return tuple(sorted(known[0].intersection(*known[1:]))) if known else ()

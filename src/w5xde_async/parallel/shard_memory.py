@@ -1,4 +1,4 @@
-"""Host memory for one shard's values: parameters as they come in, sums as they go out."""
+"""Memory for one shard's values: parameters as they come in, sums as they are made and go out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class ShardMemory:
     frozen groups have none). Between entries is nothing there (``ResultVector.reset``), as in any block's vector.
     """
 
-    def __init__(self, shard: Shard, *, results: bool = False, pinned: bool = False) -> None:
+    def __init__(
+        self, shard: Shard, *, results: bool = False, device: torch.device | str = "cpu", pinned: bool = False
+    ) -> None:
         self.shard = shard
         groups = shard.layout.groups
         held = [not (results and groups[run.group].role == "frozen") for run in shard.runs]
@@ -30,18 +32,51 @@ class ShardMemory:
             -(-(run.end - run.begin) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES if keep else 0
             for run, dtype, keep in zip(shard.runs, dtypes, held, strict=True)
         ]
-        memory = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, device=device, pin_memory=pinned)
         if not results:
             memory.zero_()
+        self.memory = memory
         self.runs: list[Tensor | None] = []
         at = 0
         for run, dtype, size, keep in zip(shard.runs, dtypes, sizes, held, strict=True):
             nbytes = (run.end - run.begin) * dtype.itemsize
             piece = memory[at : at + nbytes].view(dtype) if keep else None
-            if piece is not None and results:
-                piece.fill_(-0.0 if dtype.is_floating_point else torch.iinfo(dtype).min)
             self.runs.append(piece)
             at += size
+        if results:
+            self.reset()
+
+    def reset(self) -> None:
+        """Fill sums with nothing, as ``ResultVector.reset`` does."""
+        for piece in self.runs:
+            if piece is not None:
+                piece.fill_(-0.0 if piece.dtype.is_floating_point else torch.iinfo(piece.dtype).min)
+
+    def add(self, right: ShardMemory) -> None:
+        """Sums: what is here and what is in ``right``, in the place of what is here."""
+        for mine, theirs in zip(self.runs, right.runs, strict=True):
+            if mine is not None and theirs is not None:
+                add(mine, theirs)
+
+    def entry(self, index: int) -> Tensor:
+        """What is held of an entry, flat."""
+        return self._entries[index]
+
+    def holds(self, index: int) -> bool:
+        """Whether there is anything of an entry."""
+        return index in self._entries
+
+    @cached_property
+    def _entries(self) -> dict[int, Tensor]:
+        layout, found = self.shard.layout, dict[int, Tensor]()
+        for (group, begin, end), memory in zip(self.shard.runs, self.runs, strict=True):
+            for index in layout.groups[group].entries if memory is not None else ():
+                entry = layout.entries[index]
+                first, stop = max(begin, entry.offset), min(end, entry.offset + entry.numel)
+                if first < stop:
+                    assert memory is not None
+                    found[index] = memory[first - begin : stop - begin]
+        return found
 
     @cached_property
     def pieces(self) -> list[list[Tensor]]:
@@ -63,6 +98,14 @@ class ShardMemory:
     def bytes(self) -> list[list[memoryview]]:
         """The memory of ``pieces``, to be received into."""
         return [[bytes_of(piece) for piece in pieces] for pieces in self.pieces]
+
+
+def add(left: Tensor, right: Tensor) -> None:
+    """``left`` and ``right`` of a result into ``left``."""
+    if left.dtype == torch.int64:
+        torch.maximum(left, right, out=left)
+    else:
+        left.add_(right)
 
 
 class ShardPool:

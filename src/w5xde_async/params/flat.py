@@ -166,6 +166,11 @@ class ResultVector:
         assert piece is not None, "frozen groups have no result"
         return piece
 
+    def entry(self, index: int) -> Tensor:
+        """The flat piece of one entry."""
+        entry = self.layout.entries[index]
+        return self.group(entry.group)[entry.offset : entry.offset + entry.numel]
+
     @cached_property
     def buckets(self) -> list[Tensor]:
         """One piece per result bucket."""
