@@ -37,14 +37,17 @@ BUCKET_BYTES = 4096
 STEP = 3
 
 
-def outcomes(module: str, size: int, folder: Path, timeout_s: float = 50.0, **environment: str) -> dict[str, list[str]]:
-    """For each case what each rank says of it, "" where nothing was raised; it says nothing where it did not end."""
+def outcomes(
+    module: str, size: int, folder: Path, names: Sequence[str] = (), timeout_s: float = 50.0, **environment: str
+) -> dict[str, list[str]]:
+    """For each case (of ``names``) what each rank says of it, "" where nothing was raised, or that it did not end."""
+    names = names or list(importlib.import_module(module).CASES)
     env = {**os.environ, "PYTHONPATH": forking.SEARCHED, "OMP_NUM_THREADS": "1", **environment}
     processes: list[Any] = []
     said: list[str] = []
     try:
         for rank in range(size):
-            arguments = ("tests.support.islands", module, str(rank), str(size), str(folder))
+            arguments = ("tests.support.islands", module, str(rank), str(size), str(folder), *names)
             if forking.running is None or environment:
                 processes.append(
                     subprocess.Popen(
@@ -73,7 +76,6 @@ def outcomes(module: str, size: int, folder: Path, timeout_s: float = 50.0, **en
                 process.close()
     told = [_told(folder / f"{rank}.jsonl") for rank in range(size)]
     missing = "nothing; " + "\n".join(said)
-    names = importlib.import_module(module).CASES
     return {name: [of_rank.get(name, missing) for of_rank in told] for name in names}
 
 
@@ -94,13 +96,14 @@ def _met(rank: int, folder: Path) -> Any:
     return join_store("127.0.0.1", int(place.read_text()))
 
 
-def _run(module: str, rank: int, size: int, folder: Path) -> None:
+def _run(module: str, rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     group = Group(_met(rank, folder), rank, size)
     with (folder / f"{rank}.jsonl").open("w") as file:
-        for name, case in importlib.import_module(module).CASES.items():
+        cases = importlib.import_module(module).CASES
+        for name in names:
             try:
-                case(group)
+                cases[name](group)
                 said = ""
             except BaseException:
                 said = traceback.format_exc()
@@ -232,4 +235,4 @@ def spec(job: Job) -> LeafSpec:
 
 
 if __name__ == "__main__":
-    _run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    _run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])

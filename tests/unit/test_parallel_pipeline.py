@@ -196,31 +196,34 @@ CASES: dict[str, islands.Case] = {
 }  # fmt: skip
 
 
-def _outcomes(size: int, folder: Path, timeout_s: float) -> dict[str, list[str]]:
-    return islands.outcomes("tests.unit.test_parallel_pipeline", size, folder, timeout_s=timeout_s)
+FAST = ("transformer", "accumulation", "convolutions", "errors", "refusals")  # tracing takes a second or two each
+
+
+def _outcomes(size: int, names: tuple[str, ...], folder: Path) -> dict[str, list[str]]:
+    return islands.outcomes("tests.unit.test_parallel_pipeline", size, folder, names, timeout_s=110)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return _outcomes(2, tmp_path_factory.mktemp("two"), 110)
+    return _outcomes(2, FAST, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)  # tracing takes seconds where other processes compute
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FAST)
 def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
     assert two[name] == ["", ""], "\n".join(two[name])
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
-    return {size: _outcomes(size, tmp_path_factory.mktemp(str(size)), 110) for size in (3, 4)}
+    return {size: _outcomes(size, tuple(CASES), tmp_path_factory.mktemp(str(size))) for size in (2, 3, 4)}
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_more_ranks(name: str, size: int, more: dict[int, dict[str, list[str]]]) -> None:
     assert more[size][name] == [""] * size, "\n".join(more[size][name])
