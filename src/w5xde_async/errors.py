@@ -64,6 +64,7 @@ class RefusalCode(IntEnum):
     QUARANTINED = 9
     RUN_FINISHED = 10
     RUN_FAILED = 11
+    ISLAND = 12
 
 
 _REFUSAL_EXIT = {
@@ -71,6 +72,7 @@ _REFUSAL_EXIT = {
     RefusalCode.AUTHENTICATION: ExitCode.AUTHENTICATION,
     RefusalCode.MODEL_MISMATCH: ExitCode.MISMATCH,
     RefusalCode.NO_PROGRAM: ExitCode.MISMATCH,
+    RefusalCode.ISLAND: ExitCode.MISMATCH,
 }
 
 

@@ -13,7 +13,8 @@ def leave(
     contributions: Contributions, worker_id: str, name: str, joined_at: float, left_at: float, identity: str = ""
 ) -> None:
     link, outbox = SimpleNamespace(bytes_sent=2, bytes_received=3), SimpleNamespace(sending_s=0.0)
-    session: Any = SimpleNamespace(identity=identity, link=link, outbox=outbox, receiving_s=0.0)
+    session: Any = SimpleNamespace(identity=identity, link=link, outbox=outbox, network_s=0.0)
+    session.links = (session,)
     member = Member(
         worker_id=worker_id, name=name, peer="", device="cpu", threads=1, incarnation=1, joined_at=joined_at,
         last_seen=left_at, leaves=1,

@@ -39,8 +39,10 @@ def test_a_worker_is_late_only_for_what_it_was_sent(in_outbox: bool, was_sent: b
     ledger, membership, said = Ledger(), Membership(12.0), []
 
     def session(worker: str) -> Any:
-        outbox = SimpleNamespace(withdraw=lambda lease: in_outbox)
-        return SimpleNamespace(worker_id=worker, name=worker, receiving=None, outbox=outbox, post=said.append)
+        return SimpleNamespace(
+            worker_id=worker, name=worker, is_receiving=lambda lease: False, withdraw=lambda lease: in_outbox,
+            post=said.append,
+        )  # fmt: skip
 
     sessions = {worker: session(worker) for worker in "ab"}
     for worker in "ab":
@@ -129,7 +131,9 @@ def test_who_is_overdue_with_steps_of_its_own_begins_anew(rule: str) -> None:
     ledger, membership, revoked, aborted = StreamLedger(total_steps=9), Membership(12.0), [], []
     sessions: dict[str, Any] = {}
     for worker in "ab":
-        sessions[worker] = SimpleNamespace(worker_id=worker, name=worker, receiving=None, abort=aborted.append)
+        sessions[worker] = SimpleNamespace(
+            worker_id=worker, name=worker, is_receiving=lambda lease: False, abort=aborted.append
+        )
         membership.join(
             Member(
                 worker_id=worker, name=worker, peer="", device="cpu", threads=1, incarnation=1, joined_at=0.0,

@@ -29,6 +29,8 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Welcome", "heartbeat_s"): st.floats(1e-3, 1e5),
     ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
     ("Ready", "threads"): st.integers(0, 1 << 16),
+    ("Introduction", "rank"): st.integers(0, 3),
+    ("Introduction", "ranks"): st.integers(4, 1024),
     ("Done", "metric_names"): st.lists(st.text(st.characters(categories=["L", "N"]), max_size=5), unique=True).map(
         tuple
     ),
@@ -65,7 +67,7 @@ FREE = {
     ("Params", "bucket"), ("Params", "num_buckets"), ("Lease", "lease"), ("Lease", "version"), ("Lease", "step"),
     ("Lease", "start"), ("Result", "lease"), ("Result", "bucket"), ("Done", "lease"), ("Done", "version"),
     ("Failed", "lease"), ("Failed", "leaf"), ("Verdict", "code"), ("Revoke", "lease"), ("Bye", "code"),
-    ("ProgramRequest", "form"), ("Submit", "lease"), ("Probe", "filler"), ("Probed", "filler"),
+    ("ProgramRequest", "form"), ("Ready", "share"), ("Submit", "lease"), ("Probe", "filler"), ("Probed", "filler"),
 }  # fmt: skip
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: _ints,

@@ -79,7 +79,7 @@ class Metered:
         if nbytes is not None:
             spec = BufferSpec("", "uint8", (nbytes,), "lz4", nbytes)
         data = bytes(spec.nbytes)
-        self.leases.result(number, BucketResult(bucket, spec, data))
+        self.leases.result(number, BucketResult(bucket, ((spec, data),)))
         return encode(Result(number, bucket), [(spec, data)])
 
     def done(self, given: Lease, losses: tuple[float, ...], encode_s: float = 0.0) -> list[Buffer]:

@@ -224,8 +224,7 @@ def test_why_a_worker_waits():
     ledger = Ledger()
 
     def session(worker: str) -> Any:
-        outbox = SimpleNamespace(lease_bytes=0)
-        return SimpleNamespace(worker_id=worker, name=f"name-{worker}", receiving=None, outbox=outbox)
+        return SimpleNamespace(worker_id=worker, name=f"name-{worker}", receiving=None, lease_bytes=0)
 
     sessions = {worker: session(worker) for worker in "ab"}
     training: Any = SimpleNamespace(
@@ -244,12 +243,12 @@ def test_why_a_worker_waits():
     training.phase.begun = True
     ledger.open(0, 4, 0.0)
     assert reason() == "a lease"
-    sessions["a"].outbox.lease_bytes = 11
+    sessions["a"].lease_bytes = 11
     assert reason() == "the network: it has not taken the leases that it was sent"
     grant = ledger.grant("a", 0, 2, now=0.0, deadline_s=9.0)
     assert grant is not None
     assert reason() == "the network: a lease is on its way"
-    sessions["a"].outbox.lease_bytes = 0
+    sessions["a"].lease_bytes = 0
     training.scheduler.unread.add(grant.lease)
     assert reason() == "data: the loader has not read its samples yet"
     training.scheduler.unread.clear()

@@ -7,6 +7,7 @@ block, one behind the other; ``unpack`` cuts them again. Nothing here knows leas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgpack
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.layout import ALIGN_BYTES
-from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES
+from w5xde_async.wire.frame import DTYPE_BYTES, MAX_AXES, Buffer, BufferSpec
 
 _MAX_DEPTH = 32
 _MAX_TENSORS = 2048
@@ -160,6 +161,40 @@ def leaves_of(
         raise MalformedFrame("a batch whose tensors do not divide by its leaves")
     for index, count in enumerate(samples):
         yield count, _fill(tree, tensors[index * per_leaf : (index + 1) * per_leaf])
+
+
+def selected(
+    structure: bytes,
+    buffers: Sequence[tuple[BufferSpec, Buffer]],
+    samples: Sequence[int],
+    packed: bool,
+    leaves: Sequence[int],
+) -> tuple[bytes, list[tuple[BufferSpec, Buffer]]]:
+    """(structure, buffers) of some leaves of a block, leaf after leaf. ``leaves``: numbered from the block's first on.
+
+    Nothing is copied.
+    """
+    if not leaves:
+        return structure, []
+    if packed:
+        ends = list(accumulate(samples))
+        chosen: list[tuple[BufferSpec, Buffer]] = []
+        for leaf in leaves:
+            for spec, data in buffers:
+                row = spec.nbytes // max(spec.shape[0], 1)
+                begin, end = (ends[leaf] - samples[leaf]) * row, ends[leaf] * row
+                own = spec._replace(shape=(samples[leaf], *spec.shape[1:]), nbytes=end - begin)
+                chosen.append((own, memoryview(data)[begin:end]))
+        return structure, chosen
+    tree = _parse(structure)
+    if type(tree) is list and len(tree) == 2 and tree[0] == _EACH:
+        counts = [_num_tensors(own) for own in tree[1]]
+        raw = msgspec.msgpack.decode(structure, type=tuple[str, list[Raw]])[1]
+        structure = joined([bytes(raw[leaf]) for leaf in leaves])
+    else:
+        counts = [len(buffers) // len(samples)] * len(samples)
+    ends = list(accumulate(counts))
+    return structure, [one for leaf in leaves for one in buffers[ends[leaf] - counts[leaf] : ends[leaf]]]
 
 
 def _num_tensors(tree: Any, depth: int = 0) -> int:

@@ -317,7 +317,7 @@ def reason_of_network(session: Session) -> str | None:
     """Why a worker waits that holds a lease, by what is on its way."""
     if session.receiving is not None:
         return "the network: its result is on its way"
-    return "the network: a lease is on its way" if session.outbox.lease_bytes else None
+    return "the network: a lease is on its way" if session.lease_bytes else None
 
 
 class Parameters(Protocol):

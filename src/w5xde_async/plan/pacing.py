@@ -140,6 +140,7 @@ class Pacing:
     _slow: set[str] = field(default_factory=set)  # of those that take work, whose results take longer than leaves
     _results: dict[str, float] = field(default_factory=dict)  # of these -> seconds that a result is on its way
     _results_s: _InOrder = field(default_factory=_InOrder)  # these in order
+    _least: dict[str, int] = field(default_factory=dict)  # of islands -> leaves that a lease should have
     _leaves_per_s: float = 0.0  # all of those together
     _changes: int = 0  # since that was added up anew
 
@@ -254,6 +255,7 @@ class Pacing:
         """The worker is gone: nobody is compared with it. What is known of it is kept, since it may come back."""
         self._gone.pop(worker, None)
         self._gone[worker] = None
+        self._least.pop(worker, None)  # an island never comes back
         self._compare(worker)
         if len(self._gone) > _MOST_KNOWN:
             forgotten = next(iter(self._gone))
@@ -291,6 +293,14 @@ class Pacing:
     def fastest_leaf_s(self) -> float | None:
         """Smoothed seconds per leaf of the fastest of those that take work, None where nobody's are known."""
         return self._speeds[0] if self._speeds else None
+
+    def at_least(self, worker: str, leaves: int) -> None:
+        """A lease of this worker should have ``leaves`` leaves: with less, some of its ranks have nothing to do."""
+        self._least[worker] = 1 << (leaves - 1).bit_length()
+
+    def least_leaves(self, worker: str) -> int:
+        """What ``at_least`` said (a power of two), else 1."""
+        return self._least.get(worker, 1)
 
     def block_leaves(self, worker: str, free_leaves: int, *, step_leaves: int = 0) -> int:
         """Most leaves (a power of two) of the next block for ``worker``.

@@ -17,10 +17,12 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
 PROBE_BYTES = 3072
+#: Most links of one worker.
+MOST_RANKS = 1024
 #: Most metrics that a job may report of a leaf, and characters of the name of one.
 MOST_METRICS, METRIC_NAME = 64, 128
 
@@ -152,6 +154,10 @@ class Ready(Message, frozen=True):
     ``held``: the version under the synchronous rule, of this run and term, whose parameters it has from an earlier
     link, whole and to the bit; empty for none. ``unsent``: leases of an earlier link whose results it has still: where
     the block is free it is leased the same again, and sends what has not come.
+
+    Of an island's rank: ``shape`` is what the island is for people ("fsdp=2"), ``shard`` what of the layout comes to
+    this rank and from it (params.shard), ``share`` which leaves' data it needs (plan.shares). The worker is ready when
+    all of its ranks are.
     """
 
     TYPE = 6
@@ -163,6 +169,9 @@ class Ready(Message, frozen=True):
     awaited: _Wholes = ()
     held: _Wholes = ()
     unsent: _Wholes = ()
+    shape: _Name = ""
+    shard: _Wholes = ()
+    share: _Whole = 0
 
 
 class Params(Message, frozen=True):
@@ -170,7 +179,8 @@ class Params(Message, frozen=True):
 
     Buckets that a commit did not change are not sent; with ``num_buckets`` 0 nothing changed and no buffer follows.
     ``loss_scale`` is what losses at this version are multiplied with (fp16; 1 otherwise). With ``delta`` the buffer is
-    to be added to what the worker has of this bucket; otherwise it is the bucket whole.
+    to be added to what the worker has of this bucket; otherwise it is the bucket whole. An island's rank is sent what
+    of its shard lies in the bucket, a buffer for each piece.
     """
 
     TYPE = 7
@@ -205,7 +215,7 @@ class Lease(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """One bucket of a block's sum; one buffer of exactly the bucket's size."""
+    """One bucket of a block's sum; one buffer of exactly the bucket's size, or one for each piece of a rank's shard."""
 
     TYPE = 9
     lease: _Whole
@@ -213,7 +223,8 @@ class Result(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The lease is computed and all its buckets are sent.
+    """The lease is computed and all its buckets are sent; of an island, once from each rank, and what it says beside
+    that is said by rank 0.
 
     ``losses`` has one mean loss a leaf; ``metrics`` holds ``len(metric_names)`` values a leaf. ``untouched`` lists
     trainable parameters (layout index) that no leaf of the block gave a gradient, ``absent`` the buckets that no leaf
@@ -353,13 +364,16 @@ class Accepted(Message, frozen=True):
 class Introduction(Message, frozen=True):
     """Who the worker is, to a coordinator that has proved itself.
 
-    ``key`` is a secret of this process: who says it again is the same worker on another link.
+    ``key`` is a secret of this process: who says it again is the same worker on another link. The ``ranks`` of an
+    island say the same key, each on a link of its own.
     """
 
     TYPE = 23
     key: Annotated[str, Meta(max_length=64)]
     name: _Name
     software: _Name
+    rank: Annotated[int, Meta(ge=0, le=MOST_RANKS - 1)] = 0
+    ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
 
 
 class Probe(Message, frozen=True):

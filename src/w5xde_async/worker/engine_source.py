@@ -18,12 +18,14 @@ from w5xde_async.compute.program.sandbox import Computing, Sandbox, Sandboxed
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.parallel.engine import IslandEngine
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.handshake import Receive, fetch_program
 from w5xde_async.worker.executors.in_place import is_plain
+from w5xde_async.worker.executors.island import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class EngineSource:
         self._sandbox: Sandbox | None = None  # started ahead, for the next engine
         self._engine: Computing | None = None
         self._engine_key: tuple[object, ...] = ()
+        self._island: IslandEngine | None = None
         self._program: Program | None = None
         self._document: Document | None = None  # a program for the sandbox
         self._program_digest = b""
@@ -66,6 +69,8 @@ class EngineSource:
         loop = asyncio.get_running_loop()
         if self._engine is not None:
             await loop.run_in_executor(self._pool, self._engine.close)
+        if self._island is not None:
+            await loop.run_in_executor(self._pool, self._island.close)
         if self._sandbox is not None:
             await loop.run_in_executor(self._pool, self._sandbox.end)
 
@@ -86,15 +91,46 @@ class EngineSource:
             before, self._engine = self._engine, None
             self._engine = await loop.run_in_executor(self._pool, self._rebuild, before, spec, welcome, theirs)
             self._engine_key = key
-        engine = self._engine
-        if engine.layout.fingerprint != welcome.fingerprint:
-            difference = engine.layout.first_difference(theirs) or "the layouts differ"
+        self._check(self._engine.layout, theirs, welcome)
+        return self._engine
+
+    async def island_for(
+        self, rank: Rank, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox
+    ) -> IslandEngine:
+        """Build this rank's part of the model. Raises as ``engine_for`` does."""
+        if theirs.fingerprint != welcome.fingerprint:
+            raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
+        if self._job is None:
+            await self._fetch(receive, outbox, theirs)
+        spec = LeafSpec(welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate)
+
+        def build() -> IslandEngine:
+            try:
+                return rank.build(self._source(spec, theirs), spec, welcome.bucket_bytes)
+            except W5xdeError:
+                raise
+            except Exception as error:
+                raise UsageError(f"building the island's model raised {type(error).__name__}: {error}") from error
+
+        self._island = engine = await asyncio.get_running_loop().run_in_executor(self._pool, build)
+        self._check(engine.layout, theirs, welcome)
+        return engine
+
+    def _check(self, layout: Layout, theirs: Layout, welcome: Welcome) -> None:
+        if layout.fingerprint != welcome.fingerprint:
+            difference = layout.first_difference(theirs) or "the layouts differ"
             raise Refused(
                 RefusalCode.MODEL_MISMATCH,
                 f"this worker's model differs from the coordinator's: {difference}",
                 "use the same job file on both sides",
             )
-        return engine
+
+    def _source(self, spec: LeafSpec, layout: Layout) -> Job | ProgramJob:
+        if self._job is not None:
+            return self._job
+        assert self._program is not None
+        memory_bytes = device_memory_bytes(self._device)
+        return ProgramJob.of(self._program, layout, self._device, precision=spec.precision, memory_bytes=memory_bytes)
 
     def _start_sandbox(self) -> None:
         """On the compute thread, whose number of threads the child is to have."""
@@ -132,13 +168,7 @@ class EngineSource:
         try:
             if self.sandboxed:
                 return self._build_sandboxed(spec, layout, copies=not is_plain(welcome))
-            source: Job | ProgramJob | None = self._job
-            if source is None:
-                assert self._program is not None
-                memory_bytes = device_memory_bytes(self._device)
-                source = ProgramJob.of(
-                    self._program, layout, self._device, precision=spec.precision, memory_bytes=memory_bytes
-                )
+            source = self._source(spec, layout)
             engine = Engine(source, spec, device=self._device, bucket_bytes=welcome.bucket_bytes, clock=self._clock)
             if self._config.compile:
                 engine.compile_step()

@@ -31,10 +31,13 @@ from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.executors.coded import CodedExecutor
 from w5xde_async.worker.executors.executor import LeaseExecutor, Unsent
 from w5xde_async.worker.executors.in_place import InPlaceExecutor, is_plain
+from w5xde_async.worker.executors.island import IslandExecutor, Rank
 from w5xde_async.worker.hooks import WorkerHooks
 from w5xde_async.worker.uplink.uplink import Uplink
 
 logger = logging.getLogger(__name__)
+
+_ISLAND_PATIENCE_S = 3.0  # with a block under way when a link has ended: another rank may be gone
 
 
 class Worker:
@@ -52,6 +55,7 @@ class Worker:
         runtime: Runtime | None = None,
         hooks: WorkerHooks | None = None,
         join_file: Path | None = None,
+        rank: Rank | None = None,
     ) -> None:
         """``server`` is ``host:port`` or a join string, whose secret and certificate then count; leave it out if you
         give ``run`` a connection.
@@ -59,13 +63,17 @@ class Worker:
         Without ``job`` it computes with the coordinator's program. ``runtime``: where clock, threads, links and random
         bytes come from, if not from this machine. ``hooks``: who hears of its work. ``join_file`` is read again
         whenever the coordinator is looked for: it may be there late, and change; give what it holds as ``server``, if
-        it is there. Raises UsageError for a bad
+        it is there. ``rank``: this worker is one rank of an island, and its link ends for good when the island is lost.
+        Raises UsageError for a bad
         address, TLS files that cannot be used, or a device that is not there.
         """
         self._runtime, self._hooks = runtime or Runtime(), hooks or WorkerHooks()
         self._dialer = Dialer(
-            server, config or WorkerConfig(), self._runtime, join_file=join_file, on_welcome=self._hooks.on_welcome
-        )
+            server, config or WorkerConfig(), self._runtime, join_file=join_file, on_welcome=self._hooks.on_welcome,
+            rank=rank,
+        )  # fmt: skip
+        self._rank = rank
+        self.abandoned = False  #: of an island: its compute thread waits for ranks that are gone, and never ends
         self.config = self._dialer.config
         self.name, self.worker_id = self._dialer.name, self._dialer.worker_id
         self.leases_done = self.leases_stale = 0
@@ -155,8 +163,9 @@ class Worker:
             await self._engines.start()
             while departure is None:
                 departure = await self._one_connection(given)
-                if departure is None and given is not None:
-                    raise LinkLost(given.peer, "the coordinator stopped before the run was finished")
+                if departure is None and (given is not None or self._rank is not None):
+                    peer = f"{self.host}:{self.port}" if given is None else given.peer
+                    raise LinkLost(peer, "the coordinator stopped before the run was finished")
             if self._expired:
                 raise self._dialer.unreachable(self.config.lifetime_s or 0.0)
             return departure
@@ -164,11 +173,16 @@ class Worker:
             if lifetime is not None:
                 lifetime.cancel()
             await self._uplink.close(finished=departure is Departure.FINISHED, kept=departure is not None)
-            await self._engines.close()
-            await loop.run_in_executor(None, self._compute.shutdown)
+            if self.abandoned:
+                self._compute.shutdown(wait=False)
+            else:
+                await self._engines.close()
+                await loop.run_in_executor(None, self._compute.shutdown)
 
     def drain(self, reason: str = "asked to leave") -> None:
         """Leave in good order: finish the lease under way, give the others back. Returns at once."""
+        if self._rank is not None and self._rank.rank and self._connection is not None:
+            return  # the head says so, and the coordinator lets all of them go
         self._drain = self._drain or reason
         if self._joining is not None:
             self._joining.cancel()
@@ -205,10 +219,11 @@ class Worker:
         self._has_joined = True
         link, welcome = joined.link, joined.welcome
         logger.info("joined run=%s term=%d coordinator=%s", welcome.run_name, welcome.term, link.peer)
-        inline = is_plain(welcome) and not self._engines.sandboxed and self._device.type == "cpu"
+        inline = self._rank is None and is_plain(welcome) and not self._engines.sandboxed and self._device.type == "cpu"
         inline_s = self.config.inline_block_s if inline else 0.0
         thread = ComputeThread(
-            pool=self._compute, inline_s=inline_s, clock=self._runtime.clock, wait=self._runtime.wait
+            pool=self._compute, inline_s=inline_s, clock=self._runtime.clock, wait=self._runtime.wait,
+            patience_s=None if self._rank is None else _ISLAND_PATIENCE_S,
         )  # fmt: skip
         self._connection = connection = Connection(
             link,
@@ -231,7 +246,7 @@ class Worker:
         except LinkLost as error:
             if self._leaving():
                 return Departure.DRAINED
-            if given is not None:
+            if given is not None or self._rank is not None:
                 raise
             logger.warning(
                 "coordinator lost, connecting again; it was last heard of %s reason=%s",
@@ -240,7 +255,7 @@ class Worker:
             failed = True
             return None
         except RemoteError as error:
-            if given is not None:
+            if given is not None or self._rank is not None:
                 raise
             logger.warning("coordinator broke the protocol, connecting again reason=%s", error)
             failed = True
@@ -248,9 +263,10 @@ class Worker:
         finally:
             self._connection = None
             leases = connection.leases
+            self.abandoned = leases is not None and not leases.ended
             applied = leases is not None and leases.num_applied > 0
             self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard)
-            if leases is not None and is_plain(welcome) and leases.whole_version >= 0:
+            if leases is not None and self._rank is None and is_plain(welcome) and leases.whole_version >= 0:
                 self._held = (*_model(welcome), leases.whole_version)
             if leases is not None:
                 self._unsent, self._unsent_of = connection.unsent, _model(welcome)
@@ -261,6 +277,8 @@ class Worker:
     async def _prepare(self, joined: Joined, receive: Receive, outbox: Outbox) -> tuple[LeaseExecutor, Ready]:
         """Make an executor for this run. Raises as ``EngineSource.engine_for`` does."""
         welcome = joined.welcome
+        if self._rank is not None:
+            return await self._prepare_rank(self._rank, joined, receive, outbox)
         useless: list[Unsent] = []
         if self._unsent_of != _model(welcome) or not is_plain(welcome):
             useless, self._unsent[:] = self._unsent[:], []
@@ -303,6 +321,23 @@ class Worker:
             held,
             unsent,
         )
+
+    async def _prepare_rank(
+        self, rank: Rank, joined: Joined, receive: Receive, outbox: Outbox
+    ) -> tuple[LeaseExecutor, Ready]:
+        if not is_plain(joined.welcome):
+            raise Refused(
+                RefusalCode.ISLAND,
+                "this run is no work for an island: its results or parameters do not travel as they lie in memory",
+                "start single workers, or the coordinator with --update sync --codec raw --downlink raw",
+            )
+        engine = await self._engines.island_for(rank, joined.welcome, joined.layout, receive, outbox)
+        threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
+        executor = IslandExecutor(engine, rank, capacity_bytes=self.config.batch_bytes)
+        return executor, Ready(
+            engine.layout.fingerprint, str(self._device), device_name(self._device), threads, torch.__version__,
+            shape=rank.shape, shard=engine.shard.packed, share=engine.share,
+        )  # fmt: skip
 
     def _wants_sandbox(self) -> bool:
         """Raises UsageError where a sandbox is wanted and there is none."""

@@ -116,7 +116,7 @@ class StatusSampler:
     def _worker(
         self, session: Session, member: Member, now: float, leaves_per_s: float, share: float
     ) -> WorkerReported:
-        link, report = session.link, session.report
+        link, reports = session.link, [one.report for one in session.links if one.report is not None]
         figures = link.figures
         training = self._training
         return WorkerReported(
@@ -126,15 +126,16 @@ class StatusSampler:
             member_s=now - member.joined_at, leases_held=training.ledger.num_held(member.worker_id),
             leaves=member.leaves, samples=member.samples,
             share=share, leaves_per_s=leaves_per_s, compute_s=member.compute_s, wait_s=member.wait_s,
-            network_s=session.receiving_s + session.outbox.sending_s, encode_s=member.encode_s,
-            bytes_sent=link.bytes_received, bytes_received=link.bytes_sent, raw_bytes=member.raw_bytes,
+            network_s=session.network_s, encode_s=member.encode_s,
+            bytes_sent=sum(one.link.bytes_received for one in session.links),
+            bytes_received=sum(one.link.bytes_sent for one in session.links), raw_bytes=member.raw_bytes,
             encoded_bytes=member.encoded_bytes, rtt_s=None if figures is None else figures.rtt_s,
             retransmits=None if figures is None else figures.retransmits,
-            host_bytes=0 if report is None else report.host_bytes,
-            device_bytes=0 if report is None else report.device_bytes,
-            device_total_bytes=0 if report is None else report.device_total_bytes,
-            cpu_s=0.0 if report is None else _finite(report.cpu_s),
-            flops_per_leaf=0.0 if report is None else _finite(report.flops_per_leaf),
+            host_bytes=sum(report.host_bytes for report in reports),
+            device_bytes=sum(report.device_bytes for report in reports),
+            device_total_bytes=sum(report.device_total_bytes for report in reports),
+            cpu_s=sum(_finite(report.cpu_s) for report in reports),
+            flops_per_leaf=sum(_finite(report.flops_per_leaf) for report in reports),
         )  # fmt: skip
 
     def _joining(self, session: Session, now: float) -> WorkerReported:

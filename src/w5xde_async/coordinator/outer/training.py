@@ -421,6 +421,9 @@ class OuterTraining:
         if self.scheduler.was_sent(grant):
             self.roster.revoke(grant, reason)
 
+    def place_pieces(self, session: Session, result: Result, specs: Sequence[BufferSpec]) -> tuple[None, bool]:
+        raise RemoteError("an island has no place under this rule")
+
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
         grant = self.ledger.held_by(session.worker_id, result.lease)

@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
@@ -76,7 +77,8 @@ class LivePublisher:
 
     def join(self, session: Session, *, held: bool = False, idle: bool = False) -> None:
         if not held:
-            session.unsent.update(range(len(self._layout.buckets)))
+            for link in session.links:
+                link.unsent.update(range(len(self._layout.buckets)) if link.shard is None else link.shard.buckets)
         if not idle:
             self._queue(session)
 
@@ -94,15 +96,21 @@ class LivePublisher:
         self._encoded.clear()
         changed = [piece.bucket for piece in pieces]
         for session in sessions:
-            session.unsent.update(changed)
+            for link in session.links:
+                link.unsent.update(changed if link.shard is None else link.shard.buckets.intersection(changed))
             if session in idle:
-                session.outbox.supersede(version)
+                for link in session.links:
+                    link.outbox.supersede(version)
                 session.current_version = -1
             else:
                 self._queue(session)
 
     def _queue(self, session: Session) -> None:
         """Every bucket that the worker lacks, at the current version."""
+        for link in session.links:
+            self._queue_on(link)
+
+    def _queue_on(self, session: Session) -> None:
         version = self._version
         session.outbox.supersede(version)
         session.current_version = version
@@ -116,15 +124,30 @@ class LivePublisher:
                 if session.current_version == version:
                     session.unsent.discard(bucket)
 
-            session.outbox.post(self._frame(bucket, len(unsent)), sent=sent, version=version)
+            frame = self._frame(bucket, len(unsent), session.shard)
+            session.outbox.post(frame, sent=sent, version=version)
 
-    def _frame(self, number: int, num_buckets: int) -> list[Buffer]:
+    def _frame(self, number: int, num_buckets: int, shard: Shard | None) -> list[Buffer]:
+        if shard is not None:
+            params = Params(self._version, number, num_buckets, self._loss_scale)
+            return encode(params, self._pieces(self._layout.buckets[number], shard))
         chunks = self._encoded.get((number, num_buckets))
         if chunks is None:
             _, spec, data, _ = self._piece(number)
             chunks = encode(Params(self._version, number, num_buckets, self._loss_scale), [(spec, data)])
             self._encoded[number, num_buckets] = chunks
         return chunks
+
+    def _pieces(self, bucket: Bucket, shard: Shard) -> list[tuple[BufferSpec, Buffer]]:
+        dtype = self._layout.groups[bucket.group].dtype
+        memory, size, name = self._state.bucket_bytes[bucket.index], dtype.itemsize, str(dtype).removeprefix("torch.")
+        return [
+            (
+                BufferSpec("", name, (run.end - run.begin,), "raw", (run.end - run.begin) * size),
+                memory[(run.begin - bucket.offset) * size : (run.end - bucket.offset) * size],
+            )
+            for run in shard.pieces(bucket)
+        ]
 
     def _piece(self, number: int) -> Piece:
         bucket = self._layout.buckets[number]

@@ -8,7 +8,7 @@ open leases' buckets come to, each once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.shard import Run
 from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Result
@@ -64,6 +65,23 @@ class ReceiveBuffers:
                     f"not {dtype}[{bucket.numel}] in {self.codec.name if size is not None else 'raw'}"
                 )
         return codec
+
+    def check_pieces(self, session: Session, result: Result, specs: Sequence[BufferSpec]) -> tuple[Run, ...]:
+        """The pieces of a rank's shard in the bucket that its result is of, which ``specs`` are.
+
+        Raises RemoteError for wrong ones.
+        """
+        buckets = self.layout.result_buckets
+        if result.bucket >= len(buckets) or session.shard is None:
+            raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
+        bucket = buckets[result.bucket]
+        pieces = session.shard.pieces(bucket)
+        dtype = str(self.layout.groups[bucket.group].result_dtype).removeprefix("torch.")
+        if [(spec.dtype, spec.shape, spec.codec) for spec in specs] != [
+            (dtype, (run.end - run.begin,), "raw") for run in pieces
+        ]:
+            raise RemoteError(f"what it sent of bucket {result.bucket} is not what its shard has of it")
+        return pieces
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         """Where an authorized result goes. Raises as ``check`` does."""

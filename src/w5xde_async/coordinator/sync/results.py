@@ -20,6 +20,7 @@ from w5xde_async.coordinator.sync.context import SyncContext
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Verification
 from w5xde_async.errors import RemoteError
+from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Supplier
 from w5xde_async.hub.work.claims import Claims
@@ -41,6 +42,16 @@ class _Doubt(NamedTuple):
     grant: BlockGrant
 
 
+class _Pieces:
+    """One bucket of an island's result, on its way in from several ranks."""
+
+    def __init__(self, island: Island, lease: int, key: SlotKey) -> None:
+        self.island, self.lease, self.key = island, lease, key
+        self.missing = island.holders(key.bucket)  # ranks whose piece has not come whole
+        self.writing: set[Session] = set()  # whose piece is being received into the slot
+        self.held = False  # the slot is its own; else what comes is dropped
+
+
 class Results:
     """The way of the current step's results from sessions to slots."""
 
@@ -56,6 +67,7 @@ class Results:
         self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
         self._claims = Claims(context.run.layout)
         self._beside: dict[Session, SlotKey] = {}  # for which slot a session receives into memory of its own
+        self._pieces: dict[tuple[int, int], _Pieces] = {}  # (lease, bucket)
         self._result_bytes = 0  # of the largest result of a lease that has come
 
     def place(self, session: Session, result: Result, spec: BufferSpec, *, member: bool) -> Destination:
@@ -76,6 +88,60 @@ class Results:
             return Destination(session.scratch(spec.nbytes), True)
         return self._receive_buffers.place(session, result, spec)
 
+    def place_pieces(
+        self, session: Session, result: Result, specs: Sequence[BufferSpec]
+    ) -> tuple[list[memoryview] | None, bool]:
+        """Where the pieces of a rank's shard go that lie in a bucket. Raises as ``place`` does."""
+        pieces = self._receive_buffers.check_pieces(session, result, specs)
+        island, grant = session.island, self._ledger.held_by(session.worker_id, result.lease)
+        if grant is None or island is None:
+            return None, self._ledger.past(session.worker_id, result.lease) is not None
+        self._current(grant)
+        key = SlotKey(self._slots_of(grant), result.bucket)
+        gathered = self._pieces.get((result.lease, result.bucket))
+        if gathered is None:
+            gathered = _Pieces(island, result.lease, key)
+            self._drop_stale(key.of)
+            gathered.held = self._store.reserve(key, gathered) is not None
+            self._pieces[result.lease, result.bucket] = gathered
+        if session.rank not in gathered.missing:
+            raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease} twice")
+        if not gathered.held:
+            gathered.missing.discard(session.rank)
+            if not gathered.missing:
+                self._turn_away(grant)
+            return None, True
+        gathered.writing.add(session)
+        memory, at = self._store.vector(key.of).bucket_bytes[result.bucket], self._layout.buckets[result.bucket].offset
+        size = len(memory) // max(self._layout.buckets[result.bucket].numel, 1)
+        return [memory[(run.begin - at) * size : (run.end - at) * size] for run in pieces], True
+
+    def _piece_arrived(self, session: Session, result: Result, grant: BlockGrant | None) -> None:
+        gathered = self._pieces[result.lease, result.bucket]
+        gathered.writing.discard(session)
+        gathered.missing.discard(session.rank)
+        if grant is None:
+            self._drop_stale(gathered.key.of)
+        elif gathered.held and not gathered.missing:
+            of, bucket = self._store.fill(gathered, Supplier(session.worker_id, grant.lease))
+            gathered.held = False
+            if isinstance(of, Block):
+                self._verdicts.received(grant.lease, session.worker_id, bucket)
+                self._counts_at_once(of, bucket, present=True)
+
+    def _drop_stale(self, of: Block | AuditKey) -> None:
+        """What islands have begun to send of a block under leases that have ended, and are not just sending, is nothing
+        any more: its slots are empty again."""
+        for gathered in [one for one in self._pieces.values() if one.key.of == of]:
+            if self._ledger.get(gathered.lease) is None:
+                self._drop_pieces(gathered)
+
+    def _drop_pieces(self, gathered: _Pieces) -> None:
+        if not gathered.writing:
+            if gathered.held:
+                self._store.abandon(gathered)
+            self._pieces.pop((gathered.lease, gathered.key.bucket), None)
+
     def _turn_away(self, grant: BlockGrant) -> None:
         """A result of an open lease is not needed."""
         if not self._ledger.is_audit(grant.lease):
@@ -88,6 +154,9 @@ class Results:
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete. Raises MalformedFrame where a codec cannot read it."""
         grant = self._ledger.held_by(session.worker_id, result.lease)
+        if session.shard is not None:
+            self._piece_arrived(session, result, grant)
+            return
         key = self._beside.pop(session, None)
         if grant is None:
             self._receive_buffers.left(session)
@@ -118,6 +187,9 @@ class Results:
         writer = self._store.writer(key)
         if writer is None:
             return True
+        if isinstance(writer, _Pieces):
+            self._drop_stale(key.of)
+            return self._store.writer(key) is None
         assert isinstance(writer, Session)
         if not self.divert(writer):
             return False  # a thread takes what has come of it: the line is fast
@@ -138,6 +210,10 @@ class Results:
         self._beside.pop(session, None)
         self._receive_buffers.left(session)
         self._store.abandon(session)
+        if session.island is not None:
+            for gathered in [one for one in self._pieces.values() if one.island is session.island]:
+                gathered.writing.discard(session)
+                self._drop_pieces(gathered)
 
     def _counts_at_once(self, block: Block, bucket: int, *, present: bool) -> None:
         """A slot of a block is filled: it counts, unless the whole block is looked at first."""
@@ -168,6 +244,10 @@ class Results:
         elapsed_s = self._context.run.clock() - self._ledger.began_at(grant)
         done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
         of = self._slots_of(grant)
+        self._drop_stale(of)
+        if session.island is not None:
+            for bucket in range(len(self._layout.result_buckets)):
+                self._pieces.pop((grant.lease, bucket), None)
         lacking = set(self._store.missing(of)) - set(done.absent)
         writing = self._store.is_receiving(of)  # not for this session: it says DONE
         if lacking or writing:

@@ -397,6 +397,11 @@ class SyncTraining:
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         return self.results.place(session, result, spec, member=self.roster.sessions.get(session.worker_id) is session)
 
+    def place_pieces(
+        self, session: Session, result: Result, specs: Sequence[BufferSpec]
+    ) -> tuple[Sequence[memoryview] | None, bool]:
+        return self.results.place_pieces(session, result, specs)
+
     def arrived(self, session: Session, result: Result) -> None:
         self.results.arrived(session, result)
 
@@ -488,6 +493,8 @@ class SyncTraining:
         assert said is not None
         machine = Machine(said.device.partition(":")[0], said.device_name, said.threads, said.torch_version)
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
+        if session.island is not None:
+            self.pacing.at_least(session.worker_id, session.island.least_leaves)
         # A number under this rule is a step's: no other version of the term has it.
         self.publisher.join(session, held=self.version in said.held, idle=self.phase.begun and self._too_many())
         self.verdicts.returned(session.worker_id, awaited)

@@ -32,7 +32,7 @@ def reason_to_wait(training: SyncTraining, session: Session, member: Member) -> 
             return "data: the loader has not read its samples yet"
         return ""
     if training.ledger.free_leaves(steps[0]):
-        if session.outbox.lease_bytes > training.context.config.credit_bytes:
+        if session.lease_bytes > training.context.config.credit_bytes:
             return "the network: it has not taken the leases that it was sent"
         return "a lease"
     if training.ledger.complete(steps[0]):

@@ -52,8 +52,9 @@ class Contributions:
         """Bytes sent and received so far, those of ``sessions`` included."""
         sent, received = self._sent, self._received
         for session in sessions:
-            sent += session.link.bytes_sent
-            received += session.link.bytes_received
+            for one in session.links:
+                sent += one.link.bytes_sent
+                received += one.link.bytes_received
         return sent, received
 
     def shares(self) -> tuple[WorkerShare, ...]:
@@ -69,10 +70,10 @@ def _share(member: Member, session: Session, name: str) -> WorkerShare:
         samples=member.samples,
         compute_s=member.compute_s,
         wait_s=member.wait_s,
-        bytes_sent=session.link.bytes_received,
-        bytes_received=session.link.bytes_sent,
+        bytes_sent=sum(one.link.bytes_received for one in session.links),
+        bytes_received=sum(one.link.bytes_sent for one in session.links),
         encode_s=member.encode_s,
-        network_s=session.receiving_s + session.outbox.sending_s,
+        network_s=session.network_s,
         raw_bytes=member.raw_bytes,
         encoded_bytes=member.encoded_bytes,
     )

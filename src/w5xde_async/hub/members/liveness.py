@@ -72,8 +72,9 @@ class Liveness:
     def tick(self, now: float, activity: str) -> None:
         """Cut the links that are dead and give back the leases that are overdue. ``activity``: what we are doing."""
         for session in (*self._sessions.values(), *self._joining):
-            self._sending(session, now, activity)
-            self._receiving(session, now)
+            for link in session.links:
+                self._sending(link, now, activity)
+                self._receiving(link, now)
         config = self._config
         for session, seen in self._joining.items():
             if now - seen >= config.silence_s:
@@ -98,11 +99,13 @@ class Liveness:
     def _receiving(self, session: Session, now: float) -> None:
         received = session.link.bytes_received
         if received == session.seen_bytes:
+            if session.rank and session.island is not None and now - session.heard_at >= self._config.silence_s:
+                session.abort(f"silent for {now - session.heard_at:.0f} s", silent=True)
             return
-        session.seen_bytes = received
+        session.seen_bytes, session.heard_at = received, now
         if session in self._joining:
             self._joining[session] = now
-        elif session.worker_id in self._membership.members:
+        elif not session.rank and session.worker_id in self._membership.members:
             self._membership.members[session.worker_id].last_seen = now
 
     def _overdue(self, grant: Grant) -> None:
@@ -110,7 +113,7 @@ class Liveness:
             return  # nobody else could do it sooner
         self._overran(grant.worker)
         holder = self._sessions.get(grant.worker)
-        if holder is not None and holder.receiving == grant.lease and not self._divert(holder):
+        if holder is not None and holder.is_receiving(grant.lease) and not self._divert(holder):
             # Its bytes are on their way into the block's memory: only the end of the link frees that.
             holder.abort("its lease's deadline passed in the middle of a result")
             return
@@ -136,7 +139,7 @@ class Liveness:
             return
         member.standing = Standing.LATE
         for held in self._ledger.held(worker):
-            if holder.receiving != held.lease:
+            if not holder.is_receiving(held.lease):
                 self._ledger.give_back(held.lease)
                 self._revoke(held, "an earlier lease is late")
         if not member.owes:  # it had been sent none of them

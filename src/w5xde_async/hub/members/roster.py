@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from w5xde_async.errors import RefusalCode, RemoteError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
+from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.liveness import Liveness, Scheduling
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
@@ -97,6 +98,8 @@ class Roster:
         self._admitted: dict[Session, str] = {}  # those two and their ids
         self._ids: Counter[str] = Counter()
         self._ids_at: dict[tuple[str, str], Counter[str]] = {}  # (host or name, identity) -> the ids of its links
+        self._islands: dict[str, Island] = {}  # by worker id: those that have a rank here
+        self._part_of: dict[Session, Island] = {}
         self._quarantined: set[str] = set()  # ids
         self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
         self._lost: dict[
@@ -146,7 +149,7 @@ class Roster:
     def revoke(self, grant: Grant, reason: str) -> None:
         """Tell a worker that a lease was taken from it; a lease that still lies in its outbox is not sent."""
         session = self.sessions.get(grant.worker)
-        if session is not None and not session.outbox.withdraw(grant.lease):
+        if session is not None and not session.withdraw(grant.lease):
             session.post(Revoke(grant.lease, reason))
             member = self.member(grant.worker)
             if member is not None:
@@ -158,7 +161,8 @@ class Roster:
         self._last_word = Refusal(codes.get(code, RefusalCode.SHUTTING_DOWN), reason, "")
         self._goodbye_at = self._clock()
         for session in (*self.sessions.values(), *self._joining):
-            session.outbox.supersede(1 << 62)  # nobody computes with these parameters any more
+            for link in session.links:
+                link.outbox.supersede(1 << 62)  # nobody computes with these parameters any more
             session.say_goodbye(code, reason)
 
     async def wait_for_lost(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -218,7 +222,7 @@ class Roster:
 
     def has_credit(self, worker: str) -> bool:
         """Whether a worker has read enough of the leases sent to it to get more."""
-        return self.sessions[worker].outbox.lease_bytes <= self._config.credit_bytes
+        return self.sessions[worker].lease_bytes <= self._config.credit_bytes
 
     def traffic_since(self) -> tuple[int, int]:
         """Bytes sent and received since the last call."""
@@ -261,7 +265,7 @@ class Roster:
         member = self.membership.members.get(worker_id)
         if session is None or self.sessions.get(worker_id) is not session or member is None:
             return True
-        if session.receiving is not None or session.state is not State.READY:
+        if any(link.receiving is not None or link.state is not State.READY for link in session.links):
             session.abort(f"quarantined: {reason}")  # it is told why when it comes back
         else:
             member.standing = Standing.OUT
@@ -287,7 +291,8 @@ class Roster:
             same = self._ids_at.get((where, session.identity), ())
             if len(same) - (session.worker_id in same) >= share:
                 return Refusal(RefusalCode.RUN_FULL, f"the run has its {share} workers of {where}", _SHARE_HINT)
-        for older in [one for one in self._joining if one.worker_id == session.worker_id][:-_MOST_JOINING]:
+        same_link = (session.worker_id, session.rank)
+        for older in [one for one in self._joining if (one.worker_id, one.rank) == same_link][:-_MOST_JOINING]:
             older.abort("the same worker has connected anew")
         self._admitted[session] = session.worker_id
         self._ids[session.worker_id] += 1
@@ -309,8 +314,11 @@ class Roster:
     async def make_room(self, session: Session) -> None:
         """Return when no other connection of the same worker is left.
 
-        Raises RemoteError where the same worker has connected anew meanwhile.
+        Raises RemoteError where the same worker has connected anew meanwhile. Of an island nothing comes back: its
+        ranks begin anew together, as another worker.
         """
+        if session.ranks > 1:
+            return
         while (older := self.sessions.get(session.worker_id)) is not None:
             if older.incarnation > session.incarnation:
                 raise RemoteError("the same worker has connected anew since")
@@ -333,11 +341,21 @@ class Roster:
                 "the worker's model differs from the coordinator's",
                 "use the same job file on both sides",
             )
+        if session.ranks > 1:
+            refusal = self._assembled(session, ready)
+            if refusal is not None or session.island is None:
+                return refusal
+            session = session.island.head
+            assert session.ready is not None
+            ready = session.ready
         now = self._clock()
-        self._joining.pop(session, None)
+        for link in session.links:
+            self._joining.pop(link, None)
+            link.heard_at = now
+        device = f"{ready.device} {ready.shape}".rstrip()
         self.membership.join(
             Member(
-                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
+                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,
                 threads=ready.threads, incarnation=session.incarnation, joined_at=now, last_seen=now,
             )
         )  # fmt: skip
@@ -345,13 +363,29 @@ class Roster:
         self._compare_devices(ready)
         self._bus.publish(
             WorkerJoined(
-                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=ready.device,
+                worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,
                 threads=ready.threads, num_workers=len(self.sessions),
             )
         )  # fmt: skip
         self._quarantined.discard(session.worker_id)  # somebody has let it in again
         self._scheduling.introduce(session, ready.awaited[:_MOST_AWAITED])
         self._scheduling.schedule()
+        return None
+
+    def _assembled(self, session: Session, ready: Ready) -> Refusal | None:
+        """A rank of an island is ready. Its sessions know the island once all are. Raises RemoteError."""
+        if not self._config.update.plain:
+            return Refusal(
+                RefusalCode.ISLAND,
+                "this run takes no islands: they send and receive everything as it lies in memory, under sync",
+                "start single workers, or the coordinator with --update sync --codec raw --downlink raw",
+            )
+        island = self._islands.setdefault(session.worker_id, Island(self._greeting.layout, session.ranks))
+        island.add(session, ready)
+        self._part_of[session] = island
+        if island.complete:
+            for one in island.sessions:
+                one.island = island
         return None
 
     def _is_back(self, worker: str) -> None:
@@ -387,6 +421,13 @@ class Roster:
             if not self._ids_at[home]:
                 del self._ids_at[home]
         self._joining.pop(session, None)
+        island = self._part_of.pop(session, None)
+        if island is not None:  # its memory is free only once nothing is received by any rank
+            if not island.ended(session, reason):
+                return
+            del self._islands[session.worker_id]
+            if session.island is not None:
+                session, reason = island.head, island.reason if not clean else reason
         member = self.membership.leave(session.worker_id, session.incarnation)
         if self.sessions.get(session.worker_id) is not session:
             if member is None and not clean and session.worker_id:
@@ -394,7 +435,7 @@ class Roster:
             return
         del self.sessions[session.worker_id]
         self._returned.set()
-        if session.state is not State.CLOSED and session.worker_id not in self._quarantined:
+        if session.state is not State.CLOSED and session.worker_id not in self._quarantined and session.ranks == 1:
             self._lost.pop(session.worker_id, None)
             returns_s = _SILENT_RETURN_S if session.fell_silent else _RETURN_S
             self._lost[session.worker_id] = self._clock() + returns_s

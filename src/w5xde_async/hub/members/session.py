@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Protocol
 
 from w5xde_async.errors import (
@@ -29,8 +30,10 @@ from w5xde_async.errors import (
     W5xdeError,
 )
 from w5xde_async.hub.members.credentials import Credentials
+from w5xde_async.hub.members.island import Island
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, member_id, prove, verify
 from w5xde_async.wire.messages import (
@@ -106,6 +109,11 @@ class WorkSource(Protocol):
         Raises RemoteError for a wrong size.
         """
 
+    def place_pieces(
+        self, session: Session, result: Result, specs: Sequence[BufferSpec]
+    ) -> tuple[Sequence[memoryview] | None, bool]:
+        """The same for an island's rank, whose result is what of its shard lies in the bucket."""
+
     def arrived(self, session: Session, result: Result) -> None:
         """A placed result is complete."""
 
@@ -178,6 +186,10 @@ class Session:
         self.identity = ""  # the name that the worker has proved
         self.code_free = False  # it computes with the coordinator's program
         self.ready: Ready | None = None  # what it said of itself when its model was built
+        self.rank, self.ranks = 0, 1  # of an island
+        self.island: Island | None = None
+        self.shard: Shard | None = None  # of an island's rank: what is sent to it and comes from it
+        self.heard_at = 0.0  # when anything came from an island's rank
         self._admission, self._work, self._handshake_s = admission, work, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
         self.outbox = Outbox(link, clock=clock)
@@ -203,7 +215,28 @@ class Session:
     @property
     def vanished(self) -> bool:
         """The worker is gone without a word, and it was not us: what it computed may have killed it."""
+        if self.island is not None and self.island.gone:
+            return self.island.vanished
         return not self.given_up and self.state is not State.CLOSED
+
+    @property
+    def dismissed(self) -> bool:
+        """It was told the last message."""
+        return self._closing
+
+    @property
+    def links(self) -> Sequence[Session]:
+        """Of a member: its own session, or those of all ranks."""
+        return (self,) if self.island is None else self.island.sessions
+
+    @property
+    def lease_bytes(self) -> int:
+        """Bytes of leases that wait to be sent to it."""
+        return self.outbox.lease_bytes if self.island is None else max(one.outbox.lease_bytes for one in self.links)
+
+    def is_receiving(self, lease: int) -> bool:
+        """Whether a result of that lease is being received into lent memory."""
+        return any(one.receiving == lease for one in self.links)
 
     def scratch(self, nbytes: int) -> memoryview:
         """Memory for one result of this link that has no other place."""
@@ -216,10 +249,17 @@ class Session:
 
         False where that cannot be now.
         """
+        if self.island is not None:
+            return all(one.receiving is None for one in self.links)
         if self.receiving is not None and not self.link.divert(self.scratch(self._receiving_bytes)):
             return False
         self.receiving = None
         return True
+
+    @property
+    def network_s(self) -> float:
+        """Seconds in which results were received and anything was sent; of an island, on the line that took longest."""
+        return max(one.receiving_s + one.outbox.sending_s for one in self.links)
 
     def results_since(self) -> tuple[int, float]:
         """Bytes of results that have come since this was asked last, and the seconds that these were on their way."""
@@ -318,6 +358,9 @@ class Session:
             raise UnexpectedMessage(type(received.message).__name__, f"{self.state.value}, after so many of them")
         self.worker_id = member_id(self.identity, received.message.key)
         self.name = _shown(self.identity, received.message.name)
+        self.rank, self.ranks = received.message.rank, received.message.ranks
+        if self.rank >= self.ranks:
+            raise MalformedFrame(f"rank {self.rank} of {self.ranks}")
         if self._credentials.revoked(self.identity or self.worker_id, self.worker_id):
             await self._refuse(
                 RefusalCode.AUTHENTICATION, "this worker's access has been revoked", "ask whoever runs the coordinator"
@@ -354,7 +397,7 @@ class Session:
                 if not specs:
                     raise MalformedFrame("RESULT came without its buffer")
                 self.receiving_s += self._clock() - self._header_at
-                self.result_bytes += specs[0].nbytes
+                self.result_bytes += specs[0].nbytes if self.shard is None else sum(spec.nbytes for spec in specs)
                 if placed is not None:
                     self._garbage = 0
                     self._aggregating = True
@@ -366,12 +409,17 @@ class Session:
                 if not self._admission.authorizes(self, message.lease):
                     self._talk()
                 self._aggregating = True
-                self._work.done(self, message)
+                if self.island is None:
+                    self._work.done(self, message)
+                elif (done := self.island.done(self, message)) is not None:
+                    self._work.done(self.island.head, done)
                 self._aggregating = False
             elif type(message) is Failed:
                 if not self._admission.authorizes(self, message.lease):
                     self._talk()
-                self._work.failed(self, message)
+                if self.island is not None:
+                    self.island.failed(message.lease)
+                self._work.failed(self if self.island is None else self.island.head, message)
             elif type(message) is Heartbeat:
                 self._talk()
                 self.last_message = _printable(message.activity, 200)
@@ -379,6 +427,8 @@ class Session:
                 self._talk()
                 self.report = message
             elif type(message) is Drain:
+                if self.rank:
+                    raise RemoteError("its head says that it leaves")
                 self._work.draining(self, message)
             elif type(message) is Bye:
                 self._end_reason = self._end_reason or _printable(message.reason, 300)
@@ -407,9 +457,11 @@ class Session:
 
     def _accept(self, message: Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
         self.state = advance(COORDINATOR, self.state, message)
-        if type(message) is not Result or len(specs) != 1:
+        if type(message) is not Result or (len(specs) != 1 and self.shard is None):
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
         self._header_at = self._clock()
+        if self.shard is not None:
+            return self._accept_pieces(message, specs)
         view, authorized = self._work.place(self, message, specs[0])
         if view is not None:
             self.receiving, self._receiving_bytes = message.lease, specs[0].nbytes
@@ -420,6 +472,18 @@ class Session:
             raise RemoteError("it keeps sending results that no lease authorizes")
         return (self.scratch(nbytes),)
 
+    def _accept_pieces(self, message: Result, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
+        nbytes = sum(spec.nbytes for spec in specs)
+        views, authorized = self._work.place_pieces(self, message, specs)
+        if views is not None:
+            self.receiving, self._receiving_bytes = message.lease, nbytes
+            return views
+        self._garbage += 0 if authorized else nbytes
+        if self._garbage > max(_GARBAGE_BYTES, 64 * nbytes):
+            raise RemoteError("it keeps sending results that no lease authorizes")
+        scratch, ends = self.scratch(nbytes), accumulate(spec.nbytes for spec in specs)
+        return [scratch[end - spec.nbytes : end] for spec, end in zip(specs, ends, strict=True)]
+
     # -- out -----------------------------------------------------------------------------------------------
 
     def post(self, message: Message, buffers: Sequence[tuple[BufferSpec, Buffer]] = ()) -> None:
@@ -429,8 +493,21 @@ class Session:
             self.abort(f"it takes none of what it is told ({_MOST_MESSAGES} messages)")
 
     def post_lease(self, lease: Lease, buffers: Sequence[tuple[BufferSpec, Buffer]]) -> None:
-        """Queue a lease; ``outbox.withdraw`` takes it back as long as it is not on its way."""
-        self.outbox.post(encode(lease, buffers), lease=lease.lease)
+        """Queue a lease; ``withdraw`` takes it back as long as it is not on its way."""
+        if self.island is None:
+            self.outbox.post(encode(lease, buffers), lease=lease.lease)
+            return
+        for session, (own, data) in zip(self.links, self.island.divided(lease, buffers), strict=True):
+            session.outbox.post(encode(own, data), lease=lease.lease)
+
+    def withdraw(self, lease: int) -> bool:
+        """Take a lease back that is not on its way. False where it is: of an island, where it is to the head."""
+        if not self.outbox.withdraw(lease):
+            return False
+        if self.island is not None:
+            for session in self.island.sessions[1:]:
+                session.outbox.withdraw(lease)
+        return True
 
     def say_goodbye(self, code: ByeCode, reason: str) -> None:
         """The last message; the worker then closes. Said once."""
@@ -439,11 +516,14 @@ class Session:
         self._closing = True
         self._end_reason = reason
         self.post(Bye(code, reason))
+        for session in self.links:
+            session.say_goodbye(code, reason)
 
     def refuse(self, refusal: Refusal) -> None:
         """Say no to one that was let in; the worker then closes."""
-        self._end_reason = refusal.reason
-        self.post(refusal)
+        for session in self.links:
+            session._end_reason = refusal.reason
+            session.post(refusal)
 
     def abort(self, reason: str, *, silent: bool = False) -> None:
         """End at once; ``run`` returns with that reason. ``silent``: it is that nothing comes or is taken."""

@@ -274,7 +274,8 @@ class LeaseScheduler:
                 return False
             leaves, start = 1 << (block.num_leaves - 1).bit_length(), block.start  # more where the step's end cuts it
         else:
-            leaves = min(most, self._most_leaves(worker, step, now, current=current))
+            leaves = self._most_leaves(worker, step, now, current=current)
+            leaves = min(most, max(leaves, pacing.least_leaves(worker)) if leaves > 0 else 0)
         if leaves < 1:
             return False
         grant = ledger.grant(

@@ -39,12 +39,15 @@ class ComputeThread:
     inline_s  blocks expected to take no longer are computed on the event loop; 0: none are
     clock     as ``Runtime.clock``
     wait      as ``Runtime.wait``
+    patience_s  at the end of a link, how long to wait for the block under way: an island's may never end once another
+                rank is gone; None: until it ends
     """
 
     pool: Executor
     inline_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
+    patience_s: float | None = None
 
 
 class ComputeQueue:
@@ -72,6 +75,11 @@ class ComputeQueue:
         self.activity = _IDLE  #: what the thread is doing, for people; until it does something else
         self.computing = 0  #: the lease that the thread is at, or was at last
 
+    @property
+    def ended(self) -> bool:
+        """Whether no compute thread is at the queue."""
+        return self._running is None
+
     def put(self, items: Iterable[Item]) -> None:
         """Queue these and see that the compute thread is at it."""
         self._items.extend(items)
@@ -88,8 +96,12 @@ class ComputeQueue:
     async def aclose(self) -> None:
         """Wait for the block under way: a thread cannot be cancelled, and the model is not ours until it ends."""
         self.stop()
+        until = None if self._thread.patience_s is None else self._thread.clock() + self._thread.patience_s
         while self._running is not None:
-            await asyncio.wait([self._running])
+            left_s = None if until is None else until - self._thread.clock()
+            if left_s is not None and left_s <= 0:
+                return
+            await asyncio.wait([self._running], timeout=left_s)
         for item in self._items:
             if type(item) is Verdict:  # what it settles may outlive this link
                 await self._loop.run_in_executor(self._thread.pool, self._executor.settle, item)

@@ -35,6 +35,7 @@ from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.handshake import Joined, join
 from w5xde_async.worker.connection.metering import Traffic
 from w5xde_async.worker.connection.target import JoinFile, Target
+from w5xde_async.worker.executors.island import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,11 @@ class Dialer:
         *,
         join_file: Path | None = None,
         on_welcome: Callable[[Welcome], Welcome] | None = None,
+        rank: Rank | None = None,
     ) -> None:
         """``server`` is ``host:port``, a join string (whose secret and certificate then count), or "" where ``join``
         is given a link. ``join_file`` is read again whenever the coordinator is looked for; then ``server`` is what it
-        held, or "" where it was not there yet. Raises UsageError.
+        held, or "" where it was not there yet. ``rank``: of an island. Raises UsageError.
         """
         self._target = Target.of(server, config) if server else None
         self._join_file = None if join_file is None else JoinFile(join_file, config, known=server)
@@ -73,7 +75,8 @@ class Dialer:
         self._runtime, self._on_welcome = runtime, on_welcome
         self.stays_here = False  #: no other machine will do: what it sends is computed without a sandbox
         self._hung_up = 0  # TLS stood and the coordinator closed without a word, so many times in a row
-        self._key = runtime.random_bytes(16).hex()
+        self._key = runtime.random_bytes(16).hex() if rank is None else rank.key
+        self._rank, self._ranks = (0, 1) if rank is None else (rank.rank, rank.ranks)
         self.worker_id = member_id(self.config.identity, self._key)
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.traffic = Traffic()
@@ -190,7 +193,7 @@ class Dialer:
             async with asyncio.timeout(min(left_s, 20.0)):
                 joined = await join(
                     link, key=self._key, name=self.name, token=config.token, terms=self._terms,
-                    identity=config.identity,
+                    identity=config.identity, rank=self._rank, ranks=self._ranks,
                 )  # fmt: skip
             self._hung_up = 0
             self.traffic.add(link)

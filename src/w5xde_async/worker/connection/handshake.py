@@ -43,13 +43,16 @@ class Dismissed(W5xdeError):
         super().__init__(bye.reason[:300])
 
 
-async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[str, int], identity: str = "") -> Joined:
+async def join(
+    link: Link, *, key: str, name: str, token: str, terms: Mapping[str, int], identity: str = "", rank: int = 0,
+    ranks: int = 1,
+) -> Joined:  # fmt: skip
     """Prove each other the secret and learn of the run.
 
     Over TLS the proofs are bound to the certificate that the coordinator showed: one who sits between with a
     certificate of his own can pass nobody's proof on. ``identity``: the name that the secret belongs to. ``key``: a
-    secret of this worker, by which the coordinator knows it again; neither it nor ``name`` is told to one who has not
-    proved himself.
+    secret of this worker, by which the coordinator knows it again, on each link of its ``ranks``; neither it nor
+    ``name`` is told to one who has not proved himself.
 
     ``terms`` holds, for each run served before, the highest term seen: a coordinator of a lower one has been replaced
     and is refused.
@@ -57,7 +60,7 @@ async def join(link: Link, *, key: str, name: str, token: str, terms: Mapping[st
     Raises Refused (by the coordinator, or by us where it cannot prove itself), LinkLost, RemoteError.
     """
     await prove_each_other(link, token=token, identity=identity)
-    await link.send(encode(messages.Introduction(key, name[:64], w5xde_async.__version__)))
+    await link.send(encode(messages.Introduction(key, name[:64], w5xde_async.__version__, rank, ranks)))
     link.caps = SESSION_CAPS
     texts: list[bytearray] = []
 

@@ -10,6 +10,7 @@ not computed again, and of its results only those are sent that have not come.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,9 +23,11 @@ from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
+from w5xde_async.worker.connection.follower_queue import FollowerQueue
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Unsent
+from w5xde_async.worker.executors.island import IslandExecutor
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
 logger = logging.getLogger(__name__)
@@ -47,9 +50,13 @@ class Leases:
         unsent: Sequence[Unsent] = (),
     ) -> None:
         """``unsent``: what an earlier link has left."""
-        self._executor, self._outbox, self._meter = executor, outbox, meter
+        self._executor, self._thread, self._outbox, self._meter = executor, thread, outbox, meter
         self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact)
-        self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
+        self._queue: ComputeQueue | FollowerQueue
+        if isinstance(executor, IslandExecutor) and executor.follows:
+            self._queue = FollowerQueue(executor, thread, self, on_failure=on_failure)
+        else:
+            self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
         self._earlier = list(unsent)
         self._results: dict[int, list[BucketResult]] = {}  # of leases whose DONE was not given yet
         self._there: dict[int, frozenset[int]] = {}  # of leases of begun blocks: buckets that have come
@@ -75,6 +82,11 @@ class Leases:
         """The newest version that has come whole, where nothing of a newer one has come; else -1."""
         return self._inbox.whole
 
+    @property
+    def ended(self) -> bool:
+        """Whether the compute thread is done with what it was given."""
+        return self._queue.ended
+
     def stop(self) -> None:
         """Begin no further block."""
         self._queue.stop()
@@ -83,6 +95,8 @@ class Leases:
         """Wait for the block under way. What has not left, for the next link."""
         self._drop(list(self._unsent)[_MOST_UNSENT:])  # the compute thread may be waiting for its memory
         await self._queue.aclose()
+        if isinstance(self._executor, IslandExecutor) and self._queue.ended:
+            await asyncio.get_running_loop().run_in_executor(self._thread.pool, self._executor.end)
         self._forget_earlier()
         self._drop([lease for lease in self._unsent if lease in self._revoked or not self._executor.repeatable])
         self._drop(list(self._unsent)[_MOST_UNSENT:])
@@ -175,12 +189,11 @@ class Leases:
         if self._executor.repeatable:
             self._results.setdefault(lease, []).append(result)
         if lease not in self._revoked and result.bucket not in self._there.get(lease, ()):
-            self._outbox.post(
-                encode(messages.Result(lease, result.bucket), [(result.spec, result.data)]), sent=result.sent
-            )
+            self._outbox.post(encode(messages.Result(lease, result.bucket), result.buffers), sent=result.sent)
             if self._meter is not None:
-                layout = self._executor.layout
-                self._meter.result(layout.result_nbytes(layout.result_buckets[result.bucket]), result.spec.nbytes)
+                layout, sent = self._executor.layout, sum(spec.nbytes for spec, _ in result.buffers)
+                nbytes = layout.result_nbytes(layout.result_buckets[result.bucket])
+                self._meter.result(sent if isinstance(self._executor, IslandExecutor) else nbytes, sent)
         elif result.sent is not None:
             result.sent()
 

@@ -76,7 +76,7 @@ class InPlaceExecutor:
         give = together.append if self._together else send
 
         def emit(bucket: int, vector: ResultVector) -> None:
-            give(BucketResult(bucket, self._specs[bucket], vector.bucket_bytes[bucket]))
+            give(BucketResult(bucket, ((self._specs[bucket], vector.bucket_bytes[bucket]),)))
 
         if self._counted:
             outcome = self._engine.compute(task, emit)

@@ -25,8 +25,7 @@ class BucketResult(NamedTuple):
     """One bucket's result, ready for a RESULT. ``sent`` is to be called when the bytes have left or are dropped."""
 
     bucket: int
-    spec: BufferSpec
-    data: Buffer
+    buffers: Sequence[tuple[BufferSpec, Buffer]]
     sent: Callable[[], None] | None = None
 
 
@@ -87,7 +86,7 @@ class ResultEncoder:
         if bucket not in self._sizes or self.codec.name == "raw":
             spec = self._raw[bucket]
             self.raw_bytes += spec.nbytes
-            return BucketResult(bucket, spec, vector.bucket_bytes[bucket])
+            return BucketResult(bucket, ((spec, vector.bucket_bytes[bucket]),))
         values = vector.buckets[bucket]
         began = self._clock()
         sent = None
@@ -104,7 +103,7 @@ class ResultEncoder:
             spec = BufferSpec("", "float32", (values.numel(),), "raw", nbytes)
         else:
             spec = BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes)
-        return BucketResult(bucket, spec, encoded.view, sent)
+        return BucketResult(bucket, ((spec, encoded.view),), sent)
 
     def settle(self, leases: Sequence[int], code: int, buckets: Sequence[int] = ()) -> None:
         """A verdict on results that have left. ``buckets``: those that counted, where not all did."""

@@ -1,0 +1,131 @@
+"""The queue of an island's rank that is not the head: things are done in the order that the head announces."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import DeviceLost, MalformedFrame
+from w5xde_async.worker.connection.compute_queue import ComputeThread, Item
+from w5xde_async.worker.executors.executor import HeldLease, Version
+from w5xde_async.worker.executors.island import IslandExecutor, Turn
+
+if TYPE_CHECKING:
+    from w5xde_async.worker.connection.leases import Leases
+
+
+_Item = TypeVar("_Item", HeldLease, Version)
+
+
+class _Stopped(Exception):
+    """The link has ended: what the head announced will not come any more."""
+
+
+class FollowerQueue:
+    """As ``ComputeQueue``; the compute thread is at it from the beginning, and waits for the head or for the link."""
+
+    def __init__(
+        self, executor: IslandExecutor, thread: ComputeThread, answers: Leases, *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self._executor, self._thread, self._answers, self._on_failure = executor, thread, answers, on_failure
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._versions: dict[int, Version] = {}  # that came and were not loaded: bounded by what may wait, one a step
+        self._leases: dict[int, HeldLease] = {}
+        self._stopping = False
+        self._idle_since = thread.clock()
+        self.activity = "waiting for the head"
+        self.computing = 0
+        self._running = self._loop.run_in_executor(thread.pool, self._follow)
+        self._running.add_done_callback(self._ended)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the compute thread is done."""
+        return self._running.done()
+
+    def put(self, items: Iterable[Item]) -> None:
+        """Keep these until the head comes to them."""
+        with self._changed:
+            for item in items:
+                if isinstance(item, Version):
+                    self._versions[item.number] = item
+                elif isinstance(item, HeldLease):
+                    self._leases[item.message.lease] = item
+            self._changed.notify()
+
+    def holds(self, lease: int) -> bool:
+        """Whether a lease waits."""
+        return lease in self._leases
+
+    def stop(self) -> None:
+        """Wait for nothing more that is to come."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    async def aclose(self) -> None:
+        """Wait for the block under way, and not for a head that is gone: see ``ComputeThread.patience_s``."""
+        self.stop()
+        await asyncio.wait([self._running], timeout=self._thread.patience_s)
+
+    def _ended(self, running: asyncio.Future[None]) -> None:
+        error = None if running.cancelled() else running.exception()
+        if error is not None and not isinstance(error, _Stopped):
+            self._on_failure(error)
+
+    # -- on the compute thread -------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while True:
+            turn, number, _ = self._executor.hear()
+            if turn == Turn.LOAD:
+                self._executor.load(self._await(self._versions, number))
+                with self._changed:
+                    over = [lease for lease, held in self._leases.items() if held.message.version < number]
+                    for lease in over:
+                        del self._leases[lease]
+                for lease in over:
+                    self._soon(self._answers.void, lease)
+            elif turn == Turn.COMPUTE:
+                self._compute(self._await(self._leases, number))
+            elif turn == Turn.END:
+                return
+            else:
+                raise MalformedFrame(f"the head announced {turn}")
+
+    def _compute(self, held: HeldLease) -> None:
+        lease, began = held.message, self._thread.clock()
+        self.computing = lease.lease
+        self.activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
+        try:
+            computed = self._executor.compute(held, partial(self._soon, self._answers.result, lease.lease))
+        except LeafError as error:
+            self._soon(self._answers.failed, lease.lease, error)
+            if error.device_lost:
+                raise DeviceLost(str(self._executor.device), error.error) from error
+        else:
+            self._soon(self._answers.done, held, computed, max(began - self._idle_since, 0.0))
+        self._idle_since = self._thread.clock()
+        self.activity = "waiting for the head"
+
+    def _await(self, coming: dict[int, _Item], number: int) -> _Item:
+        with self._changed:
+            self._changed.wait_for(lambda: number in coming or self._stopping)
+            if number not in coming:
+                raise _Stopped
+            return coming.pop(number)
+
+    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(self._answer, call, arguments)
+
+    def _answer(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._on_failure(error)
