@@ -1,0 +1,176 @@
+"""Workers of several ranks: the same bits as single workers, whatever becomes of a rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.support import jobs
+from tests.support.circle import Circle
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+from torch import nn
+
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import LinkLost, Refused, W5xdeError
+from w5xde_async.job import Job
+from w5xde_async.plan.shares import Share
+from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.service import Worker
+
+EVERY = [(Share.BLOCK, 2), (Share.TURNS, 3), (Share.ALL, 2), (Share.BLOCK, 4)]
+
+
+def start(address: str, circle: Circle, make_job: Callable[[], Job] | None, **kwargs: Any) -> list[Worker]:
+    return [
+        Worker(address, job=None if make_job is None else make_job(), config=QUICK_WORKER,
+               rank=circle.rank(number, **kwargs))
+        for number in range(circle.ranks)
+    ]  # fmt: skip
+
+
+async def run(
+    make_job: Callable[[], Job], circles: Sequence[Circle], *, singles: int = 0, events: list[Event] | None = None,
+    **config: Any,
+) -> tuple[RunResult, list[Departure]]:  # fmt: skip
+    bus = Bus()
+    if events is not None:
+        bus.subscribe(events.append)
+    config.setdefault("min_workers", len(circles) + singles)
+    async with Coordinator(make_job(), config=settings(**config), bus=bus) as coordinator:
+        workers = [
+            one
+            for circle in circles
+            for one in start(coordinator.address, circle, None if config.get("code_free") else make_job)
+        ]
+        workers += [Worker(coordinator.address, job=make_job(), config=QUICK_WORKER) for _ in range(singles)]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        try:
+            result, *departures = await asyncio.gather(coordinator.wait(), *running)
+            return result, departures
+        finally:
+            for circle in circles:
+                circle.end()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("share", "ranks"), EVERY)
+@pytest.mark.parametrize("make_job", [jobs.mlp_sgd, jobs.cnn_adamw, jobs.gpt_adamw], ids=lambda make: make.__name__)
+async def test_an_island_has_the_bits_of_a_single_worker(make_job: Callable[[], Job], share: Share, ranks: int) -> None:
+    expected = await train(make_job)
+    events: list[Event] = []
+    result, departures = await run(make_job, [Circle(ranks, share, seed=ranks)], events=events)
+    assert (result.digest, result.loss) == (expected.digest, expected.loss)
+    assert departures == [Departure.FINISHED] * ranks
+    (joined,) = [event for event in events if isinstance(event, WorkerJoined)]
+    assert joined.device == f"cpu test={ranks}"
+
+
+async def test_islands_and_single_workers_in_one_run() -> None:
+    expected = await train(jobs.cnn_adamw)
+    circles = [Circle(2, Share.BLOCK, seed=1), Circle(3, Share.TURNS, seed=2)]
+    result, departures = await run(jobs.cnn_adamw, circles, singles=1, audit_fraction=0.3)
+    assert result.digest == expected.digest
+    assert departures == [Departure.FINISHED] * 6
+    assert len(result.shares) == 3
+
+
+async def test_an_island_without_code() -> None:
+    def make() -> Job:
+        return replace(jobs.mlp_sgd(), loss=nn.CrossEntropyLoss())
+
+    expected = await train(make)
+    result, _ = await run(make, [Circle(2, Share.BLOCK)], code_free=True)
+    assert result.digest == expected.digest
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("checked", [True, False])
+async def test_a_lost_rank_is_a_lost_island(lost: int, checked: bool) -> None:
+    expected = await train(jobs.cnn_adamw)
+    commits, events = Commits(), list[Event]()
+    bus = commits.bus
+    bus.subscribe(events.append)
+    checks: dict[str, Any] = {} if checked else {"audit_fraction": 0.0, "norm_gate": 0.0}
+    async with Coordinator(jobs.cnn_adamw(), config=settings(min_workers=2, **checks), bus=bus) as coordinator:
+        circle = Circle(2, Share.BLOCK)
+        ranks = start(coordinator.address, circle, jobs.cnn_adamw)
+        single = asyncio.create_task(Worker(coordinator.address, job=jobs.cnn_adamw(), config=QUICK_WORKER).run())
+        running = [asyncio.create_task(rank.run()) for rank in ranks]
+        await commits.reach(2)
+        assert ranks[lost]._connection is not None
+        ranks[lost]._connection.link.abort()
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        circle.end()
+        assert all(isinstance(error, W5xdeError) for error in ended)
+        result = await coordinator.wait()
+        assert await single is Departure.FINISHED
+    assert result.digest == expected.digest
+    (left,) = [event for event in events if isinstance(event, WorkerLeft) and not event.clean]
+    assert f"rank {lost}" in left.reason
+
+
+async def test_a_leaf_that_fails_on_an_island_is_tried_elsewhere() -> None:
+    expected = await train(jobs.mlp_sgd)
+    circle, failed = Circle(2, Share.BLOCK), list[int]()
+
+    def fails(task: Any, rank: int) -> bool:
+        if rank == 1 and task.step == 3 and len(failed) < 2:
+            failed.append(task.start)
+            return True
+        return False
+
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=2)) as coordinator:
+        running = [asyncio.create_task(one.run()) for one in start(coordinator.address, circle, jobs.mlp_sgd,
+                                                                   fails=fails)]  # fmt: skip
+        single = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        assert await asyncio.gather(*running, single) == [Departure.FINISHED] * 3
+    assert failed
+    assert result.digest == expected.digest
+
+
+async def test_a_rank_that_does_not_come_keeps_nobody_waiting() -> None:
+    expected = await train(jobs.mlp_sgd)
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=1, join_s=1.0)) as coordinator:
+        circle = Circle(2, Share.BLOCK)
+        alone = asyncio.create_task(start(coordinator.address, circle, jobs.mlp_sgd)[0].run())
+        single = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        assert await single is Departure.FINISHED
+        (error,) = await asyncio.gather(alone, return_exceptions=True)
+    assert isinstance(error, LinkLost | Departure)
+    assert result.digest == expected.digest
+
+
+async def test_a_run_of_another_kind_refuses_islands_and_says_why() -> None:
+    async with Coordinator(jobs.mlp_sgd(), config=settings(update=UpdateConfig(codec="int8"))) as coordinator:
+        ranks = start(coordinator.address, Circle(2, Share.BLOCK), jobs.mlp_sgd)
+        ended = await asyncio.gather(*[rank.run() for rank in ranks], return_exceptions=True)
+    assert all(isinstance(error, Refused) and "as they lie in memory" in str(error) for error in ended)
+
+
+async def test_an_island_that_is_asked_to_leave_goes_in_good_order() -> None:
+    expected = await train(jobs.mlp_sgd)
+    commits, events = Commits(), list[Event]()
+    bus = commits.bus
+    bus.subscribe(events.append)
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=2), bus=bus) as coordinator:
+        ranks = start(coordinator.address, Circle(2, Share.BLOCK), jobs.mlp_sgd)
+        single = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        running = [asyncio.create_task(rank.run()) for rank in ranks]
+        await commits.reach(2)
+        for rank in ranks:
+            rank.drain("enough")
+        assert await asyncio.gather(*running) == [Departure.DRAINED] * 2
+        result = await coordinator.wait()
+        assert await single is Departure.FINISHED
+    assert result.digest == expected.digest
+    assert all(event.clean for event in events if isinstance(event, WorkerLeft))
