@@ -47,6 +47,7 @@ class ExitCode(IntEnum):
     MISMATCH = 5
     PORT_IN_USE = 6
     DEVICE_LOST = 7
+    ISLAND_LOST = 8
     INTERRUPTED_TWICE = 130
 
 

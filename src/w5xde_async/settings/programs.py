@@ -29,7 +29,7 @@ The shared secret is read from a join file, W5XDE_JOIN, W5XDE_TOKEN,
 _EXIT_CODES = """\
 Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
-130 second Ctrl-C or SIGTERM."""
+7 device lost, 8 island lost, 130 second Ctrl-C or SIGTERM."""
 _JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
 
 
@@ -134,6 +134,15 @@ class WorkerSettings(Program):
         None, "a join string; as an argument only without its secret",
         text("w5xde://host:port?cert=sha256:...", "STRING"), "the run",
     )  # fmt: skip
+    island: str | None = setting(
+        None, "compute with several processes or devices as one worker: dp=N (each has leaves of its own), fsdp=N "
+        "(each holds a part of the model)", text("dp=N or fsdp=N", "SHAPE"), "machine", shown="one device",
+    )  # fmt: skip
+    island_interface: str | None = setting(
+        None, "network interface for what an island's ranks tell each other, without any protection: one that you "
+        "trust",
+        text("the name of an interface", "NAME"), "machine", shown="loopback",
+    )  # fmt: skip
     exit_with_stdin: bool = setting(
         False, "end when standard input does: whoever holds its other end is gone", YES_OR_NO, "program", hidden=True
     )
@@ -189,7 +198,7 @@ class PredictionSettings(CoordinatorSettings):
 
 
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
-_OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
+_OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS", "W5XDE_ISLAND_CHILD")
 
 
 def misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:

@@ -11,12 +11,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.errors import ExitCode
+from w5xde_async.errors import DeviceLost, ExitCode, Refused, Unreachable, UsageError
 from w5xde_async.process import attach, launch, memory_reports, signals
 
 if TYPE_CHECKING:
+    from w5xde_async.parallel.shape import IslandShape
     from w5xde_async.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
     """Work until the run is finished; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(_kind, given, prog=prog, prepare=_prepare)
+    return launch(_kind, given, prog=prog, prepare=partial(_prepare, given))
 
 
 def _kind() -> type[WorkerSettings]:
@@ -37,13 +40,22 @@ def _kind() -> type[WorkerSettings]:
     return WorkerSettings
 
 
-def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
-    if settings.exit_with_stdin:
+def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+    if settings.exit_with_stdin or os.environ.get("W5XDE_ISLAND_CHILD"):
         threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     from w5xde_async.worker.config import WorkerConfig
 
     config = settings.make(WorkerConfig, token=token)
     server = settings.where()
+    if settings.island is not None:
+        from w5xde_async.parallel.shape import IslandShape
+        from w5xde_async.worker.island_rank import is_rank
+
+        shape = IslandShape.parse(settings.island)
+        if not is_rank(os.environ):
+            return _supervise(arguments, settings, shape)
+
+    import torch
 
     from w5xde_async.compute.engine import choose_device
     from w5xde_async.job import load_job
@@ -54,13 +66,26 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
 
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     handler = Progress(settings.make(ProgressConfig, color=color)).handler()
-    handler.setLevel(_LEVELS[settings.values["log"]])
-    attach(handler, _LEVELS[settings.values["log"]])
+    level = _LEVELS[settings.values["log"]]
+    if settings.island is not None and level == logging.INFO and os.environ["RANK"] != "0":
+        level = logging.WARNING  # the head says it for all
+    handler.setLevel(level)
+    attach(handler, level)
     logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
     job = None if settings.job is None else load_job(settings.job)
 
+    rank = None
+    if settings.island is not None:
+        from w5xde_async.worker.island_rank import join_group
+
+        device = config.device
+        if device == "auto" and torch.cuda.is_available():
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        config = replace(config, device=device)
+        rank = join_group(shape, choose_device(device), os.environ, settings.island_interface or "")
+
     async def work() -> int:
-        worker = Worker(server, job=job, config=config, join_file=settings.join_file)
+        worker = Worker(server, job=job, config=config, join_file=settings.join_file, rank=rank)
         with signals(worker.drain), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
             if server:
                 address = format_address(worker.host, worker.port)
@@ -92,7 +117,39 @@ def _prepare(settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any
         )
         return ExitCode.OK
 
-    return work
+    async def work_as_rank() -> int:
+        code: int = ExitCode.ISLAND_LOST
+        try:
+            code = await work()
+        except (RunFailed, Unreachable, Refused, UsageError, DeviceLost) as error:
+            code = error.exit_code
+            logger.error("rank %s leaves: %s", os.environ["RANK"], error)
+        except Exception as error:  # a link or another rank is gone: nothing of this group can go on
+            logger.warning("rank %s leaves: %s", os.environ["RANK"], error)
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)  # a thread may wait for a rank that is gone, and Python's end would wait for it
+
+    return work if rank is None else work_as_rank
+
+
+def _supervise(
+    arguments: Sequence[str], settings: WorkerSettings, shape: IslandShape
+) -> Callable[[], Coroutine[Any, Any, int]]:
+    """Start the ranks of an island on this machine and keep them together."""
+    from w5xde_async.cluster.island_processes import IslandProcesses
+    from w5xde_async.telemetry.progress import Progress, ProgressConfig
+
+    handler = Progress(settings.make(ProgressConfig, color=False)).handler()
+    attach(handler, _LEVELS[settings.values["log"]])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    async def supervise() -> int:
+        processes = IslandProcesses(shape, arguments, threads=max(1, cores // shape.ranks))
+        with signals(processes.leave):
+            return await processes.run()
+
+    return supervise
 
 
 def _end_with_stdin() -> None:

@@ -40,7 +40,7 @@ async def gone(training: Training) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(2.0):
             while training.roster.sessions:
-                await next(iter(training.roster.sessions.values())).ended.wait()
+                await next(iter(training.roster.sessions.values())).gone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ class Run:
         await gone(before)
         for session in tuple(before.roster.sessions.values()):
             session.abort("it did not leave when the update rule changed")
-            await session.ended.wait()
+            await session.gone()
         await self.checkpointing.settle()
         await self.evaluation.settle()
         step, samples = before.progress, before.phase.samples_applied

@@ -266,6 +266,11 @@ class Session:
         before, self._told = self._told, (self.result_bytes, self.receiving_s)
         return self.result_bytes - before[0], self.receiving_s - before[1]
 
+    async def gone(self) -> None:
+        """Return when it has ended; of an island, when all of its sessions have."""
+        for session in self.links:
+            await session.ended.wait()
+
     # -- life ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

@@ -1,0 +1,129 @@
+"""The processes of one island on this machine: started together, ended together, started again.
+
+Nobody mends a group of which one rank is gone: the others are ended, and all begin anew, as a worker that the
+coordinator has not seen before. It is no loss of work but for the lease under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+
+from w5xde_async.errors import ExitCode
+from w5xde_async.parallel.shape import IslandShape
+
+logger = logging.getLogger(__name__)
+
+#: No other start would end otherwise.
+_HOPELESS = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
+_OTHERS_S = 1.0  # what one rank ends with may only follow from another's end
+_LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
+CHILD = "W5XDE_ISLAND_CHILD"  #: set for ranks: whoever started them holds their standard input
+
+
+class IslandProcesses:
+    """``shape.ranks`` worker processes with the same ``arguments``, of which the first is the head."""
+
+    def __init__(self, shape: IslandShape, arguments: Sequence[str], *, threads: int) -> None:
+        """``threads``: torch's, of each rank."""
+        self._shape, self._arguments, self._threads = shape, arguments, threads
+        self._processes: list[Process] = []
+        self._left = asyncio.Event()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of those that run, by rank."""
+        return [process.pid for process in self._processes]
+
+    def leave(self, reason: str) -> None:
+        """Leave in good order: the head finishes its lease and says so. Returns at once."""
+        logger.info("the island leaves reason=%s", reason)
+        self._left.set()
+        for process in self._processes[:1]:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    async def run(self) -> int:
+        """Until the ranks have left in good order, or cannot work at all. Their exit code."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._left.is_set():
+            began = time.monotonic()
+            try:
+                code, why = await self._once()
+            finally:
+                await self._kill()
+            if code == ExitCode.OK or code in _HOPELESS:
+                return code
+            if self._left.is_set():
+                break
+            if time.monotonic() - began > _LASTED_S:
+                pause_s = _FIRST_PAUSE_S
+            logger.warning("island lost, all of it is started again in %.1f s reason=%s", pause_s, why)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._left.wait()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return ExitCode.OK
+
+    async def _once(self) -> tuple[int, str]:
+        """From the start of all ranks to the end of one."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(self._shape.ranks):
+            self._processes.append(await self._start(rank, port))
+        waits = {
+            asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._processes)
+        }  # fmt: skip
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            good = all(task.result() == ExitCode.OK for task in done)
+            done, left = await asyncio.wait(waits, timeout=_LEAVING_S if good else _OTHERS_S)
+        finally:
+            for task in waits:
+                task.cancel()
+        ends = {waits[task]: task.result() for task in done}
+        if good and left:
+            logger.warning("ranks %s did not leave with the others", sorted(waits[task] for task in left))
+        said = ", ".join(f"rank {rank} {_how(code)}" for rank, code in sorted(ends.items()))
+        worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
+        return (worst[0] if worst else ExitCode.OK), said
+
+    async def _start(self, rank: int, port: int) -> Process:
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._shape.ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), CHILD: "1",
+            # Gathered parameters come and go: what is freed has to go back to the system at once.
+            "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
+        }  # fmt: skip
+        environment.setdefault("W5XDE_THREADS", str(self._threads))
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "w5xde_async.worker", *self._arguments, stdin=PIPE, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+    async def _kill(self) -> None:
+        processes, self._processes = self._processes, []
+        for process in processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            if process.stdin is not None:
+                process.stdin.close()
+        await asyncio.gather(*[process.wait() for process in processes])
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"

@@ -1,0 +1,101 @@
+"""One process of an island: the group that it belongs to, and the engine that it computes with.
+
+Whoever starts the ranks says who they are in the environment, as torchrun does: RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from w5xde_async.compute.block import LeafSpec
+from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.program.program_job import ProgramJob
+from w5xde_async.errors import UsageError
+from w5xde_async.job import Job
+from w5xde_async.parallel.data_parallel import DataParallelEngine
+from w5xde_async.parallel.engine import IslandEngine
+from w5xde_async.parallel.fsdp import FsdpEngine
+from w5xde_async.parallel.group import Group, join_store, open_store
+from w5xde_async.parallel.replica import replica_of
+from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.worker.executors.island import Rank
+
+_WORD = 62  # bits in a number that travels
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether somebody has started this process as one of several ranks."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def join_group(shape: IslandShape, device: torch.device, environment: Mapping[str, str], interface: str) -> Rank:
+    """Meet the other ranks. Blocks until all are there.
+
+    Raises UsageError where the environment does not fit the shape, RuntimeError where somebody does not come.
+    """
+    try:
+        number, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"this process is a rank (RANK is set), and the environment lacks {error}: torchrun sets RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT"
+        ) from None
+    if ranks != shape.ranks:
+        raise UsageError(f"--island {shape} has {shape.ranks} ranks, and {ranks} were started (WORLD_SIZE)")
+    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: Any = open_store(host, port) if not number and not served else join_store(host, port)
+    if served:  # the same store after a restart
+        store = PrefixStore(f"w5xde {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    group = Group(store, number, ranks, device, interface=interface)
+    return Rank(
+        rank=number, ranks=ranks, key=_key(group), shape=str(shape), lockstep=GroupLockstep(group),
+        build=partial(_build, shape, group),
+    )  # fmt: skip
+
+
+def _key(group: Group) -> str:
+    words = [secrets.randbits(_WORD) if not group.rank else 0 for _ in range(2)]
+    return "".join(f"{word:016x}" for word in group.numbers(words)[0])
+
+
+class GroupLockstep:
+    """The ranks of a group stay together by what rank 0 announces."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def announce(self, turn: int, number: int, detail: int) -> None:
+        """On rank 0: tell the others."""
+        self._group.announce(turn, number, detail)
+
+    def hear(self) -> tuple[int, int, int]:
+        """On the others: wait for what it announces next."""
+        return self._group.hear()
+
+    def union(self, numbers: Sequence[int], count: int) -> list[int]:
+        """Which of the numbers below ``count`` any rank has."""
+        words = [0] * (count // _WORD + 1)
+        for number in numbers:
+            words[number // _WORD] |= 1 << number % _WORD
+        union = [0] * len(words)
+        for row in self._group.numbers(words):
+            union = [mine | theirs for mine, theirs in zip(union, row, strict=True)]
+        return [number for number in range(count) if union[number // _WORD] >> number % _WORD & 1]
+
+
+def _build(
+    shape: IslandShape, group: Group, source: Job | ProgramJob, spec: LeafSpec, bucket_bytes: int
+) -> IslandEngine:
+    if shape.mode == "dp":
+        return DataParallelEngine(Engine(source, spec, device=group.device, bucket_bytes=bucket_bytes), group)
+    if not isinstance(source, Job):
+        raise UsageError(f"--island {shape} needs the job's code so far: give --job")
+    return FsdpEngine(replica_of(source, bucket_bytes), spec, group)
