@@ -27,7 +27,6 @@ _HOPELESS = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.AUTHENTICATION, Exit
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
 _OTHERS_S = 1.0  # what one rank ends with may only follow from another's end
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
-CHILD = "W5XDE_ISLAND_CHILD"  #: set for ranks: whoever started them holds their standard input
 
 
 class IslandProcesses:
@@ -100,7 +99,7 @@ class IslandProcesses:
     async def _start(self, rank: int, port: int) -> Process:
         environment = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._shape.ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), CHILD: "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "W5XDE_EXIT_WITH_STDIN": "true",
             # Gathered parameters come and go: what is freed has to go back to the system at once.
             "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
         }  # fmt: skip

@@ -198,7 +198,7 @@ class PredictionSettings(CoordinatorSettings):
 
 
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)
-_OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS", "W5XDE_ISLAND_CHILD")
+_OTHER_VARIABLES = ("W5XDE_TOKEN", "W5XDE_DASHBOARD_LINK", "W5XDE_FAILPOINTS")
 
 
 def misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:

@@ -41,7 +41,7 @@ def _kind() -> type[WorkerSettings]:
 
 
 def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
-    if settings.exit_with_stdin or os.environ.get("W5XDE_ISLAND_CHILD"):
+    if settings.exit_with_stdin:
         threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     from w5xde_async.worker.config import WorkerConfig
 
@@ -109,7 +109,7 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
                 finally:
                     parting.cancel()
             except RunFailed:
-                if settings.exit_with_stdin:  # the parent is that coordinator and tells it itself
+                if settings.exit_with_stdin and rank is None:  # the parent is that coordinator and tells it itself
                     return ExitCode.OK
                 raise
         logger.info(

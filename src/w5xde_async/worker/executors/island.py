@@ -18,6 +18,7 @@ from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.job import Job
 from w5xde_async.parallel.engine import IslandEngine
+from w5xde_async.parallel.fsdp import LoneLeafError
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
@@ -116,7 +117,11 @@ class IslandExecutor:
         def emit(bucket: int, pieces: Sequence[Tensor]) -> None:
             send(BucketResult(bucket, [*zip(self._specs[bucket], map(bytes_of, pieces), strict=True)]))
 
-        outcome = self._engine.compute(held.task(self._loss_scale), emit)
+        try:
+            outcome = self._engine.compute(held.task(self._loss_scale), emit)
+        except LoneLeafError as error:  # the others wait for this rank, which cannot go on
+            error.device_lost = True
+            raise
         return Computed(outcome, (), outcome.vectors)
 
     def submit(self, asked: Submit) -> Computed:

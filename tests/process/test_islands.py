@@ -1,0 +1,95 @@
+"""Islands of real processes: the digest of single workers, whatever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs
+from tests.support.cluster import train
+from tests.support.processes import ROOT, Program, programs
+
+pytestmark = pytest.mark.slow
+JOB = f"{ROOT / 'tests/support/jobs.py'}:gpt_adamw"
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    with programs() as started:
+        yield started
+
+
+def coordinator(start: Any, tmp_path: Path, *arguments: str, **kwargs: Any) -> tuple[Program, str]:
+    program = start(
+        "w5xde_async.coordinator", JOB, "--port", "0", "--run-dir", str(tmp_path / f"run{len(os.listdir(tmp_path))}"),
+        "--log-format", "json", *arguments, **kwargs,
+    )  # fmt: skip
+    return program, program.wait_for("run_started")["address"]
+
+
+def worker(start: Any, address: str, *arguments: str, **kwargs: Any) -> Program:
+    program: Program = start(
+        "w5xde_async.worker", "--server", address, "--job", JOB, "--threads", "1", "--log-format", "json", *arguments,
+        **kwargs,
+    )  # fmt: skip
+    return program
+
+
+def digest(program: Program) -> str:
+    assert program.finish() == 0, "".join(program.text[-20:])
+    return str(program.last("run_finished")["digest"])
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The digest of one worker, in this process."""
+    torch.set_num_threads(1)
+    return asyncio.run(train(jobs.gpt_adamw)).digest
+
+
+def ranks_of(island: Program) -> dict[int, int]:
+    """Process ids by rank."""
+    found: dict[int, int] = {}
+    for children in Path(f"/proc/{island.process.pid}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(one[5:]): int(pid) for one in environment if one.startswith(b"RANK=")}
+    return found
+
+
+@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2"])
+def test_an_island_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path, expected: str, shape: str) -> None:
+    program, address = coordinator(start, tmp_path)
+    island = worker(start, address, "--island", shape)
+    assert digest(program) == expected
+    assert island.finish() == 0, "".join(island.text)
+
+
+@pytest.mark.parametrize(("shape", "lost"), [("dp=2", 1), ("fsdp=2", 0)])
+def test_a_rank_is_killed(start: Any, tmp_path: Path, expected: str, shape: str, lost: int) -> None:
+    program, address = coordinator(start, tmp_path)
+    island = worker(start, address, "--island", shape, leaf_s=0.05)
+    program.wait_for("step_committed", step=3)
+    os.kill(ranks_of(island)[lost], signal.SIGKILL)
+    left = program.wait_for("worker_left")
+    assert not left["clean"]
+    program.wait_for("worker_joined")
+    assert digest(program) == expected
+    assert island.finish() == 0, "".join(island.text)
+
+
+def test_an_island_is_told_to_leave_and_a_single_worker_goes_on(start: Any, tmp_path: Path, expected: str) -> None:
+    program, address = coordinator(start, tmp_path, "--min-workers", "2")
+    island, single = worker(start, address, "--island", "dp=2", leaf_s=0.05), worker(start, address, leaf_s=0.05)
+    program.wait_for("step_committed", step=3)
+    island.signal(signal.SIGTERM)
+    assert island.finish() == 0
+    assert program.wait_for("worker_left")["clean"]
+    assert digest(program) == expected
+    assert single.finish() == 0
