@@ -99,13 +99,13 @@ class IslandProcesses:
     async def _start(self, rank: int, port: int) -> Process:
         environment = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._shape.ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "W5XDE_EXIT_WITH_STDIN": "true",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             # Gathered parameters come and go: what is freed has to go back to the system at once.
             "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
         }  # fmt: skip
         environment.setdefault("W5XDE_THREADS", str(self._threads))
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "w5xde_async.worker", *self._arguments, stdin=PIPE, env=environment,
+            sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE, env=environment,
             start_new_session=True,
         )  # fmt: skip
 
