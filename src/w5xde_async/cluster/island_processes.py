@@ -105,8 +105,8 @@ class IslandProcesses:
         }  # fmt: skip
         environment.setdefault("W5XDE_THREADS", str(self._threads))
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE, env=environment,
-            start_new_session=True,
+            sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE,
+            env=environment, start_new_session=True,
         )  # fmt: skip
 
     async def _kill(self) -> None:
