@@ -1,4 +1,4 @@
-"""``w5xde coordinator ...``, ``w5xde worker ...``, ``w5xde status``, ``w5xde doctor``, ``w5xde predict``."""
+"""``w5xde coordinator ...``, and the other programs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ usage: w5xde coordinator JOB [options]
        w5xde status [--server HOST:PORT | --run-dir DIR] [--watch]
        w5xde doctor --join-file FILE
        w5xde predict JOB [--workers N] [options]
+       w5xde memory JOB [--island MODE=N]
 
 Each has its own --help. The same as python -m w5xde_async.coordinator,
 python -m w5xde_async.worker and so on.
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     programs = {
         "coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor, "predict": predict,
+        "memory": _memory,
     }  # fmt: skip
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")
@@ -39,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = bool(given) and given[0] in ("--help", "-h")
     (sys.stdout if wanted else sys.stderr).write(_USAGE)
     return ExitCode.OK if wanted else ExitCode.USAGE
+
+
+def _memory(arguments: Sequence[str], *, prog: str) -> int:
+    from w5xde_async.memory import main as memory  # it imports torch at once
+
+    return memory(arguments, prog=prog)
 
 
 if __name__ == "__main__":

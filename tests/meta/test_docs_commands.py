@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 from tests.meta.test_docs import DOCUMENTS, ROOT, environment, name_of, write_files
 
-from w5xde_async import status
+from w5xde_async import memory, status
 from w5xde_async.errors import UsageError
 from w5xde_async.facade.guava.workers import network_worker as guava
 from w5xde_async.settings import PROGRAMS as KINDS
@@ -34,7 +34,7 @@ README = DOCUMENTS[0]
 PROGRAMS = {program.table: program for program in KINDS} | {"doctor": DoctorSettings, "predict": PredictionSettings}
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 FLAGS = {flag for program in PROGRAMS.values() for flag in flag_names(program)}
-FLAGS |= set(status.parser("status")._option_string_actions)
+FLAGS |= {flag for one in (status, memory) for flag in one.parser("")._option_string_actions}
 #: Commands that are not ours: nothing about them is checked but that somebody put them here on purpose.
 FOREIGN = {
     ".",
@@ -131,8 +131,8 @@ def check(words: list[str]) -> None:
 
 def parse(program: str, arguments: list[str]) -> None:
     given = [argument for argument in arguments if argument != "..."]
-    if program == "status":
-        status.parser("status").parse_args(given)
+    if program in ("status", "memory"):
+        (status if program == "status" else memory).parser(program).parse_args(given)
         return
     if program in ("facade.guava", "facade.guava.workers.network_worker"):
         guava.parser().parse_args(given)

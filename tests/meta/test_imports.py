@@ -15,6 +15,7 @@ LEVELS = {
     "process": 23,
     "settings": 22,
     "status": 22,
+    "memory": 22,
     "facade": 21,
     "cluster": 20,
     "coordinator.service": 19,

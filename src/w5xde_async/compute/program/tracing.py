@@ -150,6 +150,34 @@ def trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) ->
             raise NotTraceable(_first_line(error), _where(error)) from error
 
 
+def outline(job: Job, model: nn.Module, layout: Layout, batch: Any) -> Program:
+    """The job's step as a program for batches of this one's shapes, which nobody has compared with the model.
+
+    Model and batch may be of fake tensors: the program's constants have no values. Raises NotTraceable.
+    """
+    structure, tensors = flatten(batch)
+    in_precision: Callable[[], Any] = autocast(job.precision) or nullcontext
+    names: list[str] = []
+    constants: list[Tensor] = []
+    with random_state(), warnings.catch_warnings(), _quiet():
+        warnings.simplefilter("ignore")
+        try:
+            with users_code():
+                exported, _ = _export(model, step_function(job), structure, names, tensors, in_precision, (None,))
+        except Exception as error:
+            raise NotTraceable(_first_line(error), _where(error)) from error
+    graph = Converter(exported, tensors, _index_of(layout), constants, len(layout.entries)).graph()
+    return Program(
+        layout.fingerprint, structure, tuple(names), statistics(layout, model),
+        tuple(torch.zeros((), dtype=constant.dtype).expand(constant.shape) for constant in constants),
+        (renumbered(graph, len(layout.entries), len(constants)),), len(layout.entries),
+    )  # fmt: skip
+
+
+def _index_of(layout: Layout) -> dict[str, int]:
+    return {name: index for index, entry in enumerate(layout.entries) for name in entry.names}
+
+
 def _changes_gradients(job: Job, model: nn.Module, batch: Any) -> bool:
     """Whether the step itself changes gradients, which are not its own: it clips or zeroes them, or runs backward."""
     trained: list[nn.Parameter] = []
@@ -187,7 +215,7 @@ def _quiet() -> Iterator[None]:
 def _trace(job: Job, model: nn.Module, layout: Layout, batches: Sequence[Any]) -> Document:
     step = step_function(job)
     in_precision: Callable[[], Any] = autocast(job.precision) or nullcontext
-    index_of = {name: index for index, entry in enumerate(layout.entries) for name in entry.names}
+    index_of = _index_of(layout)
     flat = [flatten(batch) for batch in batches]
     structure = flat[0][0]
     if any(other != structure for other, _ in flat):

@@ -1,0 +1,230 @@
+"""``w5xde memory JOB``: what the job's model needs in memory, process by process, for each way to compute it.
+
+Nothing is allocated: the model is made on torch's meta device, and one step runs on tensors without memory. Exit codes
+are those of the other programs: 2 wrong usage or job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from w5xde_async.compute.batch import flatten, map_tensors
+from w5xde_async.compute.footprint import (
+    activations_of,
+    activations_of_stages,
+    faked,
+    model_without_memory,
+    optimizer_bytes,
+)
+from w5xde_async.compute.program.atoms import Atoms, cut
+from w5xde_async.compute.program.converting import NotTraceable
+from w5xde_async.compute.program.tracing import outline, probe_batches
+from w5xde_async.config import Parser
+from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.errors import ExitCode, UsageError, W5xdeError, need
+from w5xde_async.job import Job, load_job, step_function
+from w5xde_async.parallel.replica import units_of
+from w5xde_async.params.layout import Layout
+from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp
+from w5xde_async.telemetry import wording
+
+_MODES = ("dp", "fsdp", "pp")
+_SHOWN = ("dp=2", "fsdp=2", "fsdp=4", "fsdp=8", "pp=2", "pp=4")  # without --island
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "data", "exchange", "together")
+_NOT_COUNTED = """\
+Activations: the most in forward and backward of a leaf, with what autocast
+makes of weights. Data and gradients: leases of two leaves a rank, one computed,
+one ahead. Not counted: Python and torch themselves, kernels' scratch memory,
+what an allocator keeps, codecs, and on CUDA the parameters and results that
+also lie in host memory. Rules of local steps run the optimizer in the worker.
+"""
+
+
+class Island(NamedTuple):
+    """``fsdp=2``."""
+
+    mode: str
+    ranks: int
+
+    @classmethod
+    def parse(cls, text: str) -> Island:
+        mode, _, number = text.partition("=")
+        ranks = int(number) if number.isdecimal() and len(number) < 6 else 0
+        if mode not in _MODES or ranks < 2:
+            raise UsageError(
+                f"--island {text[:40]!r}: {', '.join(f'{mode}=N' for mode in _MODES)} are counted, N from 2 on"
+            )
+        return cls(mode, ranks)
+
+    def __str__(self) -> str:
+        return f"{self.mode}={self.ranks}"
+
+
+class Row(NamedTuple):
+    """What a process is called, and what it needs, or why that is not known."""
+
+    name: str
+    need: Need | str
+
+
+class Survey:
+    """A job, measured once. Raises JobError for one whose model or batch cannot be had without memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._model = model_without_memory(job)
+        self.layout = Layout.of(self._model, bucket_bytes=CoordinatorConfig().bucket_bytes)
+        self._batch = probe_batches(job, [job.microbatch_samples])[0]
+        optimizer = optimizer_bytes(job, self._model)
+        self.optimizer_known = optimizer is not None
+        microbatch = sum(t.numel() * t.element_size() for t in flatten(self._batch)[1])
+        trained = [self.layout.entries[index] for index in self.layout.trainable]
+        self.model = Model(
+            parameters=self.layout.state_bytes,
+            gradients=self.layout.vector_bytes,
+            native=sum(e.numel * e.dtype.itemsize for e in trained if e.dtype != torch.float32),
+            largest_unit=self._largest_unit(),
+            optimizer=optimizer or 0,
+            activations=activations_of(self._model, step_function(job), self._batch, job.precision),
+            microbatch=microbatch,
+            microbatches=job.accumulate_grad_batches,
+            step=-(-microbatch * job.batch_size // job.microbatch_samples),
+        )
+        self._atoms: Atoms | NotTraceable | None = None
+
+    def _largest_unit(self) -> int:
+        """In float32; what is in no unit is the root's."""
+        inside: set[int] = set()
+        sizes = []
+        for unit in units_of(self._model):
+            own = {id(p): p.numel() for p in unit.parameters()}
+            inside |= own.keys()
+            sizes.append(sum(own.values()))
+        sizes.append(sum(p.numel() for p in self._model.parameters() if id(p) not in inside))
+        return 4 * max(sizes)
+
+    def rows(self, islands: Iterable[Island]) -> Iterator[Row]:
+        """One for each kind of process."""
+        yield Row("coordinator", coordinator(self.model))
+        yield Row("a worker alone", alone(self.model))
+        for island in islands:
+            if island.mode == "pp":
+                yield from self._pipeline(island)
+            elif island.mode == "dp":
+                yield Row(f"{island}, a rank", dp(self.model, island.ranks, self.layout.bucket_bytes)[0])
+            else:
+                yield Row(f"{island}, a rank", fsdp(self.model, island.ranks)[0])
+
+    def _pipeline(self, island: Island) -> Iterator[Row]:
+        atoms = self.atoms()
+        if isinstance(atoms, NotTraceable):
+            yield Row(str(island), f"the step cannot be cut: {atoms}")
+            return
+        try:
+            runs = atoms.stages(island.ranks)
+        except ValueError as error:
+            yield Row(str(island), str(error))
+            return
+        stages = []
+        each = activations_of_stages(atoms, runs, flatten(self._batch)[1], self.job.precision)
+        for run, activations in zip(runs, each, strict=True):
+            stages.append(self._stage(atoms, run, activations))
+        for rank, needed in enumerate(pp(self.model, stages)):
+            yield Row(f"{island}, rank {rank}", needed)
+
+    def _stage(self, atoms: Atoms, run: range, activations: Activations) -> Stage:
+        held = {index for number in run for index in atoms.atoms[number].entries}
+        entries = [self.layout.entries[index] for index in sorted(held)]
+        return Stage(
+            sum(entry.numel * entry.dtype.itemsize for entry in entries),
+            sum(4 * entry.numel for entry in entries if entry.role == "grad"),
+            activations,
+        )
+
+    def atoms(self) -> Atoms | NotTraceable:
+        """The job's step in atoms, or why there are none."""
+        if self._atoms is None:
+            with faked(self._model) as (model, _):
+                batch = map_tensors(self._batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
+                try:
+                    program = outline(self.job, model, self.layout, batch)
+                except NotTraceable as error:
+                    self._atoms = error
+                    return error
+            self._atoms = cut(program, self.layout, memory_bytes=1 << 62)
+        return self._atoms
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Lines of text, in GiB or MiB, as the largest sum asks for."""
+    rows = list(rows)
+    largest = max(row.need.together for row in rows if isinstance(row.need, Need))
+    unit, size = ("GiB", 1 << 30) if largest >= 2 << 30 else ("MiB", 1 << 20)
+    wide = max(len(row.name) for row in rows)
+    lines = [f"{unit:<{wide}}" + "".join(f"{column:>13}" for column in _COLUMNS)]
+    for name, needed in rows:
+        if isinstance(needed, str):
+            lines.append(f"{name:<{wide}}  {needed}")
+        else:
+            cells = (getattr(needed, column) / size for column in _COLUMNS)
+            lines.append(f"{name:<{wide}}" + "".join(f"{_shown(cell):>13}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _shown(cell: float) -> str:
+    return "-" if not cell else "< 0.01" if cell < 0.00995 else f"{cell:.2f}" if cell < 9.95 else f"{cell:.1f}"
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Of the command line; its ``parse_args`` raises UsageError."""
+    parser = Parser(
+        prog=prog,
+        description="What a job's model needs in memory, process by process. Nothing of it is allocated.",
+        epilog="An island is a worker of several devices: dp=N each with the model, fsdp=N each with a part of every "
+        "layer, pp=N each with some of the layers.",
+    )
+    parser.add_argument("job", metavar="JOB", help="FILE.py:NAME or MODULE:NAME, a Job or a function that returns one")
+    parser.add_argument(
+        "--island", metavar="MODE=N", action="append", help=f"{', '.join(_MODES)}; repeatable [{' '.join(_SHOWN)}]"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.memory") -> int:
+    """Print the table; the result is the exit code."""
+    try:
+        given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
+        islands = [Island.parse(text) for text in given.island or _SHOWN]
+        need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
+        job = load_job(given.job)
+        survey = Survey(job)
+        parts = (
+            f"{survey.layout.num_parameters:,} parameters",
+            f"{job.microbatch_samples} samples a microbatch",
+            f"{job.accumulate_grad_batches} microbatches a leaf",
+            job.precision,
+        )
+        text = f"{given.job}: {', '.join(parts)}\n\n{table(survey.rows(islands))}\n\n{_NOT_COUNTED}"
+        if not survey.optimizer_known:
+            text += "The optimizer's state is not known: its first step needs values.\n"
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # "| head" has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except W5xdeError as error:
+        sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.OK
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

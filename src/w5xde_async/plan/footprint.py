@@ -1,0 +1,151 @@
+"""What a model needs in memory, process by process, for every way to compute it: arithmetic on measured sizes.
+
+Counted are tensors that grow with the model or the batch. Not counted: Python and torch themselves, a kernel's scratch
+memory, what an allocator keeps or rounds up, frames that wait to be sent, codecs and their residuals. Leases are taken
+to hold two leaves for each process that computes them; each doubling adds one sum of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: Leases that a worker has at once: one that it computes, and one ahead, whose data is there.
+_LEASES = 2
+_LEAVES = 2  # of a lease, for each process that computes
+_LEAVING = 1  # sums of gradients that are on their way out
+#: Largest units of a fully sharded rank that are whole at once: a unit, its gradient, what is sent and what is received
+#: of that, and the next unit.
+_UNITS = 5
+
+
+class Activations(NamedTuple):
+    """Bytes of one microbatch beside parameters, gradients and data. ``kept`` by forward for backward; ``peak``: the
+    most in forward and backward together."""
+
+    kept: int
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Bytes of a model and of its data.
+
+    parameters    with buffers, in their own dtypes
+    gradients     of a block's sum, in float32
+    native        gradients that are made in other dtypes than float32
+    largest_unit  of what a fully sharded rank has whole at a time, in float32
+    activations   of one microbatch
+    microbatch    its data; ``step``: a whole step's
+    microbatches  how many a leaf sums
+    """
+
+    parameters: int
+    gradients: int
+    native: int
+    largest_unit: int
+    optimizer: int
+    activations: Activations
+    microbatch: int
+    microbatches: int
+    step: int
+
+    @property
+    def sums(self) -> int:
+        """Sums of gradients of a lease under way: one, where a leaf's gradients land on those of the leaf before."""
+        return 1 if self.microbatches == 1 and not self.native else 2
+
+    @property
+    def leases(self) -> int:
+        """Data of the leases that a worker has."""
+        return _LEASES * _LEAVES * self.microbatches * self.microbatch
+
+
+class Stage(NamedTuple):
+    """A run of atoms: bytes of its parameters and buffers, of their gradients, and of a microbatch in it."""
+
+    parameters: int
+    gradients: int
+    activations: Activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that one process holds. ``exchange``: what ranks of an island send each other, and whole units."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    data: int = 0
+    exchange: int = 0
+
+    @property
+    def together(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.data + self.exchange
+
+
+def coordinator(model: Model) -> Need:
+    """It holds the parameters and the optimizer's state, one sum that is added to and one that arrives, and the data of
+    two steps. With many workers it holds more sums: ``run_started`` has the most."""
+    return Need(
+        parameters=model.parameters, gradients=2 * model.gradients, optimizer=model.optimizer, data=2 * model.step
+    )
+
+
+def alone(model: Model) -> Need:
+    """A worker of one process."""
+    return Need(
+        parameters=model.parameters,
+        gradients=(model.sums + _LEAVING) * model.gradients + model.native,
+        activations=model.activations.peak,
+        data=model.leases,
+    )
+
+
+def dp(model: Model, ranks: int, bucket_bytes: int) -> list[Need]:
+    """Every rank holds the model; a sum is exchanged, and sent in shards."""
+    shards = (1 + _LEAVING) * _share(model.gradients, ranks)
+    each = Need(
+        parameters=model.parameters,
+        gradients=model.sums * model.gradients + model.native + shards,
+        activations=model.activations.peak,
+        data=model.leases,
+        exchange=min(bucket_bytes, model.gradients),
+    )
+    return [each] * ranks
+
+
+def fsdp(model: Model, ranks: int) -> list[Need]:
+    """Every rank holds its shards, as they come in and as they are computed with, and one unit after the other."""
+    whole = 0 if model.microbatches == 1 else model.gradients  # leaves of several microbatches are summed first
+    each = Need(
+        parameters=2 * _share(model.parameters, ranks),
+        gradients=(_LEAVES + _LEAVING) * _share(model.gradients, ranks) + whole,
+        activations=model.activations.peak,
+        data=model.leases,
+        exchange=_UNITS * model.largest_unit,
+    )
+    return [each] * ranks
+
+
+def pp(model: Model, stages: Sequence[Stage]) -> list[Need]:
+    """A rank holds one stage. Of a leaf's microbatches as many are under way in it as there are stages from it on
+    (1F1B): each keeps what it made, and one is in backward."""
+    found = []
+    for number, stage in enumerate(stages):
+        under_way = min(len(stages) - number, model.microbatches)
+        found.append(
+            Need(
+                parameters=stage.parameters,
+                gradients=(model.sums + _LEAVING) * stage.gradients,
+                activations=(under_way - 1) * stage.activations.kept + stage.activations.peak,
+                data=model.leases,
+            )
+        )
+    return found
+
+
+def _share(nbytes: int, ranks: int) -> int:
+    return -(-nbytes // ranks)

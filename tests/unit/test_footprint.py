@@ -1,0 +1,335 @@
+"""The arithmetic of memory, its measured sizes, and the program that prints both."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs, programs
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from w5xde_async import memory
+from w5xde_async.__main__ import main as w5xde
+from w5xde_async.compute import footprint
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.block import Task, autocast
+from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.footprint import _Held, activations_of, model_without_memory, optimizer_bytes
+from w5xde_async.compute.program.tracing import probe_batches
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job, build_model, step_function
+from w5xde_async.memory import Island, Survey, table
+from w5xde_async.plan.footprint import Activations, Model, Stage, alone, coordinator, dp, fsdp, pp
+
+MODEL = Model(
+    parameters=1000, gradients=800, native=0, largest_unit=200, optimizer=1600, activations=Activations(50, 70),
+    microbatch=4, microbatches=1, step=32,
+)  # fmt: skip
+
+
+# -- the arithmetic
+
+
+def test_a_worker_alone_holds_the_model_and_two_sums() -> None:
+    found = alone(MODEL)
+    assert (found.parameters, found.gradients, found.optimizer) == (1000, 2 * 800, 0)
+    assert found.activations == 70
+    assert found.data == 2 * 2 * 4
+    assert found.together == 1000 + 1600 + 70 + 16
+    assert alone(replace(MODEL, microbatches=3)).gradients == 3 * 800  # a leaf is summed by itself first
+    assert alone(replace(MODEL, native=400)).gradients == 3 * 800 + 400
+
+
+def test_the_optimizer_is_the_coordinators() -> None:
+    found = coordinator(MODEL)
+    assert found.optimizer == 1600
+    assert found.together == 1000 + 2 * 800 + 1600 + 2 * 32
+    assert not any(need.optimizer for need in (alone(MODEL), *dp(MODEL, 2, 64), *fsdp(MODEL, 2), *pp(MODEL, [])))
+
+
+def test_ranks_that_share_the_data_hold_the_model_each() -> None:
+    found = dp(MODEL, 4, 64)
+    assert len(found) == 4
+    assert found[0].parameters == 1000
+    assert found[0].gradients == 800 + 2 * 200
+    assert found[0].exchange == 64
+
+
+def test_shards_shrink_with_the_ranks_and_units_do_not() -> None:
+    two, eight = fsdp(MODEL, 2)[0], fsdp(MODEL, 8)[0]
+    assert (two.parameters, two.gradients, two.exchange) == (1000, 3 * 400, 5 * 200)
+    assert (eight.parameters, eight.gradients, eight.exchange) == (250, 3 * 100, 5 * 200)
+    assert fsdp(replace(MODEL, microbatches=2), 8)[0].gradients == 3 * 100 + 800
+
+
+def test_a_stage_keeps_the_microbatches_that_are_under_way() -> None:
+    stages = [Stage(600, 500, Activations(30, 40)), Stage(400, 300, Activations(20, 45))]
+    one = pp(MODEL, stages)
+    assert [need.activations for need in one] == [40, 45]
+    assert [need.parameters for need in one] == [600, 400]
+    assert [need.gradients for need in one] == [2 * 500, 2 * 300]
+    many = pp(replace(MODEL, microbatches=8), stages)
+    assert [need.activations for need in many] == [30 + 40, 45]
+
+
+# -- what is measured
+
+
+class Wide(nn.Module):
+    """What forward keeps can be counted by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).exp())
+        return out
+
+
+def _job(model: Callable[[], nn.Module] | nn.Module, width: int, **more: Any) -> Job:
+    x = torch.randn(32, width)
+    return Job(
+        model=model, dataset=TensorDataset(x, x), loss=F.mse_loss, batch_size=32, microbatch_size=8, max_steps=1,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()), **more,
+    )  # fmt: skip
+
+
+def test_what_forward_keeps_is_counted_once() -> None:
+    job = _job(Wide, 16)
+    found = activations_of(
+        model_without_memory(job), step_function(job), probe_batches(job, [8])[0], precision="fp32"
+    )  # fmt: skip
+    # exp's result, which it keeps and the product after it too; the output and the loss. up's result is let go.
+    assert found.kept == 8 * 64 * 4 + 8 * 16 * 4 + 4
+    assert found.peak > found.kept
+
+
+MEASURED: dict[str, Callable[[], Job]] = {
+    name: programs.TRACEABLE[name] for name in ("mlp", "cnn", "gpt", "bf16", "words", "checkpointed")
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_tensors_without_memory_take_what_real_ones_take(name: str) -> None:
+    job = MEASURED[name]()
+    batch = probe_batches(job, [job.microbatch_samples])[0]
+    found = activations_of(model_without_memory(job), step_function(job), batch, job.precision)
+
+    model = build_model(job, replica=True)
+    known = [*model.parameters(), *model.buffers(), *flatten(batch)[1]]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        known.append(parameter.grad)
+    step = step_function(job)
+    with _Held(known) as held:
+        with (autocast(job.precision) or nullcontext)():
+            loss, metrics = step(model, batch)
+        del metrics
+        kept = held.now
+        torch.autograd.backward(loss)
+    assert found.kept == pytest.approx(kept, rel=0.01)
+    assert found.peak == pytest.approx(held.most, rel=0.02)
+
+
+def test_the_optimizers_state_is_measured() -> None:
+    job = _job(Wide, 16)
+    size = 4 * 2 * 16 * 64
+    assert optimizer_bytes(job, model_without_memory(job)) == pytest.approx(2 * size, abs=16)
+    plain = replace(job, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer_bytes(plain, model_without_memory(plain)) == 0
+
+    class Reading(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            assert float(self.param_groups[0]["params"][0].sum()) >= 0
+
+    reading = replace(job, optimizer=lambda model: Reading(model.parameters(), lr=0.1))
+    assert optimizer_bytes(reading, model_without_memory(reading)) is None
+
+
+def test_a_model_that_reads_values_is_refused() -> None:
+    def made() -> nn.Module:
+        model = Wide()
+        assert float(model.up.weight.sum()) < 1e9
+        return model
+
+    with pytest.raises(JobError, match="cannot be made without memory"):
+        model_without_memory(_job(made, 16))
+
+
+def test_a_model_that_is_there_is_measured_and_left_alone() -> None:
+    model = Wide()
+    Survey(_job(model, 16))
+    assert not model.up.weight.is_meta
+    assert model.up.weight.grad is None
+
+
+# -- the program
+
+
+def test_rows_for_every_mode() -> None:
+    survey = Survey(jobs.mlp_adamw())
+    rows = list(survey.rows([Island("dp", 2), Island("fsdp", 2), Island("pp", 2)]))
+    assert [row.name for row in rows] == [
+        "coordinator", "a worker alone", "dp=2, a rank", "fsdp=2, a rank", "pp=2, rank 0", "pp=2, rank 1",
+    ]  # fmt: skip
+    by_name = {row.name: row.need for row in rows}
+    parameters = 4 * survey.layout.num_parameters
+    assert by_name["a worker alone"].parameters == pytest.approx(parameters, rel=0.01)
+    stages = [by_name["pp=2, rank 0"], by_name["pp=2, rank 1"]]
+    assert sum(stage.parameters for stage in stages) == parameters
+    lines = table(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].startswith("MiB")
+
+
+def test_what_cannot_be_cut_says_so() -> None:
+    class Branching(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.shape[0] > 1 else x
+
+    class Reading(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out if torch.is_grad_enabled() and out.sum() > 0 else out * 2
+
+    survey = Survey(_job(Branching, 16))
+    assert "parts at most, not 50" in str(list(survey.rows([Island("pp", 50)]))[-1].need)
+    with pytest.raises(JobError, match="needs values"):
+        Survey(_job(Reading, 16))
+
+
+def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert w5xde(["memory", "examples/llama.py:tiny", "--island", "fsdp=2", "--island", "pp=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("examples/llama.py:tiny: 41,120 parameters, 4 samples a microbatch")
+    assert "fsdp=2, a rank" in out
+    assert "pp=2, rank 1" in out
+    assert "Not counted" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["examples/llama.py:tiny", "--island", "tp=2"], "dp=N, fsdp=N, pp=N are counted"),
+        (["examples/llama.py:tiny", "--island", "fsdp=1"], "N from 2 on"),
+        (["examples/llama.py:tiny", "--island", "fsdp=" + "9" * 5000], "N from 2 on"),
+        (["examples/llama.py"], "is not FILE.py:NAME"),
+        (["examples/nothing.py:job"], "there is no file"),
+        ([], "JOB"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main(arguments, prog="w5xde memory") == 2
+    assert said in capsys.readouterr().err
+
+
+# -- against the kernel
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
+
+
+class Tower(nn.Module):
+    def __init__(self, layers: int = 24, width: int = 1024) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def tower(layers: int, rows: int) -> Job:
+    x = torch.randn(4 * rows, 1024)
+    return Job(
+        model=lambda: Tower(layers), dataset=TensorDataset(x, x), loss=F.mse_loss, batch_size=4 * rows,
+        microbatch_size=rows, max_steps=1, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+
+
+def measured_peak(layers: int, rows: int) -> None:
+    """In a process of its own: prints the peak of two leases, and the arithmetic's."""
+    torch.set_num_threads(1)
+    for job in (tower(1, 8), tower(layers, rows)):
+        survey = Survey(job)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = _resident("VmRSS")
+        engine = Engine(job)
+        engine.load(range(len(engine.layout.buckets)))
+        vectors = []
+        leases = [tuple(torch.randn(2 * rows, 1024) for _ in range(2)) for _ in range(2)]
+        for pair in leases:
+            task = Task(
+                step=0, start=0, samples=(rows, rows), loss_scale=1.0, structure=flatten(pair)[0], packed=True,
+                tensors=pair,
+            )  # fmt: skip
+            vectors.append(engine.compute(task, lambda bucket, vector: None).vectors)
+        peak = _resident("VmHWM") - before
+        engine.close()
+        del engine, vectors, leases, pair, task
+    print(peak, alone(survey.model).together)  # noqa: T201 - for who started this process
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel of Linux")
+@pytest.mark.parametrize(("layers", "rows"), [(32, 64), (8, 4096)])
+def test_a_worker_takes_what_the_arithmetic_says(layers: int, rows: int) -> None:
+    """For a model that is large beside its activations, and the other way round."""
+    ran = subprocess.run(
+        [sys.executable, "-c", f"from tests.unit.test_footprint import measured_peak as m; m({layers}, {rows})"],
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path), "MALLOC_MMAP_THRESHOLD_": "1048576"},
+        capture_output=True, text=True, timeout=55,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    peak, expected = map(int, ran.stdout.split())
+    assert peak < 1.1 * expected, f"{peak >> 20} MiB at the peak, {expected >> 20} MiB by the arithmetic"
+    assert peak > 0.85 * expected, f"{peak >> 20} MiB at the peak: is it measured? {expected >> 20} MiB by arithmetic"
+
+
+@pytest.mark.slow
+def test_eight_billion_parameters_are_measured_in_little_memory() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import resource, sys; from w5xde_async.memory import main; "
+         "main(['examples/llama.py:b8', '--island', 'pp=2']); "
+         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"],
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True, timeout=55,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "8,030,261,248 parameters" in ran.stdout
+    assert int(ran.stdout.split()[-1]) < 2 << 20  # KiB; the parameters alone would be 30 GiB
+
+
+@pytest.mark.slow
+def test_the_documents_tables_are_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "islands.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"```sh\nw5xde memory (.*)\n```\n\n```text\n(.*?)\n```", text, re.DOTALL)
+    assert len(quoted) == 2
+    for command, told in quoted:
+        assert memory.main(command.split()) == 0
+        assert told in capsys.readouterr().out
+
+
+def test_the_module_is_measured_where_it_lies() -> None:
+    """``faked`` undoes nothing and changes nothing of what it is given."""
+    model = model_without_memory(_job(Wide, 16))
+    with footprint.faked(model) as (copied, known):
+        assert copied is not model
+        assert len(known) == 4  # two weights and their gradients
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
