@@ -319,7 +319,7 @@ def test_eight_billion_parameters_are_measured_in_little_memory() -> None:
 @pytest.mark.slow
 def test_the_documents_tables_are_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "islands.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"```sh\nw5xde memory (.*)\n```\n\n```text\n(.*?)\n```", text, re.DOTALL)
+    quoted = re.findall(r"```sh\nw5xde memory ([^\n]*)\n```\n\n```text\n(.*?)\n```", text, re.DOTALL)
     assert len(quoted) == 2
     for command, told in quoted:
         assert memory.main(command.split()) == 0
