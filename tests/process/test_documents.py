@@ -91,6 +91,9 @@ class Stage:
             self.start(line)
             if "--workers" in words:
                 self.finish(len(self.behind) - 1)
+        elif words[:2] == ["w5xde", "predict"]:
+            self.start(line.replace("w5xde predict", "python -m w5xde_async.predict"))
+            self.finish(len(self.behind) - 1)
         else:
             assert words[:3] == ["python", "-m", "w5xde_async.worker"], line
             if "--join-file" in words:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
-from w5xde_async.facade.calling import NodeLines
+from w5xde_async.facade.calling import NodeLines, where_to_join
 from w5xde_async.facade.neighbours import is_here, join_file_here
 from w5xde_async.facade.reading import BatchLoss, class_loss, token_loss
 from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode
@@ -522,6 +522,7 @@ def test_the_joins_address_counts_where_none_is_given(tmp_path: Path) -> None:
     path.write_text(invitation.reveal() + "\n")
     path.chmod(0o600)
     assert Invitation.parse(TrainingNode(Model, join_file=path).server_address, place="x").host == "10.1.2.3"
+    assert TrainingNode(Model, join_file=path)._place.address == "10.1.2.3:77"  # what is shown has no secret
     told = Invitation.parse(TrainingNode(Model, ("here", 5), join_file=path).server_address, place="x")
     assert (told.host, told.port, told.secret) == ("here", 5, "s")
     assert TrainingNode(Model).server_address == "localhost:5555"
@@ -545,6 +546,7 @@ def test_a_node_says_that_it_joined_how_far_it_is_and_how_it_ended(capfd: pytest
     now = 0.0
     lines = NodeLines("normal", _WORDS, clock=lambda: now)
     worker = Worker("localhost:5555", config=WorkerConfig(name="me", device="cpu"))
+    lines.looking(where_to_join(None, ("localhost", 5555), join_file=None, secure=False))
     lines.joined(worker, WELCOME)
     for step in range(100):
         now += 1.0
@@ -553,7 +555,8 @@ def test_a_node_says_that_it_joined_how_far_it_is_and_how_it_ended(capfd: pytest
                           network_s=0.0, gradient_bytes=1, encoded_bytes=1, encode_s=0.0)
         )  # fmt: skip
     lines.ended("the run is finished", worker)
-    first, *on_the_way, last = capfd.readouterr().err.splitlines()
+    looks, first, *on_the_way, last = capfd.readouterr().err.splitlines()
+    assert looks == "looking for the server at localhost:5555"
     assert first == "joined run digits at localhost:5555 as me, on cpu"
     assert on_the_way[0] == "step 4: loss 1.5000, 4 samples/s"
     assert 15 <= len(on_the_way) <= 20

@@ -233,9 +233,9 @@ class NodeLines:
         with _logging_to(handler):
             yield
 
-    def looking(self, where: str) -> None:
+    def looking(self, place: Place) -> None:
         """A server is looked for."""
-        self._say(f"looking for the server at {where}")
+        self._say(f"looking for the server at {place.address}")
 
     def joined(self, worker: Worker, welcome: Welcome) -> None:
         """A server has let it in."""
@@ -291,10 +291,11 @@ class Place:
     """Where a node's server is.
 
     ``server``: ``host:port`` or a join string. ``found``: where a server of this machine leaves its join string; it
-    need not be there. ``plain``: without one it is tried without TLS, or by the token.
+    need not be there. ``plain``: without one it is tried without TLS, or by the token. ``address`` may be shown.
     """
 
     server: str
+    address: str
     found: Path | None = None
     plain: bool = True
 
@@ -324,10 +325,12 @@ def where_to_join(
         text, place = read_secret_file(Path(named), kind="join file"), f"join file {named}"
     if text:
         told = Invitation.parse(text, place=place)
-        return Place((told if given is None else replace(told, host=given[0], port=given[1], also=())).reveal())
+        told = told if given is None else replace(told, host=given[0], port=given[1], also=())
+        return Place(told.reveal(), format_address(told.host, told.port))
     host, port = given or default
     plain = is_loopback(host) and not secure
-    return Place(format_address(host, port), join_file_here(host, port), plain)
+    address = format_address(host, port)
+    return Place(address, address, join_file_here(host, port), plain)
 
 
 def _pair(address: object) -> tuple[str, int]:

@@ -98,6 +98,7 @@ class NetworkWorker:
             lines.ended((await working(worker)).value, worker)
 
         with lines.shown(), WORDS.said():
+            lines.looking(self._place)
             hooks = WorkerHooks(on_welcome=on_welcome, on_answered=lines.answered)
             make = self._place.worker(self._config, hooks=hooks)
             block_on(work, instead="w5xde_async.Worker", words=WORDS)
