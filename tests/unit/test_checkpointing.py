@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from shutil import which
 from typing import Any
 
 import pytest
@@ -153,16 +154,40 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+_COMPILED = """
+import torch
+from tests.unit import test_checkpointing as test
+model, job, layout, document = test.made("not reentrant")
+step, batch = test.program_step(document, layout), job.dataset.tensors
+compiled, losses = step.compiled({"fallback_random": True, "compile_threads": 1}), []
+assert test.kept(model, compiled, batch) <= test.kept(model, step, batch)
+for one in (step, compiled):
+    torch.manual_seed(1)
+    losses.append(one(model, batch)[0].detach())
+assert torch.allclose(*losses)  # the same random numbers
+print("as little")
+"""
+
+
+def printed(script: str, *arguments: str, **environment: str) -> str:
+    """What ``script`` prints, in a process of its own."""
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=80, env=environment).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
+def test_compiled_it_keeps_as_little() -> None:
+    assert printed(_COMPILED).split()[-2:] == ["as", "little"]
+
+
 def peak(how: str) -> int:
     """KiB that a process takes more to compute two steps of 24 blocks.
 
     Large tensors get pages of their own: what glibc keeps of freed ones would hide what is in use.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    command = [sys.executable, "-c", _PEAK, how]
-    return int(
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=80, env=environment).stdout
-    )
+    return int(printed(_PEAK, how, MALLOC_MMAP_THRESHOLD_="1000000"))
 
 
 @pytest.mark.slow
