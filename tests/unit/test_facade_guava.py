@@ -694,6 +694,11 @@ def test_memory_is_profiled_while_it_trains(tmp_path: Path) -> None:
         (lambda: Orchestrator(DistributedConfig()).start_training(dataset()), UsageError, "call register_model"),
         (lambda: Orchestrator(DistributedConfig()).register_model("gpt"), UsageError, "not str"),  # type: ignore[arg-type]
         (lambda: NetworkWorker(-1), UsageError, "gpu_id is -1"),
+        (lambda: NetworkWorker("0"), UsageError, "gpu_id is '0'"),  # type: ignore[arg-type]
+        (lambda: NetworkWorker(0, DistributedConfig(), sandbox="maybe"), UsageError, "sandbox is 'maybe'"),
+        (lambda: NetworkWorker(0, DistributedConfig(), master_port="29500"), UsageError, "server address is"),  # type: ignore[arg-type]
+        (lambda: NetworkWorker(0, DistributedConfig(), timeout_s=-1.0), UsageError, "^timeout_s is -1.0"),
+        (lambda: NetworkWorker(0, DistributedConfig(), log="loud"), UsageError, "log is 'loud'"),  # type: ignore[arg-type]
         (lambda: started(num_epochs=0), UsageError, "num_epochs is 0"),
     ],
 )

@@ -431,7 +431,8 @@ class TrainingNode:
             worker = make()
             await self._work(worker, lines)
 
-        hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered)
+        hears = report is not None or self._log != "silent"  # else nothing need be counted
+        hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered if hears else None)
         config = replace(self._config, gather_frames=self.batch_gradients)
         with lines.shown():
             lines.looking(self._place)

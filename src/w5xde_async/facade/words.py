@@ -71,11 +71,17 @@ class Words:
     from a flag with a value to all that is written instead.
     """
 
-    def __init__(self, flags: Mapping[str, str], fields: Mapping[str, str] | None = None) -> None:
-        self._flags, self._fields = flags, fields or {}
+    def __init__(
+        self,
+        flags: Mapping[str, str],
+        fields: Mapping[str, str] | None = None,
+        phrases: Mapping[str, str] | None = None,
+    ) -> None:
+        """``phrases`` go before those that are alike in all facades."""
+        self._flags, self._fields, self._phrases = flags, fields or {}, (*(phrases or {}).items(), *_PHRASES)
 
     def __call__(self, text: str) -> str:
-        for theirs, ours in _PHRASES:
+        for theirs, ours in self._phrases:
             text = text.replace(theirs, ours)
         text = _TWICE.sub(r"\1", _FLAG.sub(self._argument, text))
         text = _FIELD.sub(self._field, text, count=1)

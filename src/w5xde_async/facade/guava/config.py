@@ -29,6 +29,8 @@ WORDS = Words(
      "dashboard-address": "dashboard"},
     {"host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
      "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout"},
+    {"start the worker with the coordinator's --job": "an Orchestrator of mode=\"local\" needs none",
+     "workers need --job: ": "NetworkWorkers cannot compute it, mode=\"local\" can: "},
 )  # fmt: skip
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
 _NAMED = f"one of {', '.join(NAMES)}"
