@@ -30,6 +30,10 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
     ("Ready", "threads"): st.integers(0, 1 << 16),
     ("Introduction", "rank"): st.integers(0, 3),
+    ("Volunteer", "ranks"): st.integers(2, 1024),
+    ("Volunteer", "port"): st.integers(1, 65535),
+    ("Rendezvous", "rank"): st.integers(0, 1023),
+    ("Rendezvous", "port"): st.integers(1, 65535),
     ("Introduction", "ranks"): st.integers(4, 1024),
     ("Done", "metric_names"): st.lists(st.text(st.characters(categories=["L", "N"]), max_size=5), unique=True).map(
         tuple

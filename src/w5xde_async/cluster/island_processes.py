@@ -1,4 +1,6 @@
-"""The processes of one island on this machine: started together, ended together, started again.
+"""The processes of an island on this machine: started together, ended together, started again.
+
+They are all ranks of it, or the one of a machine that is a member of an island of several.
 
 Nobody mends a group of which one rank is gone: the others are ended, and all begin anew, as a worker that the
 coordinator has not seen before. It is no loss of work but for the lease under way.
@@ -14,8 +16,9 @@ import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from w5xde_async.errors import ExitCode
 from w5xde_async.parallel.shape import IslandShape
@@ -29,12 +32,30 @@ _OTHERS_S = 1.0  # what one rank ends with may only follow from another's end
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
 
 
-class IslandProcesses:
-    """``shape.ranks`` worker processes with the same ``arguments``, of which the first is the head."""
+class Place(NamedTuple):
+    """Which ranks are started here, and where all of them meet."""
 
-    def __init__(self, shape: IslandShape, arguments: Sequence[str], *, threads: int) -> None:
-        """``threads``: torch's, of each rank."""
-        self._shape, self._arguments, self._threads = shape, arguments, threads
+    ranks: Sequence[int]
+    host: str
+    port: int
+
+
+def free_port() -> int:
+    """One that nobody listened on just now."""
+    with socket.create_server(("", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+class IslandProcesses:
+    """Worker processes with the same ``arguments``, one for each rank that is here. Rank 0 is the head."""
+
+    def __init__(
+        self, shape: IslandShape, arguments: Sequence[str], *, threads: int,
+        meet: Callable[[], Awaitable[Place]] | None = None,
+    ) -> None:  # fmt: skip
+        """``threads``: torch's, of each rank. ``meet``: finds the ranks of other machines (default: all are here)."""
+        self._shape, self._arguments, self._threads, self._meet = shape, arguments, threads, meet
         self._processes: list[Process] = []
         self._left = asyncio.Event()
 
@@ -44,10 +65,10 @@ class IslandProcesses:
         return [process.pid for process in self._processes]
 
     def leave(self, reason: str) -> None:
-        """Leave in good order: the head finishes its lease and says so. Returns at once."""
+        """Leave in good order: the ranks finish their lease. Returns at once."""
         logger.info("the island leaves reason=%s", reason)
         self._left.set()
-        for process in self._processes[:1]:
+        for process in self._processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
 
@@ -75,13 +96,17 @@ class IslandProcesses:
 
     async def _once(self) -> tuple[int, str]:
         """From the start of all ranks to the end of one."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        for rank in range(self._shape.ranks):
-            self._processes.append(await self._start(rank, port))
+        place: Place | None = Place(range(self._shape.ranks), "127.0.0.1", free_port())
+        if self._meet is not None:
+            place = await self._met(self._meet)
+        if place is None:
+            return ExitCode.OK, ""
+        for rank in place.ranks:
+            self._processes.append(await self._start(rank, place))
         waits = {
-            asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._processes)
-        }  # fmt: skip
+            asyncio.create_task(process.wait()): rank
+            for rank, process in zip(place.ranks, self._processes, strict=True)
+        }
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             good = all(task.result() == ExitCode.OK for task in done)
@@ -96,10 +121,21 @@ class IslandProcesses:
         worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
         return (worst[0] if worst else ExitCode.OK), said
 
-    async def _start(self, rank: int, port: int) -> Process:
+    async def _met(self, meet: Callable[[], Awaitable[Place]]) -> Place | None:
+        """Where the ranks meet; None where this one is asked to leave before."""
+        meeting = asyncio.ensure_future(meet())
+        leaving = asyncio.create_task(self._left.wait())
+        try:
+            await asyncio.wait((meeting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return await meeting if meeting.done() else None
+        finally:
+            meeting.cancel()
+            leaving.cancel()
+
+    async def _start(self, rank: int, place: Place) -> Process:
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._shape.ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(place.ranks.index(rank)),
+            "WORLD_SIZE": str(self._shape.ranks), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
             # Gathered parameters come and go: what is freed has to go back to the system at once.
             "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
         }  # fmt: skip

@@ -138,6 +138,10 @@ class WorkerSettings(Program):
         None, "compute with several processes or devices as one worker: dp=N (each has leaves of its own), fsdp=N "
         "(each holds a part of the model)", text("dp=N or fsdp=N", "SHAPE"), "machine", shown="one device",
     )  # fmt: skip
+    island_member: str | None = setting(
+        None, "the same, as one rank: the coordinator brings those together that say the same shape, from any machines",
+        text("as for --island", "SHAPE"), "machine", shown="no",
+    )  # fmt: skip
     island_interface: str | None = setting(
         None, "network interface for what an island's ranks tell each other, without any protection: one that you "
         "trust",
@@ -148,6 +152,7 @@ class WorkerSettings(Program):
     )
 
     def require(self) -> None:
+        need(self.island is None or self.island_member is None, "give --island or --island-member, not both")
         given = [name for name in ("join_file", "join", "server") if getattr(self, name) is not None]
         need(bool(given), "--join-file or --server is missing: the coordinator prints the whole command")
         need(len(given) < 2, f"{' and '.join(given)} both say where the coordinator is; leave out one of them")

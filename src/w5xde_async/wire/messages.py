@@ -402,5 +402,28 @@ class Probed(Message, frozen=True):
     filler: _Filler
 
 
+class Volunteer(Message, frozen=True):
+    """From one who has proved itself, in place of INTRODUCTION: it wants to be one rank of an island of ``shape``, with
+    others that say the same.
+
+    As rank 0 it would serve the group's store at ``host`` (empty: where this link comes from) and ``port``.
+    """
+
+    TYPE = 26
+    shape: _Name
+    ranks: Annotated[int, Meta(ge=2, le=MOST_RANKS)]
+    host: _Name
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Rendezvous(Message, frozen=True):
+    """Answer to VOLUNTEER: all are there. The ranks meet at ``host`` and ``port``, and join as one worker."""
+
+    TYPE = 27
+    rank: Annotated[int, Meta(ge=0, le=MOST_RANKS - 1)]
+    host: _Name
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
 MESSAGES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__subclasses__()}
 _DECODERS: dict[type[Message], Any] = {cls: msgpack.Decoder(cls) for cls in MESSAGES.values()}

@@ -21,6 +21,7 @@ from w5xde_async.process import attach, launch, memory_reports, signals
 if TYPE_CHECKING:
     from w5xde_async.parallel.shape import IslandShape
     from w5xde_async.settings import WorkerSettings
+    from w5xde_async.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +48,13 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
 
     config = settings.make(WorkerConfig, token=token)
     server = settings.where()
-    if settings.island is not None:
+    shape = None
+    if (text := settings.island or settings.island_member) is not None:
         from w5xde_async.parallel.shape import IslandShape
-        from w5xde_async.worker.island_rank import is_rank
 
-        shape = IslandShape.parse(settings.island)
-        if not is_rank(os.environ):
-            return _supervise(arguments, settings, shape)
+        shape = IslandShape.parse(text)
+        if "RANK" not in os.environ:
+            return _supervise(arguments, settings, config, server, shape)
 
     import torch
 
@@ -61,13 +62,13 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
-    from w5xde_async.worker.connection.connection import RunFailed
+    from w5xde_async.worker.connection.connection import Departure, RunFailed
     from w5xde_async.worker.service import Worker
 
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     handler = Progress(settings.make(ProgressConfig, color=color)).handler()
     level = _LEVELS[settings.values["log"]]
-    if settings.island is not None and level == logging.INFO and os.environ["RANK"] != "0":
+    if shape is not None and level == logging.INFO and os.environ["RANK"] != "0":
         level = logging.WARNING  # the head says it for all
     handler.setLevel(level)
     attach(handler, level)
@@ -75,7 +76,7 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
     job = None if settings.job is None else load_job(settings.job)
 
     rank = None
-    if settings.island is not None:
+    if shape is not None:
         from w5xde_async.worker.island_rank import join_group
 
         device = config.device
@@ -115,6 +116,8 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
         logger.info(
             "left reason=%s leases_done=%d leases_stale=%d", departure.value, worker.leases_done, worker.leases_stale
         )
+        if rank is not None and departure is Departure.DRAINED and not worker.was_asked_to_leave:
+            return ExitCode.ISLAND_LOST  # another rank was
         return ExitCode.OK
 
     async def work_as_rank() -> int:
@@ -134,18 +137,39 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
 
 
 def _supervise(
-    arguments: Sequence[str], settings: WorkerSettings, shape: IslandShape
+    arguments: Sequence[str], settings: WorkerSettings, config: WorkerConfig, server: str, shape: IslandShape
 ) -> Callable[[], Coroutine[Any, Any, int]]:
-    """Start the ranks of an island on this machine and keep them together."""
-    from w5xde_async.cluster.island_processes import IslandProcesses
+    """Start the ranks of an island that are on this machine, and keep them together."""
+    from w5xde_async.cluster.island_processes import IslandProcesses, Place, free_port
+    from w5xde_async.net.interfaces import address_of
+    from w5xde_async.runtime import Runtime
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
+    from w5xde_async.wire.messages import Volunteer
+    from w5xde_async.worker.connection.dialing import Dialer
+
+    member = settings.island is None
+    interface = settings.island_interface
+    host = "" if interface is None else address_of(interface)
+    dialer = Dialer(server, config, Runtime(), join_file=settings.join_file)
+    if member and interface is None and not dialer.is_here:
+        raise UsageError(
+            "the ranks of an island speak to each other without any protection: name the network interface that you "
+            "trust with it (--island-interface)"
+        )
 
     handler = Progress(settings.make(ProgressConfig, color=False)).handler()
     attach(handler, _LEVELS[settings.values["log"]])
+    logging.getLogger("stamina").setLevel(logging.ERROR)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
+    async def meet() -> Place:
+        logger.info("waiting for the other members of an island shape=%s", shape)
+        met = await dialer.meet(Volunteer(str(shape), shape.ranks, host, free_port()))
+        return Place([met.rank], met.host, met.port)
+
     async def supervise() -> int:
-        processes = IslandProcesses(shape, arguments, threads=max(1, cores // shape.ranks))
+        threads = cores if member else max(1, cores // shape.ranks)
+        processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None)
         with signals(processes.leave):
             return await processes.run()
 

@@ -30,11 +30,6 @@ from w5xde_async.worker.executors.island import Rank
 _WORD = 62  # bits in a number that travels
 
 
-def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether somebody has started this process as one of several ranks."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
-
-
 def join_group(shape: IslandShape, device: torch.device, environment: Mapping[str, str], interface: str) -> Rank:
     """Meet the other ranks. Blocks until all are there.
 

@@ -179,10 +179,13 @@ class Worker:
                 await self._engines.close()
                 await loop.run_in_executor(None, self._compute.shutdown)
 
+    @property
+    def was_asked_to_leave(self) -> bool:
+        """By ``drain``, or since its lifetime is over."""
+        return bool(self._drain)
+
     def drain(self, reason: str = "asked to leave") -> None:
         """Leave in good order: finish the lease under way, give the others back. Returns at once."""
-        if self._rank is not None and self._rank.rank and self._connection is not None:
-            return  # the head says so, and the coordinator lets all of them go
         self._drain = self._drain or reason
         if self._joining is not None:
             self._joining.cancel()

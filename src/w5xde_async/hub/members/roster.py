@@ -19,6 +19,7 @@ from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.liveness import Liveness, Scheduling
+from w5xde_async.hub.members.meeting import Meeting
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
 from w5xde_async.params.layout import Layout
@@ -35,7 +36,9 @@ from w5xde_async.wire.messages import (
     ProgramRequest,
     Ready,
     Refusal,
+    Rendezvous,
     Revoke,
+    Volunteer,
     Welcome,
 )
 
@@ -46,6 +49,12 @@ _SILENT_RETURN_S = 30.0
 _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
+_MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to say again that it is there
+_NO_ISLANDS = Refusal(
+    RefusalCode.ISLAND,
+    "this run takes no islands: they send and receive everything as it lies in memory, under sync",
+    "start single workers, or the coordinator with --update sync --codec raw --downlink raw",
+)
 _SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
 
 
@@ -100,6 +109,7 @@ class Roster:
         self._ids_at: dict[tuple[str, str], Counter[str]] = {}  # (host or name, identity) -> the ids of its links
         self._islands: dict[str, Island] = {}  # by worker id: those that have a rank here
         self._part_of: dict[Session, Island] = {}
+        self._meeting = Meeting()
         self._quarantined: set[str] = set()  # ids
         self._last_word: Refusal | None = None  # the run has ended for its workers: what those hear that come now
         self._lost: dict[
@@ -301,6 +311,24 @@ class Roster:
         session.uptake.begin(session.admitted_at)
         return None
 
+    async def volunteer(self, session: Session, volunteer: Volunteer) -> Rendezvous | Refusal:
+        """A worker wants to be a rank of an island: where the others are, once they are there."""
+        if self._last_word is not None:
+            return self._last_word
+        if not self._config.update.plain:
+            return _NO_ISLANDS
+        host = volunteer.host or session.link.peer.rpartition(":")[0].strip("[]")
+        patience_s = min(_MEETING_S, self._config.handshake_s / 2)
+        found = await self._meeting.wait(volunteer.shape, volunteer.ranks, host, volunteer.port, patience_s)
+        if found is not None:
+            return found
+        here = self._meeting.num_waiting(volunteer.shape, volunteer.ranks) + 1
+        shape = "".join(filter(str.isprintable, volunteer.shape))
+        return Refusal(
+            RefusalCode.RUN_FULL, f"{here} of {volunteer.ranks} members of an island {shape} are here",
+            "start the others with the same --island-member",
+        )  # fmt: skip
+
     def outline(self) -> tuple[int, float, str]:
         """Of the run, for one who only probes."""
         return self._num_values, self._scheduling.pacing.fastest_leaf_s or 0.0, self._welcome.update
@@ -375,11 +403,7 @@ class Roster:
     def _assembled(self, session: Session, ready: Ready) -> Refusal | None:
         """A rank of an island is ready. Its sessions know the island once all are. Raises RemoteError."""
         if not self._config.update.plain:
-            return Refusal(
-                RefusalCode.ISLAND,
-                "this run takes no islands: they send and receive everything as it lies in memory, under sync",
-                "start single workers, or the coordinator with --update sync --codec raw --downlink raw",
-            )
+            return _NO_ISLANDS
         island = self._islands.setdefault(session.worker_id, Island(self._greeting.layout, session.ranks))
         island.add(session, ready)
         self._part_of[session] = island

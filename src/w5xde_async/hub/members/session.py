@@ -56,8 +56,10 @@ from w5xde_async.wire.messages import (
     Proof,
     Ready,
     Refusal,
+    Rendezvous,
     Report,
     Result,
+    Volunteer,
     Welcome,
 )
 
@@ -80,6 +82,9 @@ class Admission(Protocol):
 
     def outline(self) -> tuple[int, float, str]:
         """Of the run, for one who only probes: values of a result, seconds of a leaf (0: unknown), the update rule."""
+
+    async def volunteer(self, session: Session, volunteer: Volunteer) -> Rendezvous | Refusal:
+        """The worker wants to be a rank of an island: where the others are, once they are there."""
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
         """The run, for a new worker."""
@@ -359,6 +364,9 @@ class Session:
             num_values, leaf_s, update = self._admission.outline()
             filler = bytes(received.message.wanted)
             await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler)))
+        if isinstance(received.message, Volunteer):
+            await self._say(encode(await self._admission.volunteer(self, received.message)))
+            return False
         if not isinstance(received.message, Introduction):
             raise UnexpectedMessage(type(received.message).__name__, f"{self.state.value}, after so many of them")
         self.worker_id = member_id(self.identity, received.message.key)
@@ -432,9 +440,7 @@ class Session:
                 self._talk()
                 self.report = message
             elif type(message) is Drain:
-                if self.rank:
-                    raise RemoteError("its head says that it leaves")
-                self._work.draining(self, message)
+                self._work.draining(self if self.island is None else self.island.head, message)
             elif type(message) is Bye:
                 self._end_reason = self._end_reason or _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH

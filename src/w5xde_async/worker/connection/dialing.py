@@ -9,9 +9,10 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import stamina
 
@@ -30,14 +31,16 @@ from w5xde_async.net.link import Link
 from w5xde_async.net.racing import NoneWorked, first_that_works
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.handshake import member_id
-from w5xde_async.wire.messages import Welcome
+from w5xde_async.wire.messages import Rendezvous, Volunteer, Welcome
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.connection.handshake import Joined, join
+from w5xde_async.worker.connection.handshake import Joined, join, meet
 from w5xde_async.worker.connection.metering import Traffic
 from w5xde_async.worker.connection.target import JoinFile, Target
 from w5xde_async.worker.executors.island import Rank
 
 logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 _TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
 _HUNG_UP = 3
@@ -126,29 +129,52 @@ class Dialer:
         self._terms[welcome.run_id] = welcome.term
         return joined
 
+    async def meet(self, volunteer: Volunteer) -> Rendezvous:
+        """Hear where the other ranks of an island are; tried again until ``connect_timeout_s`` is over.
+
+        Raises Unreachable, Refused.
+        """
+
+        async def attempt(left_s: float) -> Rendezvous:
+            config = self.config if self._target is None else self._target.config
+            link = await self._reach(min(left_s, 10.0))
+            try:
+                _check_certificate(link, config.certificate)
+                async with asyncio.timeout(min(left_s, 20.0)):
+                    return await meet(link, volunteer, token=config.token, identity=config.identity)
+            except TimeoutError:
+                raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
+            except Refused as error:
+                if error.code in _TRY_AGAIN:
+                    raise _NotNow(error.reason) from None
+                raise
+            finally:
+                link.abort()
+
+        return await self._again_and_again(attempt)
+
     async def _join(self, given: Link | None) -> Joined:
         if given is not None:
             return await self._try_to_join(self.config.connect_timeout_s, given)
         if self._failed_links:
             await asyncio.sleep(_pause_s(self._failed_links))
+        return await self._again_and_again(self._try_to_join)
+
+    async def _again_and_again(self, attempt_once: Callable[[float], Awaitable[_Found]]) -> _Found:
+        """The first result, by jittered attempts that are told how many seconds are left."""
         clock, limit = self._runtime.clock, self.config.connect_timeout_s
         began = said = clock()
-        warned = False
 
         def goes_on(error: Exception) -> bool:
-            nonlocal said, warned
+            nonlocal said
             if not isinstance(error, LinkLost | _NotNow | RemoteError):
                 return False
             self._reason = error.reason if isinstance(error, LinkLost) else str(error)
             left_s = limit - (clock() - began)
-            at_once = self._lacks_tls and not warned  # nothing but the person at this end will change that
-            if left_s > 0 and (at_once or clock() - said >= _SAID_EVERY_S):
-                said, warned = clock(), warned or at_once
-                level = logging.WARNING if at_once else logging.INFO
+            if left_s > 0 and clock() - said >= _SAID_EVERY_S:
+                said = clock()
                 where = self._target or "unknown"
-                logger.log(
-                    level, "no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s
-                )
+                logger.info("no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s)
             return left_s > 0
 
         try:
@@ -157,7 +183,7 @@ class Dialer:
             ):  # fmt: skip
                 with attempt:
                     await self._read_join_file()
-                    return await self._try_to_join(max(limit - (clock() - began), 0.5))
+                    return await attempt_once(max(limit - (clock() - began), 0.5))
         except (LinkLost, _NotNow, RemoteError) as error:
             raise self.unreachable(limit) from error
         raise LocalError("retrying ended without a result")

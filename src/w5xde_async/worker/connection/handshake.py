@@ -100,6 +100,19 @@ async def join(
     return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"")
 
 
+async def meet(link: Link, volunteer: messages.Volunteer, *, token: str, identity: str = "") -> messages.Rendezvous:
+    """Prove each other the secret and hear where the other ranks of an island are.
+
+    Raises Refused (RUN_FULL where they are not all there yet), LinkLost, RemoteError.
+    """
+    await prove_each_other(link, token=token, identity=identity)
+    await link.send(encode(volunteer))
+    answer = await _expect(link, State.NAMING)
+    if not isinstance(answer, messages.Rendezvous) or answer.rank >= volunteer.ranks:
+        raise UnexpectedMessage(type(answer).__name__, "waiting for the other ranks")
+    return answer
+
+
 async def prove_each_other(link: Link, *, token: str, identity: str = "") -> None:
     """The part of ``join`` before the worker says who it is: both sides know the secret. Raises as ``join`` does."""
     secret = token.encode()

@@ -1,0 +1,28 @@
+"""Network interfaces of this machine."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+
+from w5xde_async.errors import UsageError
+
+_SIOCGIFADDR = 0x8915  # Linux
+
+
+def address_of(interface: str) -> str:
+    """Its IPv4 address. Raises UsageError for one that is not there or has none."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise UsageError(f"--island-interface {interface} is none of this machine's: {', '.join(names)}")
+    if sys.platform != "linux":
+        raise UsageError("--island-interface works on Linux")
+    import fcntl  # there only
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise UsageError(f"--island-interface {interface} has no IPv4 address: {error.strerror}") from None
+    return socket.inet_ntoa(answer[20:24])
