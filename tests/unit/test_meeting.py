@@ -43,5 +43,5 @@ async def test_who_has_given_up_or_is_gone_is_nobodys_partner() -> None:
 
 def test_the_address_of_an_interface() -> None:
     assert address_of("lo") == "127.0.0.1"
-    with pytest.raises(UsageError, match="none of this machine's: .*lo"):
+    with pytest.raises(UsageError, match=r"none of this machine.s: .*lo"):
         address_of("nothing0")
