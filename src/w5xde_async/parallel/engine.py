@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.compute.block import ComputedBlock, Task
+from w5xde_async.compute.engine import LeafError
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan.shares import Share
@@ -21,6 +22,10 @@ from w5xde_async.plan.shares import Share
 EmitPieces = Callable[[int, Sequence[Tensor]], None]
 """Called with a bucket's number and, for each of ``shard.pieces`` of it, its final sum: one-dimensional contiguous
 tensors in host memory, float32 (int64 for role ``max``). Any thread."""
+
+
+class LoneLeafError(LeafError):
+    """A leaf failed on this rank before it could know what the others do next: the island cannot go on."""
 
 
 class IslandEngine(Protocol):

@@ -37,7 +37,7 @@ from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricName
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError, W5xdeError
-from w5xde_async.parallel.engine import EmitPieces
+from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.replica import Replica
@@ -52,10 +52,6 @@ from w5xde_async.plan.shares import Share, leaves_of
 from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
-
-
-class LoneLeafError(LeafError):
-    """A leaf failed on this rank before it could know what the others do next: the island cannot go on."""
 
 
 class _Part(NamedTuple):

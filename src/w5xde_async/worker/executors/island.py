@@ -17,8 +17,7 @@ from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.job import Job
-from w5xde_async.parallel.engine import IslandEngine
-from w5xde_async.parallel.fsdp import LoneLeafError
+from w5xde_async.parallel.engine import IslandEngine, LoneLeafError
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
