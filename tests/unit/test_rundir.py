@@ -156,6 +156,43 @@ def test_setting_aside_works_from_inside(tmp_path: Path, monkeypatch: pytest.Mon
         assert run.set_aside == tmp_path.resolve() / "run.old-1"
 
 
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS])
+def test_where_nothing_can_be_put_beside_it_the_old_run_lies_inside(tmp_path: Path, code: int) -> None:
+    """The directory is a volume of a container, or the one around it is somebody else's."""
+    path = tmp_path / "run"
+
+    class Alone(Filesystem):
+        def make_directory(self, target: Path) -> None:
+            if code != errno.EXDEV and not target.is_relative_to(path):
+                raise OSError(code, os.strerror(code))
+            super().make_directory(target)
+
+        def rename(self, source: Path, target: Path) -> None:
+            if not target.is_relative_to(path):
+                raise OSError(code, os.strerror(code))
+            super().rename(source, target)
+
+    for number in (1, 2):
+        run_id = old_run(path)
+        with RunDir.open(path, resume=False, filesystem=Alone()) as run:
+            assert run.set_aside == path / f"old-{number}"
+            assert not run.resumes
+        assert json.loads((path / f"old-{number}" / "run.json").read_text())["run_id"] == run_id
+        assert (path / f"old-{number}" / "checkpoints" / "step").exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]  # nothing is left of the attempt
+
+
+def test_another_failure_is_told_and_moves_nothing(tmp_path: Path) -> None:
+    class Failing(Filesystem):
+        def rename(self, source: Path, target: Path) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    old_run(tmp_path / "run")
+    with pytest.raises(RunDirUnusable, match="cannot prepare the run directory"):
+        RunDir.open(tmp_path / "run", resume=False, filesystem=Failing())
+    assert (tmp_path / "run" / "checkpoints" / "step").exists()
+
+
 def test_a_crash_while_setting_aside_never_resumes_half_a_run(tmp_path: Path) -> None:
     class Dies(Filesystem):
         left = 1

@@ -7,10 +7,12 @@ run never writes over an old one. Small files are replaced atomically. What is i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -28,6 +30,8 @@ _IDENTITY = "run.json"
 # What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash
 # half-way can never leave a directory that resumes a run whose history is gone; the identity last.
 _CONTENT = ("journal", "checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "config.toml", _IDENTITY)
+#: Where the directory is a volume of its own, or what it lies in belongs to somebody else.
+_NOT_BESIDE = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -81,7 +85,8 @@ class RunDir:
         """Create (parents too) or reopen the directory and take its lock.
 
         ``resume=False`` on a directory that holds a run first moves that run's files to ``NAME.old-1``, ``-2``, ...
-        beside it. Files that no run made are left where they are.
+        beside it, or to ``old-1``, ``-2``, ... in it where it is a volume of its own. Files that no run made are left
+        where they are.
 
         Raises:
             RunDirBusy: another process holds it; says which.
@@ -196,15 +201,30 @@ def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
     if not content:
         return None
     real = path.resolve()  # "." and links have no name of their own to build on
-    number = 1
-    while (target := real.with_name(f"{real.name}.old-{number}")).exists():
-        number += 1
-    filesystem.make_directory(target)
-    for entry in content:
+    target = _first_free(real.parent / f"{real.name}.old")
+    try:
+        filesystem.make_directory(target)
+        filesystem.rename(content[0], target / content[0].name)
+    except OSError as error:
+        if error.errno not in _NOT_BESIDE:
+            raise
+        with suppress(OSError):  # it may have been made
+            target.rmdir()
+        target = _first_free(real / "old")
+        filesystem.make_directory(target)
+        filesystem.rename(content[0], target / content[0].name)
+    for entry in content[1:]:
         filesystem.rename(entry, target / entry.name)
     filesystem.sync_directory(target)
     filesystem.sync_directory(path)
     filesystem.sync_directory(target.parent)
+    return target
+
+
+def _first_free(stem: Path) -> Path:
+    number = 1
+    while (target := stem.with_name(f"{stem.name}-{number}")).exists():
+        number += 1
     return target
 
 
