@@ -43,7 +43,6 @@ from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.replica import Replica
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
-from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan import tree
@@ -88,7 +87,7 @@ class FsdpEngine:
         self._autocast = autocast(spec.precision, self.device.type)
         self._metric_names = MetricNames()
         self._whole: Any = _Whole(source)
-        self._state = list(state_of(source.model, self.layout))
+        self._state = list(source.tensors)
         entry_of = {id(tensor): index for index, tensor in enumerate(self._state)}
         self._small = [
             index
@@ -104,7 +103,7 @@ class FsdpEngine:
         pinned = self.device.type == "cuda"
         self._memory = ShardMemory(self.shard, pinned=pinned)
         self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=pinned))
-        self._buffers = BufferMerge(self.layout, source.model, self._origin, source.statistics)
+        self._buffers = BufferMerge(self.layout, source.named, self._origin, source.statistics)
         self._has_extras = bool(self._small) or any(entry.role in ("mean", "max") for entry in self.layout.entries)
         self._buckets_of: dict[int, list[int]] = {}
         for bucket in self.layout.result_buckets:
@@ -415,7 +414,7 @@ class FsdpEngine:
             for index, tensor in enumerate(self._state)
         ]
         self._origin: list[Tensor] = []
-        live = list(state_of(source.model, self.layout))
+        live = source.tensors
         for index, entry in enumerate(self.layout.entries):
             if entry.role in ("mean", "max"):
                 if live[index].is_meta:
@@ -752,6 +751,8 @@ class _Whole(nn.Module):
 def _split(source: Replica) -> list[nn.Module]:
     """The units, and modules in other dtypes than the unit around them: each exchange has one. Inner ones first."""
     units = list(source.units)
+    if not source.called:
+        return units
     known = {id(unit) for unit in units}
 
     def inside(module: nn.Module) -> Iterator[nn.Module]:

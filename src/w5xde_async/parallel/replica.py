@@ -1,14 +1,14 @@
 """What a model-sharding engine is built of: a model without memory for its parameters, its step, and its units.
 
 A **unit** is a part of the model that is gathered, computed and given up as a whole. Of a job's model, units are the
-children of its outermost ``ModuleList`` and ``Sequential`` containers; everything else is the root's. A traced program
-brings its own.
+children of its outermost ``ModuleList`` and ``Sequential`` containers; everything else is the root's. Of a program they
+are runs of its atoms; parameters that several of them use, and those that none uses, are the root's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,22 +18,34 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from w5xde_async.errors import JobError
+from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.program.atoms import Atoms, Part, Sizes
+from w5xde_async.compute.program.program_job import skeleton
+from w5xde_async.errors import JobError, ProgramRefused
 from w5xde_async.job import Job, StepFunction, build_model, step_function
+from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout, named_state
+
+_UNITS = 16  # of a program, about; each is as large as
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
     """``model``: its parameters are on the meta device. ``units`` are modules in it, in the order in which they run.
 
-    ``statistics``: buffers that change without a version count (None: they are read off the model).
+    ``tensors``: the model's, in layout order. ``named``: where its buffers hang under the layout's names.
+    ``called``: whether modules inside of units are called, and not only looked into. ``statistics``: buffers that
+    change without a version count (None: they are read off the model).
     """
 
     model: nn.Module
     layout: Layout
+    tensors: Sequence[Tensor]
     step: StepFunction
     units: Sequence[nn.Module]
+    named: nn.Module
+    called: bool = True
     statistics: Sequence[int] | None = None
 
 
@@ -55,12 +67,119 @@ def replica_of(job: Job, bucket_bytes: int) -> Replica:
                 "model", f"its buffer {name!r} is computed from parameters, and no checkpoint has it",
                 "make it persistent, or compute it in forward",
             )  # fmt: skip
+    layout = Layout.of(model, bucket_bytes=bucket_bytes)
     return Replica(
-        model=model,
-        layout=Layout.of(model, bucket_bytes=bucket_bytes),
-        step=step_function(job),
-        units=units_of(model),
-    )
+        model=model, layout=layout, tensors=list(state_of(model, layout)), step=step_function(job),
+        units=units_of(model), named=model,
+    )  # fmt: skip
+
+
+def replica_of_program(atoms: Atoms, device: torch.device, precision: str, *, unit_bytes: int = 0) -> Replica:
+    """A program, without a model's code. ``unit_bytes``: most of a unit of several atoms (0: by the model's size)."""
+    layout = atoms.layout
+    total = sum(e.numel * e.dtype.itemsize for e in layout.entries if e.role in ("grad", "frozen"))
+    runs = [alike for run in atoms.units(unit_bytes or min(max(total // _UNITS, _LEAST_BYTES), _MOST_BYTES))
+            for alike in _in_one_dtype(run, atoms)]  # fmt: skip
+    users: dict[int, list[int]] = {}
+    for number, run in enumerate(runs):
+        for entry in sorted({entry for atom in run for entry in atoms.atoms[atom].entries}):
+            users.setdefault(entry, []).append(number)
+    buffers = [entry for entry, told in enumerate(layout.entries) if told.role in ("mean", "max")]
+    shared = [entry for entry, numbers in users.items() if len(numbers) > 1 and entry not in set(buffers)]
+    unused = [entry for entry in range(len(layout.entries)) if entry not in users]
+    root = skeleton(layout, sorted({*buffers, *shared, *unused}), "meta")
+    held: dict[int, Tensor] = {}
+    for entry in buffers:
+        told = layout.entries[entry]
+        held[entry] = torch.zeros(told.shape, dtype=told.dtype, device=device)
+        for name in told.names:
+            owner, _, leaf = name.rpartition(".")
+            root.get_submodule(owner)._buffers[leaf] = held[entry]
+    for entry in (*shared, *(entry for entry in unused if entry not in held)):
+        held[entry] = root.get_parameter(layout.entries[entry].name)
+    units: list[_PartUnit] = []
+    for number, run in enumerate(runs):
+        lent = [entry for entry in shared if users[entry][0] <= number <= users[entry][-1]]
+        passed = [entry for entry in lent if number < users[entry][-1]]
+        unit = _PartUnit(atoms.part(run, device, lent=lent, passed=passed))
+        units.append(unit)
+        for entry in unit.part.entries:
+            if entry not in held:
+                held[entry] = unit.part.model.get_parameter(layout.entries[entry].name)
+    return Replica(
+        model=_Chain(units, root), layout=layout, tensors=[held[entry] for entry in range(len(layout.entries))],
+        step=_ChainStep(atoms, precision), units=[unit for unit in units if any(True for _ in unit.parameters())],
+        named=root, called=False, statistics=atoms.program.statistics,
+    )  # fmt: skip
+
+
+def _in_one_dtype(run: range, atoms: Atoms) -> list[range]:
+    """A run, cut where the dtype of what is trained changes: a unit is exchanged in one."""
+    found: list[range] = []
+    known: set[torch.dtype] = set()
+    begin = run.start
+    for number in run:
+        entries = [atoms.layout.entries[entry] for entry in atoms.atoms[number].entries]
+        dtypes = {entry.dtype for entry in entries if entry.role == "grad" and entry.shape}
+        if known and dtypes and dtypes != known:
+            found.append(range(begin, number))
+            known, begin = set(), number
+        known |= dtypes
+    return [*found, range(begin, run.stop)]
+
+
+class _PartUnit(nn.Module):
+    """A run of atoms. What is not tensors is told beside the call, through which tensors are followed."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+        self.sizes: Sizes | None = None
+
+    def forward(self, values: list[Tensor], batch: list[Tensor | None]) -> Any:
+        assert self.sizes is not None
+        return self.part(values, batch, self.sizes)
+
+
+class _Chain(nn.Module):
+    def __init__(self, units: Sequence[_PartUnit], root: nn.Module) -> None:
+        super().__init__()
+        self.units, self.root = nn.ModuleList(units), root
+
+
+class _ChainStep:
+    """The units one after the other. Raises ProgramRefused for a batch that the program was not traced for."""
+
+    def __init__(self, atoms: Atoms, precision: str) -> None:
+        self._atoms, self._precision = atoms, precision
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        assert isinstance(model, _Chain)
+        structure, tensors = flatten(batch)
+        if structure != self._atoms.program.structure:
+            raise ProgramRefused("the batch has another structure, or other numbers, than was traced")
+        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        sizes = self._atoms.sizes(shapes, precision=self._precision)
+        entries = self._atoms.layout.entries
+        values: list[Tensor] = []
+        passed: dict[int, Tensor] = {}
+        result: Any = None
+        for module in model.units:
+            unit: Any = module
+            part: Part = unit.part
+            part.hold(
+                {e: model.root.get_buffer(entries[e].name) for e in part.entries if entries[e].role in ("mean", "max")}
+            )
+            unit.sizes = sizes
+            # Its first user takes a shared parameter from the root, each later one from the one before: so gradients
+            # are added in the program's order.
+            lent = [passed[e] if e in passed else model.root.get_parameter(entries[e].name) for e in part.lent]
+            result = unit([*values, *lent], [tensor if n in part.tensors else None for n, tensor in enumerate(tensors)])
+            if not part.last:
+                crossing = len(sizes.live[part.atoms.stop])
+                values, passed = list(result[:crossing]), dict(zip(part.passed, result[crossing:], strict=True))
+        loss, metrics = result
+        return loss, metrics
 
 
 def units_of(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -1,0 +1,78 @@
+"""One rank's engine, of a shape, and a job or a program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from w5xde_async.compute.block import LeafSpec
+from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.program.atoms import cut
+from w5xde_async.compute.program.form import Program
+from w5xde_async.compute.program.program_job import ProgramJob
+from w5xde_async.errors import LocalError, UsageError
+from w5xde_async.job import Job
+from w5xde_async.parallel.data_parallel import DataParallelEngine
+from w5xde_async.parallel.engine import IslandEngine
+from w5xde_async.parallel.fsdp import FsdpEngine
+from w5xde_async.parallel.group import Group
+from w5xde_async.parallel.pipeline import PipelineEngine
+from w5xde_async.parallel.replica import replica_of, replica_of_program
+from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.params.layout import Layout
+
+
+class Traced(NamedTuple):
+    """A checked program, in place of a job. Its results may take ``memory_bytes``."""
+
+    program: Program
+    layout: Layout
+    memory_bytes: int
+
+
+def island_engine(
+    shape: IslandShape,
+    source: Job | Traced,
+    spec: LeafSpec,
+    group: Group,
+    *,
+    bucket_bytes: int = 4 << 20,
+    schedule: str = "1f1b",
+    checkpoint_activations: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> IslandEngine:
+    """Build it; all ranks do at the same time. ``bucket_bytes``: of a job's layout.
+
+    Raises UsageError for what the mode cannot compute, ProgramRefused, LocalError for a group of another size.
+    """
+    if group.size != shape.ranks:
+        raise LocalError(f"an island {shape} of {group.size} ranks")
+    if shape.mode == "dp":
+        if checkpoint_activations:
+            raise UsageError("activations are checkpointed in islands that share a model: fsdp or pp")
+        whole: Job | ProgramJob
+        if isinstance(source, Traced):
+            whole = ProgramJob.of(
+                source.program, source.layout, group.device, precision=spec.precision, memory_bytes=source.memory_bytes
+            )
+        else:
+            whole = source
+        engine = Engine(whole, spec, device=group.device, bucket_bytes=bucket_bytes, clock=clock)
+        return DataParallelEngine(engine, group)
+    if shape.mode == "fsdp":
+        if isinstance(source, Traced):
+            atoms = cut(source.program, source.layout, memory_bytes=source.memory_bytes)
+            replica = replica_of_program(atoms, group.device, spec.precision)
+        else:
+            replica = replica_of(source, bucket_bytes)
+        return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint_activations, clock=clock)
+    if not isinstance(source, Traced):
+        raise UsageError(
+            "pipelines compute the coordinator's program, for a job's code does not say where a model can be cut: "
+            "leave out --job, or take fsdp"
+        )
+    return PipelineEngine(
+        cut(source.program, source.layout, memory_bytes=source.memory_bytes), spec, group, schedule=schedule,
+        checkpoint_activations=checkpoint_activations, clock=clock,
+    )  # fmt: skip

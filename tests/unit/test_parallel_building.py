@@ -1,0 +1,164 @@
+"""Engines of a shape, for a job and for a program without its code; and shapes that are none."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.support import island_jobs, island_programs, islands
+from tests.unit import test_parallel_pipeline as jobs
+from tests.unit.test_atoms import Convolutions, Random, Transformer
+
+from w5xde_async.compute.block import LeafSpec
+from w5xde_async.errors import LocalError, UsageError
+from w5xde_async.job import Job
+from w5xde_async.parallel.building import Traced, island_engine
+from w5xde_async.parallel.fsdp import FsdpEngine
+from w5xde_async.parallel.group import Group
+from w5xde_async.parallel.replica import replica_of_program
+from w5xde_async.parallel.shape import MODES, IslandShape
+
+MEMORY = 1 << 32
+
+
+def _alike(job: Job, group: Group, modes: tuple[str, ...], *blocks: tuple[int, ...], **options: Any) -> None:
+    atoms = island_programs.atoms_of(job, group)
+    traced, spec = Traced(atoms.program, atoms.layout, MEMORY), LeafSpec.of(job)
+    engines = [island_engine(IslandShape(mode, group.size), traced, spec, group, **options) for mode in modes]
+    if "fsdp" in modes:  # and as many units as can be: these models are of one otherwise
+        replica = replica_of_program(atoms, group.device, spec.precision, unit_bytes=1)
+        assert len(replica.units) > 1
+        engines.append(FsdpEngine(replica, spec, group, **options))
+    for engine in engines:
+        both = islands.Together(engine, group), islands.Alone(job)
+        jobs._load(job, both)
+        for samples in blocks:
+            islands.same_block(*both, island_jobs.batches(job, samples), samples)
+        engine.close()
+        both[1].engine.close()
+
+
+def _transformer(group: Group) -> None:
+    job = jobs._job(Transformer, jobs._tokens(), jobs._words)
+    _alike(job, group, ("dp", "fsdp", "pp"), (4, 4, 4), (4,))
+
+
+def _accumulates(group: Group) -> None:
+    job = jobs._job(Transformer, jobs._tokens(), jobs._words, accumulate_grad_batches=3)
+    _alike(job, group, ("dp", "fsdp"), (12, 12, 7))
+
+
+def _half(group: Group) -> None:
+    job = jobs._job(lambda: Transformer(2, tied=False), jobs._tokens(), jobs._words, precision="bf16")
+    _alike(job, group, ("dp", "fsdp"), (4, 4, 4))
+
+
+def _convolutions(group: Group) -> None:
+    _alike(jobs._job(Convolutions, jobs._digits()), group, ("dp", "fsdp"), (4, 4, 4, 4), (4, 4, 3))
+
+
+def _checkpoints(group: Group) -> None:
+    job = jobs._job(Convolutions, jobs._digits())
+    _alike(job, group, ("fsdp",), (4, 4, 4), checkpoint_activations=True)
+
+
+def _random(group: Group) -> None:
+    for seed in range(3):
+        _alike(jobs._job(partial(Random, seed), jobs._digits()), group, ("fsdp",), (4, 4, 3))
+
+
+def _odd(group: Group) -> None:
+    _alike(jobs._job(jobs.Narrow, jobs._digits()), group, ("dp", "fsdp"), (4, 4, 4, 4), (4, 4, 3))
+
+
+def _of_jobs(group: Group) -> None:
+    job = island_jobs.normed()
+    for mode in ("dp", "fsdp"):
+        shape = IslandShape(mode, group.size)
+        engine = island_engine(shape, job, LeafSpec.of(job), group, bucket_bytes=islands.BUCKET_BYTES)
+        both = islands.Together(engine, group), islands.Alone(job)
+        jobs._load(job, both)
+        islands.same_block(*both, island_jobs.batches(job, (4, 4, 3)), (4, 4, 3))
+        engine.close()
+        both[1].engine.close()
+
+
+def _refuses(group: Group) -> None:
+    job = island_jobs.mlp()
+    build = partial(island_engine, source=job, spec=LeafSpec.of(job), group=group)
+    with pytest.raises(UsageError, match="leave out --job"):
+        build(IslandShape("pp", group.size))
+    with pytest.raises(UsageError, match="fsdp or pp"):
+        build(IslandShape("dp", group.size), checkpoint_activations=True)
+    with pytest.raises(LocalError, match="dp=9"):
+        build(IslandShape("dp", 9))
+
+
+CASES: dict[str, islands.Case] = {
+    "transformer": _transformer, "convolutions": _convolutions, "jobs": _of_jobs, "refusals": _refuses,
+    "accumulation": _accumulates, "half precision": _half, "checkpoints": _checkpoints, "random nets": _random,
+    "odd parameters": _odd,
+}  # fmt: skip
+FAST = ("transformer", "convolutions", "jobs", "refusals")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return islands.outcomes("tests.unit.test_parallel_building", 2, tmp_path_factory.mktemp("two"), FAST)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", FAST)
+def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
+    assert two[name] == ["", ""], "\n".join(two[name])
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
+    return {
+        size: islands.outcomes(
+            "tests.unit.test_parallel_building", size, tmp_path_factory.mktemp(str(size)), timeout_s=110
+        )
+        for size in (2, 3)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_more_ranks(name: str, size: int, more: dict[int, dict[str, list[str]]]) -> None:
+    assert more[size][name] == [""] * size, "\n".join(more[size][name])
+
+
+# -- shapes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shape_is_a_mode_and_ranks(mode: str) -> None:
+    assert IslandShape.parse(f"{mode}=4") == IslandShape(mode, 4)
+    assert IslandShape.parse(f" {mode}=2 ,{'dp' if mode != 'dp' else 'pp'}=1") == IslandShape(mode, 2)
+    assert str(IslandShape(mode, 3)) == f"{mode}=3"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "none of dp=RANKS"),
+        ("dp", "none of dp=RANKS"),
+        ("zero=2", "'zero=2' is none of"),
+        ("dp=x", "takes a number of ranks"),
+        ("dp=0", "takes a number of ranks from 1"),
+        ("dp=-2", "takes a number of ranks"),
+        ("dp=²", "takes a number of ranks"),
+        ("dp=4096", "to 1024"),
+        ("dp=1", "has one rank"),
+        ("dp=2,dp=2", "given twice"),
+        ("fsdp=2,pp=2", "island fsdp=2,pp=2 is a product"),
+    ],
+)
+def test_what_is_no_shape_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        IslandShape.parse(text)
