@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import jobs
+from tests.support import programs as programs_support
 from tests.support.cluster import train
 from tests.support.processes import ROOT, Program, programs
 
@@ -39,6 +40,25 @@ def worker(start: Any, address: str, *arguments: str, **kwargs: Any) -> Program:
         **kwargs,
     )  # fmt: skip
     return program
+
+
+TRACED = f"{ROOT / 'tests/support/programs.py'}:gpt"
+
+
+@pytest.mark.timeout(120)  # tracing
+@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2", "pp=2"])
+def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(start: Any, tmp_path: Path, shape: str) -> None:
+    torch.set_num_threads(1)
+    program = start(
+        "w5xde_async.coordinator", TRACED, "--port", "0", "--run-dir", str(tmp_path / "run"), "--log-format", "json",
+        code_free=True,
+    )  # fmt: skip
+    address = program.wait_for("run_started")["address"]
+    island = start(
+        "w5xde_async.worker", "--server", address, "--threads", "1", "--log-format", "json", "--island", shape
+    )  # fmt: skip
+    assert digest(program) == asyncio.run(train(programs_support.gpt)).digest
+    assert island.finish() == 0, "".join(island.text)
 
 
 def digest(program: Program) -> str:

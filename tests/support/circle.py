@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
-from w5xde_async.compute.engine import Engine, LeafError
-from w5xde_async.compute.program.program_job import ProgramJob
+from w5xde_async.compute.engine import LeafError
 from w5xde_async.job import Job
-from w5xde_async.parallel.engine import EmitPieces
+from w5xde_async.parallel.building import whole_engine
+from w5xde_async.parallel.engine import EmitPieces, Traced
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
@@ -72,7 +72,7 @@ class Circle:
         """One of them, for a worker. ``fails``: whether it raises in a block instead of computing."""
         return Rank(
             rank=number, ranks=self.ranks, key=f"island {self.seed}", shape=f"test={self.ranks}",
-            lockstep=_Lockstep(self, number),
+            lockstep=_Lockstep(self, number), traced=False,
             build=lambda job, spec, bucket_bytes: HeadComputes(self, number, job, spec, bucket_bytes, fails),
         )  # fmt: skip
 
@@ -101,11 +101,11 @@ class HeadComputes:
     exact = True
 
     def __init__(
-        self, circle: Circle, rank: int, job: Job | ProgramJob, spec: LeafSpec, bucket_bytes: int,
+        self, circle: Circle, rank: int, job: Job | Traced, spec: LeafSpec, bucket_bytes: int,
         fails: Callable[[Task, int], bool],
     ) -> None:  # fmt: skip
         self._circle, self._rank, self._fails = circle, rank, fails
-        self._engine = Engine(job, spec, bucket_bytes=bucket_bytes)
+        self._engine = whole_engine(job, spec, torch.device("cpu"), bucket_bytes=bucket_bytes)
         self.layout, self.device, self.share = self._engine.layout, self._engine.device, circle.share
         self.shard = circle.deal(self.layout)[rank]
         self._state = FlatState(self.layout)

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+
+import torch
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import Engine
-from w5xde_async.compute.program.atoms import cut
-from w5xde_async.compute.program.form import Program
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import LocalError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.parallel.data_parallel import DataParallelEngine
-from w5xde_async.parallel.engine import IslandEngine
-from w5xde_async.parallel.fsdp import FsdpEngine
+from w5xde_async.parallel.engine import IslandEngine, Traced
 from w5xde_async.parallel.group import Group
-from w5xde_async.parallel.pipeline import PipelineEngine
-from w5xde_async.parallel.replica import replica_of, replica_of_program
 from w5xde_async.parallel.shape import IslandShape
-from w5xde_async.params.layout import Layout
-
-
-class Traced(NamedTuple):
-    """A checked program, in place of a job. Its results may take ``memory_bytes``."""
-
-    program: Program
-    layout: Layout
-    memory_bytes: int
 
 
 def island_engine(
@@ -51,16 +38,15 @@ def island_engine(
     if shape.mode == "dp":
         if checkpoint_activations:
             raise UsageError("activations are checkpointed in islands that share a model: fsdp or pp")
-        whole: Job | ProgramJob
-        if isinstance(source, Traced):
-            whole = ProgramJob.of(
-                source.program, source.layout, group.device, precision=spec.precision, memory_bytes=source.memory_bytes
-            )
-        else:
-            whole = source
-        engine = Engine(whole, spec, device=group.device, bucket_bytes=bucket_bytes, clock=clock)
+        engine = whole_engine(source, spec, group.device, bucket_bytes=bucket_bytes, clock=clock)
         return DataParallelEngine(engine, group)
+    # What these import takes seconds.
+    from w5xde_async.compute.program.atoms import cut
+
     if shape.mode == "fsdp":
+        from w5xde_async.parallel.fsdp import FsdpEngine
+        from w5xde_async.parallel.replica import replica_of, replica_of_program
+
         if isinstance(source, Traced):
             atoms = cut(source.program, source.layout, memory_bytes=source.memory_bytes)
             replica = replica_of_program(atoms, group.device, spec.precision)
@@ -72,7 +58,28 @@ def island_engine(
             "pipelines compute the coordinator's program, for a job's code does not say where a model can be cut: "
             "leave out --job, or take fsdp"
         )
+    from w5xde_async.parallel.pipeline import PipelineEngine
+
     return PipelineEngine(
         cut(source.program, source.layout, memory_bytes=source.memory_bytes), spec, group, schedule=schedule,
         checkpoint_activations=checkpoint_activations, clock=clock,
     )  # fmt: skip
+
+
+def whole_engine(
+    source: Job | Traced,
+    spec: LeafSpec,
+    device: torch.device,
+    *,
+    bucket_bytes: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Engine:
+    """One that computes all of a model in this process."""
+    whole: Job | ProgramJob
+    if isinstance(source, Traced):
+        whole = ProgramJob.of(
+            source.program, source.layout, device, precision=spec.precision, memory_bytes=source.memory_bytes
+        )
+    else:
+        whole = source
+    return Engine(whole, spec, device=device, bucket_bytes=bucket_bytes, clock=clock)

@@ -8,13 +8,14 @@ sum it gives out only that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import LeafError
+from w5xde_async.compute.program.form import Program
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan.shares import Share
@@ -22,6 +23,14 @@ from w5xde_async.plan.shares import Share
 EmitPieces = Callable[[int, Sequence[Tensor]], None]
 """Called with a bucket's number and, for each of ``shard.pieces`` of it, its final sum: one-dimensional contiguous
 tensors in host memory, float32 (int64 for role ``max``). Any thread."""
+
+
+class Traced(NamedTuple):
+    """A checked program, in place of a job. Its results may take ``memory_bytes``."""
+
+    program: Program
+    layout: Layout
+    memory_bytes: int
 
 
 class LoneLeafError(LeafError):

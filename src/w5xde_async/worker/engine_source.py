@@ -18,7 +18,7 @@ from w5xde_async.compute.program.sandbox import Computing, Sandbox, Sandboxed
 from w5xde_async.errors import MalformedFrame, RefusalCode, Refused, UsageError, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.net.outbox import Outbox
-from w5xde_async.parallel.engine import IslandEngine
+from w5xde_async.parallel.engine import IslandEngine, Traced
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.messages import Welcome
@@ -98,15 +98,24 @@ class EngineSource:
         self, rank: Rank, welcome: Welcome, theirs: Layout, receive: Receive, outbox: Outbox
     ) -> IslandEngine:
         """Build this rank's part of the model. Raises as ``engine_for`` does."""
+        if self.sandboxed:
+            raise UsageError(
+                "an island runs the coordinator's program without a sandbox: give --sandbox off where you trust the "
+                "coordinator" + ("" if rank.traced else ", or --job to run your own code")
+            )
         if theirs.fingerprint != welcome.fingerprint:
             raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
-        if self._job is None:
+        if self._job is None or rank.traced:
             await self._fetch(receive, outbox, theirs)
         spec = LeafSpec(welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate)
 
         def build() -> IslandEngine:
             try:
-                return rank.build(self._source(spec, theirs), spec, welcome.bucket_bytes)
+                source: Job | Traced | None = None if rank.traced else self._job
+                if source is None:
+                    assert self._program is not None
+                    source = Traced(self._program, theirs, device_memory_bytes(self._device))
+                return rank.build(source, spec, welcome.bucket_bytes)
             except W5xdeError:
                 raise
             except Exception as error:

@@ -15,15 +15,11 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from w5xde_async.compute.block import LeafSpec
-from w5xde_async.compute.engine import Engine
-from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import UsageError
 from w5xde_async.job import Job
-from w5xde_async.parallel.data_parallel import DataParallelEngine
-from w5xde_async.parallel.engine import IslandEngine
-from w5xde_async.parallel.fsdp import FsdpEngine
+from w5xde_async.parallel.building import island_engine
+from w5xde_async.parallel.engine import IslandEngine, Traced
 from w5xde_async.parallel.group import Group, join_store, open_store
-from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.worker.executors.island import Rank
 
@@ -52,7 +48,7 @@ def join_group(shape: IslandShape, device: torch.device, environment: Mapping[st
     group = Group(store, number, ranks, device, interface=interface)
     return Rank(
         rank=number, ranks=ranks, key=_key(group), shape=str(shape), lockstep=GroupLockstep(group),
-        build=partial(_build, shape, group),
+        traced=shape.mode == "pp", build=partial(_build, shape, group),
     )  # fmt: skip
 
 
@@ -86,11 +82,5 @@ class GroupLockstep:
         return [number for number in range(count) if union[number // _WORD] >> number % _WORD & 1]
 
 
-def _build(
-    shape: IslandShape, group: Group, source: Job | ProgramJob, spec: LeafSpec, bucket_bytes: int
-) -> IslandEngine:
-    if shape.mode == "dp":
-        return DataParallelEngine(Engine(source, spec, device=group.device, bucket_bytes=bucket_bytes), group)
-    if not isinstance(source, Job):
-        raise UsageError(f"--island {shape} needs the job's code so far: give --job")
-    return FsdpEngine(replica_of(source, bucket_bytes), spec, group)
+def _build(shape: IslandShape, group: Group, source: Job | Traced, spec: LeafSpec, bucket_bytes: int) -> IslandEngine:
+    return island_engine(shape, source, spec, group, bucket_bytes=bucket_bytes)

@@ -82,8 +82,9 @@ class Worker:
             self._device = choose_device(self.config.device)
         except (ValueError, RuntimeError) as error:
             raise UsageError(str(error)) from error
-        sandboxed = job is None and self._wants_sandbox()
-        self._dialer.stays_here = job is None and not sandboxed and self.config.sandbox == "auto"
+        of_program = job is None or (rank is not None and rank.traced)
+        sandboxed = of_program and self._wants_sandbox()
+        self._dialer.stays_here = of_program and not sandboxed and self.config.sandbox == "auto"
         self._compute = self._runtime.executor(1, "w5xde-compute")
         self._engines = EngineSource(
             job, self.config, self._device, sandboxed=sandboxed, pool=self._compute, clock=self._runtime.clock

@@ -14,10 +14,9 @@ from typing import Protocol
 from torch import Tensor
 
 from w5xde_async.compute.block import LeafSpec
-from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import LocalError, MalformedFrame
 from w5xde_async.job import Job
-from w5xde_async.parallel.engine import IslandEngine, LoneLeafError
+from w5xde_async.parallel.engine import IslandEngine, LoneLeafError, Traced
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
@@ -51,8 +50,9 @@ class Lockstep(Protocol):
 class Rank:
     """One rank of an island, to its worker.
 
-    ``key``: a secret that all ranks have and nobody else. ``shape``: what the island is, for people. ``build`` makes
-    the engine of a job or a program's replica, its spec and ``bucket_bytes``.
+    ``key``: a secret that all ranks have and nobody else. ``shape``: what the island is, for people. ``traced``:
+    whether it computes the coordinator's program even where it has the job. ``build`` makes the engine of a job or a
+    program, its spec and ``bucket_bytes``.
     """
 
     rank: int
@@ -60,7 +60,8 @@ class Rank:
     key: str
     shape: str
     lockstep: Lockstep
-    build: Callable[[Job | ProgramJob, LeafSpec, int], IslandEngine]
+    traced: bool
+    build: Callable[[Job | Traced, LeafSpec, int], IslandEngine]
 
 
 class PiecesReceiver:
