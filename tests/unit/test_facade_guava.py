@@ -386,6 +386,25 @@ def test_a_samplers_order_is_another_each_epoch_and_the_same_each_time() -> None
     assert given.steps_per_epoch == 3  # evaluated as often as there are epochs
 
 
+@pytest.mark.parametrize("kind", ["plain", "list", "no batch_size"])
+def test_a_batch_size_that_has_no_effect_is_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The documents' advice against lack of memory is ``config.batch_size = 8``."""
+    loaders = {"plain": lambda: DataLoader(dataset(), batch_size=32)} | BATCHES
+    with caplog.at_level(logging.WARNING):
+        reading_of(loaders[kind](), DistributedConfig(), seed=0)
+        assert "no effect" not in caplog.text  # nobody has set it
+        config = DistributedConfig()
+        config.batch_size = 8
+        reading_of(loaders[kind](), config, seed=0)
+    assert "config.batch_size=8 has no effect" in caplog.text
+    assert "give the DataLoader batch_size=8" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        reading_of(DataLoader(dataset(), batch_size=8), config, seed=0)
+        reading_of(dataset(), config, seed=0)
+    assert not caplog.text
+
+
 def test_a_list_is_said_to_be_batches(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         reading_of(BATCHES["list"](), DistributedConfig(), seed=0)

@@ -57,6 +57,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int
     """
     if isinstance(loader, list | tuple):
         logger.warning("a list is read as batches, as Guava read it: %d of them an epoch", len(loader))
+        _check_batch_size(config, None)
         return Reading(dataset=loader, batch_size=1, seed=seed, shuffle=False, collate=_only)
     if not isinstance(loader, DataLoader):
         check_again_and_again(loader)
@@ -69,8 +70,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int
         raise UsageError(f"{type(loader).__name__} is a DataLoader that makes batches of its own: {_ONCE}")
     if loader.worker_init_fn is not None:
         logger.warning("the DataLoader's worker_init_fn is not called: random numbers are seeded for each batch")
-    if loader.batch_size not in (None, config.batch_size):
-        logger.info("the DataLoader's batch_size %d counts, not the config's %d", loader.batch_size, config.batch_size)
+    _check_batch_size(config, loader.batch_size)
     processes = loader.num_workers if hasattr(os, "fork") else 0
     seed = seed if loader.generator is None else loader.generator.initial_seed() & ((1 << 63) - 1)
     sampler = loader.sampler
@@ -94,6 +94,18 @@ def check_again_and_again(batches: Any) -> None:
     """Raises UsageError for a generator, or another iterator, which is at its end after one pass."""
     if isinstance(batches, Iterable) and iter(batches) is batches:
         raise UsageError(f"a {type(batches).__name__} is no loader: {_ONCE}")
+
+
+def _check_batch_size(config: DistributedConfig, batch_size: int | None) -> None:
+    """Say that the config's has no effect, where somebody has set it."""
+    if config.batch_size not in (DistributedConfig.batch_size, batch_size):
+        counts = (
+            "batches are what they are" if batch_size is None else f"the DataLoader's batch_size {batch_size} counts"
+        )
+        logger.warning(
+            "config.batch_size=%d has no effect: %s; give the DataLoader batch_size=%d", config.batch_size, counts,
+            config.batch_size,
+        )  # fmt: skip
 
 
 def _in_its_own_order(loader: DataLoader[Any], seed: int, epochs: int, processes: int, workers: int) -> Reading:
