@@ -156,7 +156,7 @@ class Lossy:
         coded = self.encoder.encode(lease.lease, bucket, vector)
         self._sent += 1
         if not self._void:
-            await worker.link.send(encode(Result(lease.lease, bucket), [(coded.spec, coded.data)]))
+            await worker.link.send(encode(Result(lease.lease, bucket), coded.buffers))
             await settle()
 
 
