@@ -27,14 +27,14 @@ from w5xde_async.compute.program.converting import NotTraceable
 from w5xde_async.compute.program.tracing import outline, probe_batches
 from w5xde_async.config import Parser
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import ExitCode, UsageError, W5xdeError, need
+from w5xde_async.errors import ExitCode, W5xdeError, need
 from w5xde_async.job import Job, load_job, step_function
 from w5xde_async.parallel.replica import units_of
-from w5xde_async.params.layout import Layout
+from w5xde_async.parallel.shape import MODES, IslandShape
+from w5xde_async.params.layout import Entry, Layout
 from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp
 from w5xde_async.telemetry import wording
 
-_MODES = ("dp", "fsdp", "pp")
 _SHOWN = ("dp=2", "fsdp=2", "fsdp=4", "fsdp=8", "pp=2", "pp=4")  # without --island
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "data", "exchange", "together")
 _NOT_COUNTED = """\
@@ -44,26 +44,6 @@ one ahead. Not counted: Python and torch themselves, kernels' scratch memory,
 what an allocator keeps, codecs, and on CUDA the parameters and results that
 also lie in host memory. Rules of local steps run the optimizer in the worker.
 """
-
-
-class Island(NamedTuple):
-    """``fsdp=2``."""
-
-    mode: str
-    ranks: int
-
-    @classmethod
-    def parse(cls, text: str) -> Island:
-        mode, _, number = text.partition("=")
-        ranks = int(number) if number.isdecimal() and len(number) < 6 else 0
-        if mode not in _MODES or ranks < 2:
-            raise UsageError(
-                f"--island {text[:40]!r}: {', '.join(f'{mode}=N' for mode in _MODES)} are counted, N from 2 on"
-            )
-        return cls(mode, ranks)
-
-    def __str__(self) -> str:
-        return f"{self.mode}={self.ranks}"
 
 
 class Row(NamedTuple):
@@ -84,11 +64,10 @@ class Survey:
         optimizer = optimizer_bytes(job, self._model)
         self.optimizer_known = optimizer is not None
         microbatch = sum(t.numel() * t.element_size() for t in flatten(self._batch)[1])
-        trained = [self.layout.entries[index] for index in self.layout.trainable]
         self.model = Model(
             parameters=self.layout.state_bytes,
             gradients=self.layout.vector_bytes,
-            native=sum(e.numel * e.dtype.itemsize for e in trained if e.dtype != torch.float32),
+            native=self._native(self.layout.entries),
             largest_unit=self._largest_unit(),
             optimizer=optimizer or 0,
             activations=activations_of(self._model, step_function(job), self._batch, job.precision),
@@ -97,6 +76,11 @@ class Survey:
             step=-(-microbatch * job.batch_size // job.microbatch_samples),
         )
         self._atoms: Atoms | NotTraceable | None = None
+
+    @staticmethod
+    def _native(entries: Iterable[Entry]) -> int:
+        trained = (entry for entry in entries if entry.role == "grad" and entry.dtype != torch.float32)
+        return sum(entry.numel * entry.dtype.itemsize for entry in trained)
 
     def _largest_unit(self) -> int:
         """In float32; what is in no unit is the root's."""
@@ -109,7 +93,7 @@ class Survey:
         sizes.append(sum(p.numel() for p in self._model.parameters() if id(p) not in inside))
         return 4 * max(sizes)
 
-    def rows(self, islands: Iterable[Island]) -> Iterator[Row]:
+    def rows(self, islands: Iterable[IslandShape]) -> Iterator[Row]:
         """One for each kind of process."""
         yield Row("coordinator", coordinator(self.model))
         yield Row("a worker alone", alone(self.model))
@@ -121,7 +105,7 @@ class Survey:
             else:
                 yield Row(f"{island}, a rank", fsdp(self.model, island.ranks)[0])
 
-    def _pipeline(self, island: Island) -> Iterator[Row]:
+    def _pipeline(self, island: IslandShape) -> Iterator[Row]:
         atoms = self.atoms()
         if isinstance(atoms, NotTraceable):
             yield Row(str(island), f"the step cannot be cut: {atoms}")
@@ -144,6 +128,7 @@ class Survey:
         return Stage(
             sum(entry.numel * entry.dtype.itemsize for entry in entries),
             sum(4 * entry.numel for entry in entries if entry.role == "grad"),
+            self._native(entries),
             activations,
         )
 
@@ -191,7 +176,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("job", metavar="JOB", help="FILE.py:NAME or MODULE:NAME, a Job or a function that returns one")
     parser.add_argument(
-        "--island", metavar="MODE=N", action="append", help=f"{', '.join(_MODES)}; repeatable [{' '.join(_SHOWN)}]"
+        "--island", metavar="MODE=N", action="append", help=f"{', '.join(MODES)}; repeatable [{' '.join(_SHOWN)}]"
     )
     return parser
 
@@ -200,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
     """Print the table; the result is the exit code."""
     try:
         given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
-        islands = [Island.parse(text) for text in given.island or _SHOWN]
+        islands = [IslandShape.parse(text) for text in given.island or _SHOWN]
         need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
         job = load_job(given.job)
         survey = Survey(job)

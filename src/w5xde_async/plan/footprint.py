@@ -63,10 +63,11 @@ class Model:
 
 
 class Stage(NamedTuple):
-    """A run of atoms: bytes of its parameters and buffers, of their gradients, and of a microbatch in it."""
+    """A run of atoms: bytes of its parameters and buffers, of their gradients (as in Model), of a microbatch in it."""
 
     parameters: int
     gradients: int
+    native: int
     activations: Activations
 
 
@@ -131,17 +132,19 @@ def fsdp(model: Model, ranks: int) -> list[Need]:
 
 
 def pp(model: Model, stages: Sequence[Stage]) -> list[Need]:
-    """A rank holds one stage. Of a leaf's microbatches as many are under way in it as there are stages from it on
-    (1F1B): each keeps what it made, and one is in backward."""
+    """A rank holds one stage. As many microbatches are under way in it as there are stages from it on (1F1B): each
+    keeps what it made, and one is in backward. Each leaf has a sum of its own first, and every rank has all data."""
+    leaves = _LEAVES * len(stages)
+    sums = leaves.bit_length() + _LEAVING  # of the tree's levels, a leaf's own among them
     found = []
     for number, stage in enumerate(stages):
-        under_way = min(len(stages) - number, model.microbatches)
+        under_way = min(len(stages) - number, leaves * model.microbatches)
         found.append(
             Need(
                 parameters=stage.parameters,
-                gradients=(model.sums + _LEAVING) * stage.gradients,
+                gradients=sums * stage.gradients + stage.native,
                 activations=(under_way - 1) * stage.activations.kept + stage.activations.peak,
-                data=model.leases,
+                data=len(stages) * model.leases,
             )
         )
     return found
