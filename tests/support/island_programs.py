@@ -16,10 +16,10 @@ from w5xde_async.parallel.group import Group
 from w5xde_async.params.layout import Layout
 
 
-def atoms_of(job: Job, group: Group, sizes: Sequence[int] = (4, 3, 2)) -> Atoms:
+def atoms_of(job: Job, group: Group, sizes: Sequence[int] = (4, 3, 2), bucket_bytes: int = BUCKET_BYTES) -> Atoms:
     """A job's program for microbatches of these sizes, in atoms."""
     model = build_model(job, replica=True)
-    layout = Layout.of(model, bucket_bytes=BUCKET_BYTES)
+    layout = Layout.of(model, bucket_bytes=bucket_bytes)
     text, constants = b"", b""
     if group.rank == 0:
         document = trace(job, model, layout, probe_batches(job, list(sizes)))

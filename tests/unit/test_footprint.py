@@ -240,7 +240,7 @@ def test_what_is_wrong_is_said(arguments: list[str], said: str, capsys: pytest.C
 # -- against the kernel
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
 
@@ -271,7 +271,7 @@ def measured_peak(layers: int, width: int, rows: int) -> None:
         survey = Survey(job)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = _resident("VmRSS")
+        before = resident("VmRSS")
         engine = Engine(job)
         engine.load(range(len(engine.layout.buckets)))
         vectors = []
@@ -282,7 +282,7 @@ def measured_peak(layers: int, width: int, rows: int) -> None:
                 tensors=pair,
             )  # fmt: skip
             vectors.append(engine.compute(task, lambda bucket, vector: None).vectors)
-        peak = _resident("VmHWM") - before
+        peak = resident("VmHWM") - before
         engine.close()
         del engine, vectors, leases, pair, task
     print(peak, alone(survey.model).together)  # noqa: T201 - for who started this process
@@ -294,8 +294,9 @@ def measured_peak(layers: int, width: int, rows: int) -> None:
 @pytest.mark.parametrize(("layers", "width", "rows"), [(32, 1024, 64), (8, 256, 16384)])
 def test_a_worker_takes_what_the_arithmetic_says(layers: int, width: int, rows: int) -> None:
     """For a model that is large beside its activations, and the other way round."""
+    script = f"from tests.unit.test_footprint import measured_peak as m; m({layers}, {width}, {rows})"
     ran = subprocess.run(
-        [sys.executable, "-c", f"from tests.unit import test_footprint as t; t.measured_peak({layers}, {width}, {rows})"],
+        [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": ":".join(sys.path), "MALLOC_MMAP_THRESHOLD_": "1048576"},
         capture_output=True, text=True, timeout=170,
     )  # fmt: skip
