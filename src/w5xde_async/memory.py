@@ -10,9 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from w5xde_async.compute.batch import flatten, map_tensors
 from w5xde_async.compute.footprint import (
@@ -29,7 +31,7 @@ from w5xde_async.config import Parser
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import ExitCode, W5xdeError, need
 from w5xde_async.job import Job, load_job, step_function
-from w5xde_async.parallel.replica import units_of
+from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
 from w5xde_async.params.layout import Entry, Layout
 from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp
@@ -68,7 +70,7 @@ class Survey:
             parameters=self.layout.state_bytes,
             gradients=self.layout.vector_bytes,
             native=self._native(self.layout.entries),
-            largest_unit=self._largest_unit(),
+            largest_unit=_largest(units_of(self._model), self._model),
             optimizer=optimizer or 0,
             activations=activations_of(self._model, step_function(job), self._batch, job.precision),
             microbatch=microbatch,
@@ -82,17 +84,6 @@ class Survey:
         trained = (entry for entry in entries if entry.role == "grad" and entry.dtype != torch.float32)
         return sum(entry.numel * entry.dtype.itemsize for entry in trained)
 
-    def _largest_unit(self) -> int:
-        """In float32; what is in no unit is the root's."""
-        inside: set[int] = set()
-        sizes = []
-        for unit in units_of(self._model):
-            own = {id(p): p.numel() for p in unit.parameters()}
-            inside |= own.keys()
-            sizes.append(sum(own.values()))
-        sizes.append(sum(p.numel() for p in self._model.parameters() if id(p) not in inside))
-        return 4 * max(sizes)
-
     def rows(self, islands: Iterable[IslandShape]) -> Iterator[Row]:
         """One for each kind of process."""
         yield Row("coordinator", coordinator(self.model))
@@ -103,7 +94,16 @@ class Survey:
             elif island.mode == "dp":
                 yield Row(f"{island}, a rank", dp(self.model, island.ranks, self.layout.bucket_bytes)[0])
             else:
-                yield Row(f"{island}, a rank", fsdp(self.model, island.ranks)[0])
+                yield from self._sharded(island)
+
+    def _sharded(self, island: IslandShape) -> Iterator[Row]:
+        """Units are the program's own where a worker has no code."""
+        atoms = self.atoms()
+        if isinstance(atoms, Atoms):
+            replica = replica_of_program(atoms, torch.device("cpu"), self.job.precision)
+            of_program = replace(self.model, largest_unit=_largest(replica.units, replica.model))
+            yield Row(f"{island}, a rank", fsdp(of_program, island.ranks)[0])
+        yield Row(f"{island}, with --job", fsdp(self.model, island.ranks)[0])
 
     def _pipeline(self, island: IslandShape) -> Iterator[Row]:
         atoms = self.atoms()
@@ -144,6 +144,18 @@ class Survey:
                     return error
             self._atoms = cut(program, self.layout, memory_bytes=1 << 62)
         return self._atoms
+
+
+def _largest(units: Iterable[nn.Module], model: nn.Module) -> int:
+    """Bytes of the largest unit's parameters in float32; what is in no unit is one more."""
+    inside: set[int] = set()
+    sizes = []
+    for unit in units:
+        own = {id(p): p.numel() for p in unit.parameters()}
+        inside |= own.keys()
+        sizes.append(sum(own.values()))
+    sizes.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))
+    return 4 * max(sizes)
 
 
 def table(rows: Iterable[Row]) -> str:

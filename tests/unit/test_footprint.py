@@ -185,7 +185,8 @@ def test_rows_for_every_mode() -> None:
     survey = Survey(jobs.mlp_adamw())
     rows = list(survey.rows([Island("dp", 2), Island("fsdp", 2), Island("pp", 2)]))
     assert [row.name for row in rows] == [
-        "coordinator", "a worker alone", "dp=2, a rank", "fsdp=2, a rank", "pp=2, rank 0", "pp=2, rank 1",
+        "coordinator", "a worker alone", "dp=2, a rank", "fsdp=2, a rank", "fsdp=2, with --job", "pp=2, rank 0",
+        "pp=2, rank 1",
     ]  # fmt: skip
     by_name = {row.name: row.need for row in rows}
     parameters = 4 * survey.layout.num_parameters
