@@ -267,7 +267,7 @@ class Worker:
         finally:
             self._connection = None
             leases = connection.leases
-            self.abandoned = leases is not None and not leases.ended
+            self.abandoned = self._rank is not None and leases is not None and not leases.ended
             applied = leases is not None and leases.num_applied > 0
             self._dialer.link_ended(failed=failed, applied=applied, heard=connection.heard)
             if leases is not None and self._rank is None and is_plain(welcome) and leases.whole_version >= 0:
