@@ -11,7 +11,8 @@ from tests.unit import test_parallel_pipeline as jobs
 from tests.unit.test_atoms import Convolutions, Random, Transformer
 
 from w5xde_async.compute.block import LeafSpec
-from w5xde_async.errors import LocalError, UsageError
+from w5xde_async.compute.program.interpreter import example, measure
+from w5xde_async.errors import LocalError, ProgramRefused, UsageError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine
 from w5xde_async.parallel.engine import Traced
@@ -85,6 +86,26 @@ def _of_jobs(group: Group) -> None:
         both[1].engine.close()
 
 
+def _too_large_for_one(group: Group) -> None:
+    """What a step makes must fit into the memory of all of a pipeline's ranks, not of each."""
+    job = jobs._job(Transformer, jobs._tokens(), jobs._words)
+    atoms = island_programs.atoms_of(job, group)
+    entries = [(entry.dtype, entry.shape) for entry in atoms.layout.entries]
+    total = max(
+        measure(atoms.program, graph, entries, example(graph.inputs), memory_bytes=MEMORY)
+        for graph in atoms.program.graphs
+    )
+    traced = Traced(atoms.program, atoms.layout, total * 2 // 3)
+    with pytest.raises(ProgramRefused, match="bytes"):
+        island_engine(IslandShape("fsdp", group.size), traced, LeafSpec.of(job), group)
+    engine = island_engine(IslandShape("pp", group.size), traced, LeafSpec.of(job), group)
+    both = islands.Together(engine, group), islands.Alone(job)
+    jobs._load(job, both)
+    islands.same_block(*both, island_jobs.batches(job, (4, 4)), (4, 4))
+    engine.close()
+    both[1].engine.close()
+
+
 def _refuses(group: Group) -> None:
     job = island_jobs.mlp()
     build = partial(island_engine, source=job, spec=LeafSpec.of(job), group=group)
@@ -99,9 +120,9 @@ def _refuses(group: Group) -> None:
 CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "convolutions": _convolutions, "jobs": _of_jobs, "refusals": _refuses,
     "accumulation": _accumulates, "half precision": _half, "checkpoints": _checkpoints, "random nets": _random,
-    "odd parameters": _odd,
+    "odd parameters": _odd, "memory": _too_large_for_one,
 }  # fmt: skip
-FAST = ("transformer", "convolutions", "jobs", "refusals")
+FAST = ("transformer", "convolutions", "jobs", "refusals", "memory")
 
 
 @pytest.fixture(scope="module")

@@ -60,8 +60,9 @@ def island_engine(
         )
     from w5xde_async.parallel.pipeline import PipelineEngine
 
+    memory_bytes = shape.ranks * source.memory_bytes  # what a step makes lies on all ranks together
     return PipelineEngine(
-        cut(source.program, source.layout, memory_bytes=source.memory_bytes), spec, group, schedule=schedule,
+        cut(source.program, source.layout, memory_bytes=memory_bytes), spec, group, schedule=schedule,
         checkpoint_activations=checkpoint_activations, clock=clock,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ tensors in host memory, float32 (int64 for role ``max``). Any thread."""
 
 
 class Traced(NamedTuple):
-    """A checked program, in place of a job. Its results may take ``memory_bytes``."""
+    """A checked program, in place of a job. Its results may take ``memory_bytes`` of a rank."""
 
     program: Program
     layout: Layout
