@@ -43,7 +43,7 @@ from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
 from w5xde_async.parallel.schedules import SCHEDULES, passes
-from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
+from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan.sampler import seed_for
@@ -361,14 +361,14 @@ class PipelineEngine:
             slots = self._returning(live[self._run.start], self._returns)
             self._send(now, rank - 1, _BACK, slots, found or [None] * len(slots), False)
         if not now.failed and piece.microbatch + 1 == piece.of:
-            self._leaf_done(now, piece.leaf)
+            self._leaf_done(now, piece)
 
     def _compute_backward(
         self, now: _Running, number: int, piece: _Piece, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         held = now.held.pop(number)
         if not piece.microbatch:
-            self._bind(now)
+            self._bind(now, piece)
         relayed: dict[int, Tensor | None] = {}
         if self._last:
             weight = torch.tensor(piece.samples * now.task.loss_scale, dtype=torch.float32, device=self.device)
@@ -397,11 +397,16 @@ class PipelineEngine:
         own = {entry: leaf.grad for entry, leaf in zip(self._part.lent, held.lent, strict=True)}
         return [*found, *(own.get(entry, relayed.get(entry)) for entry in self._returns)]
 
-    def _bind(self, now: _Running) -> None:
-        """A leaf's first backward pass: gradients land in memory of its own."""
-        memory = self._sums.take()
-        memory.reset()
-        now.open.append(memory)
+    def _lands_directly(self, piece: _Piece) -> bool:
+        """Whether a leaf's gradients land on its left sibling's: the tree's addition without a pass of its own."""
+        return bool(piece.leaf & 1) and piece.of == 1 and not self._native
+
+    def _bind(self, now: _Running, piece: _Piece) -> None:
+        """A leaf's first backward pass: its gradients are to land in memory of its own."""
+        if not self._lands_directly(piece):
+            now.open.append(self._sums.take())
+            now.open[-1].reset()
+        memory = now.open[-1]
         for entry, parameter in self._trained.items():
             native = self._native.get(entry)
             if native is not None:
@@ -410,18 +415,18 @@ class PipelineEngine:
                 native = memory.entry(entry).view(parameter.shape) if parameter.numel() else torch.zeros_like(parameter)
             parameter.grad = native
 
-    def _leaf_done(self, now: _Running, leaf: int) -> None:
-        memory = now.open[-1]
+    def _leaf_done(self, now: _Running, piece: _Piece) -> None:
+        memory, leaf = now.open[-1], piece.leaf
         for entry, native in self._native.items():
             if native.numel():
                 memory.entry(entry).copy_(native.view(-1))
         lane = now.lanes.pop(leaf)
         for entry, change in lane.sums.items():
             if memory.holds(entry):
-                memory.entry(entry).copy_(change)
+                add(memory.entry(entry), change)
         self._lanes.append(lane)
         last = leaf + 1 == len(now.task.samples)
-        for _ in range(len(now.open) - 1 if last else carries(leaf)):
+        for _ in range(len(now.open) - 1 if last else carries(leaf) - self._lands_directly(piece)):
             right = now.open.pop()
             now.open[-1].add(right)
             self._sums.give(right)
