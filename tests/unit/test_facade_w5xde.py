@@ -473,6 +473,14 @@ def test_the_secret_of_a_machine_is_its_owners(calls: Any, tmp_path: Path) -> No
     running.result(10)
 
 
+def test_machines_that_share_a_home_do_not_mistake_each_others_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = set()
+    for name in ("one", "two"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        places |= {join_file_here("localhost", 5555), join_file_here("localhost", 5556)}
+    assert len(places) == 4
+
+
 def test_who_is_here() -> None:
     assert join_file_here("localhost", 0) is None
     assert join_file_here("192.0.2.1", 5555) is None  # for documentation: nobody has it

@@ -1,7 +1,7 @@
 """Servers and nodes of one machine and user find each other, as they did when nothing was secret.
 
-A server that asks for a secret leaves its join string in a file of its owner's home, named after the port and readable
-by its owner alone, for as long as it listens. A node of the same owner that is given nothing looks there.
+A server that asks for a secret leaves its join string in a file of its owner's home, named after machine and port and
+readable by its owner alone, for as long as it listens. A node of the same owner that is given nothing looks there.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def _take_back(path: Path, told: str) -> None:
 
 def _path(port: int) -> Path | None:
     try:
-        return Path.home() / ".local" / "state" / "w5xde" / f"join-{port}"
+        # Machines and containers may share a home.
+        return Path.home() / ".local" / "state" / "w5xde" / f"join-{socket.gethostname()}-{port}"
     except RuntimeError:
         return None
