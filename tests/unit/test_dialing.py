@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from tests.simulator.loop import VirtualLoop
 
-from w5xde_async.errors import ExitCode, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import ExitCode, LinkLost, RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.net.join import Invitation, write_private_line
 from w5xde_async.net.link import Link
 from w5xde_async.runtime import Runtime
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection import dialing
 from w5xde_async.worker.connection import target as target_module
 from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.service import Worker
@@ -116,6 +117,58 @@ def test_a_join_file_may_come_late(run: Any, tmp_path: Path, caplog: pytest.LogC
     assert all("join file" in line and "not there yet" in line for line in said)
     left = [float(re.findall(r"gives_up_in_s=(\d+)", line)[0]) for line in said]
     assert left == pytest.approx([270, 240, 210], abs=8)
+
+
+class HungUp:
+    """A link whose other side closes at the first words, as a port with TLS does."""
+
+    peer, certificate, bytes_received = "127.0.0.1:77", b"", 0
+
+    def abort(self) -> None:
+        pass
+
+
+def test_a_worker_without_tls_says_at_once_what_may_be_missing(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the first attempt: the person at this end can do something about it."""
+
+    async def join(link: Any, **_: Any) -> Any:
+        raise LinkLost(link.peer, "closed by peer")
+
+    async def main(world: World) -> None:
+        async def connect(*_: Any, **__: Any) -> Any:
+            return HungUp()
+
+        monkeypatch.setattr(dialing, "join", join)
+        runtime = Runtime(clock=world.loop.time, connect=connect)
+        dialer = Dialer("127.0.0.1:77", WorkerConfig(connect_timeout_s=20.0, device="cpu"), runtime)
+        with pytest.raises(Unreachable, match="it may want TLS: use its join file"):
+            await dialer.join()
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == dialing.__name__]
+    assert "it may want TLS: use its join file gives_up_in_s=20" in said
+
+
+def test_a_join_file_that_is_not_there_does_not_keep_from_an_address(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may come, and then it counts; nothing is said of it before."""
+    path = tmp_path / "join"
+
+    async def main(world: World) -> None:
+        dialer = world.dialer("127.0.0.1:77", join_file=path)
+        world.answers.add(("127.0.0.2", 88))
+        world.later(10, write_private_line, path, _invitation(("127.0.0.2", 88)))
+        with pytest.raises(Found):
+            await dialer.join()
+        assert {address for address, _ in world.tried} == {("127.0.0.1", 77), ("127.0.0.2", 88)}
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    assert not [record for record in caplog.records if record.name == dialing.__name__]
 
 
 def test_without_a_join_file_it_gives_up_in_time_and_names_it(run: Any, tmp_path: Path) -> None:

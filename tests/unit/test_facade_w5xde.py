@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import re
 import socket
 import threading
 import time
@@ -500,15 +501,18 @@ def test_elsewhere_the_first_second_says_what_is_missing(
     server = server_of(tmp_path / "run", ip="0.0.0.0")
     running, _ = serve(calls, server)
     monkeypatch.setenv("HOME", str(tmp_path / "of another user"))
-    node = node_for(server, timeout_s=1.5)
+    node = node_for(server, timeout_s=40.0)
     working = calls(node.train)
-    deadline, said = time.monotonic() + 1.0, ""
+    deadline, said = time.monotonic() + 30.0, ""
     while "join_file=" not in said:
         assert time.monotonic() < deadline, said
         time.sleep(0.01)
         said += capfd.readouterr().err
+    assert float(re.findall(r"gives_up_in_s=(\d+)", said)[0]) > 30  # with the first attempt, not at the end
+    node.stop()
+    working.result(10)
     with pytest.raises(Unreachable, match="join_file="):
-        working.result(10)
+        node_for(server, timeout_s=0.3).train()
     server.stop()
     running.result(10)
 

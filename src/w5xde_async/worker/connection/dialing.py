@@ -164,17 +164,22 @@ class Dialer:
         """The first result, by jittered attempts that are told how many seconds are left."""
         clock, limit = self._runtime.clock, self.config.connect_timeout_s
         began = said = clock()
+        warned = False
 
         def goes_on(error: Exception) -> bool:
-            nonlocal said
+            nonlocal said, warned
             if not isinstance(error, LinkLost | _NotNow | RemoteError):
                 return False
             self._reason = error.reason if isinstance(error, LinkLost) else str(error)
             left_s = limit - (clock() - began)
-            if left_s > 0 and clock() - said >= _SAID_EVERY_S:
-                said = clock()
+            at_once = self._lacks_tls and not warned  # nothing but the person at this end will change that
+            if left_s > 0 and (at_once or clock() - said >= _SAID_EVERY_S):
+                said, warned = clock(), warned or at_once
+                level = logging.WARNING if at_once else logging.INFO
                 where = self._target or "unknown"
-                logger.info("no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s)
+                logger.log(
+                    level, "no coordinator yet server=%s reason=%s gives_up_in_s=%.0f", where, self._reason, left_s
+                )
             return left_s > 0
 
         try:
