@@ -46,7 +46,7 @@ TRACED = f"{ROOT / 'tests/support/programs.py'}:gpt"
 
 
 @pytest.mark.timeout(120)  # tracing
-@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2", "pp=2"])
+@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2", "pp=2", "pp=2 --pp-schedule gpipe --checkpoint-activations"])
 def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(start: Any, tmp_path: Path, shape: str) -> None:
     torch.set_num_threads(1)
     program = start(
@@ -55,7 +55,7 @@ def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(start: An
     )  # fmt: skip
     address = program.wait_for("run_started")["address"]
     island = start(
-        "w5xde_async.worker", "--server", address, "--threads", "1", "--log-format", "json", "--island", shape
+        "w5xde_async.worker", "--server", address, "--threads", "1", "--log-format", "json", "--island", *shape.split()
     )  # fmt: skip
     assert digest(program) == asyncio.run(train(programs_support.gpt)).digest
     assert island.finish() == 0, "".join(island.text)
@@ -83,10 +83,10 @@ def ranks_of(island: Program) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2"])
+@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2", "fsdp=2 --checkpoint-activations"])
 def test_an_island_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path, expected: str, shape: str) -> None:
     program, address = coordinator(start, tmp_path)
-    island = worker(start, address, "--island", shape)
+    island = worker(start, address, "--island", *shape.split())
     assert digest(program) == expected
     assert island.finish() == 0, "".join(island.text)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from w5xde_async.config import NAME, PATH, YES_OR_NO, same_as, setting, text, whole
+from w5xde_async.config import NAME, PATH, YES_OR_NO, one_of, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.net.endpoint import parse_address
@@ -136,7 +136,8 @@ class WorkerSettings(Program):
     )  # fmt: skip
     island: str | None = setting(
         None, "compute with several processes or devices as one worker: dp=N (each has leaves of its own), fsdp=N "
-        "(each holds a part of the model)", text("dp=N or fsdp=N", "SHAPE"), "machine", shown="one device",
+        "(each holds a part of every layer), pp=N (each holds some of the layers)",
+        text("dp=N, fsdp=N or pp=N", "SHAPE"), "machine", shown="one device",
     )  # fmt: skip
     island_member: str | None = setting(
         None, "the same, as one rank: the coordinator brings those together that say the same shape, from any machines",
@@ -146,6 +147,15 @@ class WorkerSettings(Program):
         None, "network interface for what an island's ranks tell each other, without any protection: one that you "
         "trust",
         text("the name of an interface", "NAME"), "machine", shown="loopback",
+    )  # fmt: skip
+    pp_schedule: str = setting(
+        "1f1b", "the order in which the stages of pp=N compute: 1f1b (forward and backward take turns, over a whole "
+        "lease) or gpipe (leaf by leaf, all microbatches forward, then all backward)", one_of("1f1b", "gpipe"),
+        "machine",
+    )  # fmt: skip
+    checkpoint_activations: bool = setting(
+        False, "under fsdp=N and pp=N, compute forward passes once more in backward, in place of keeping what they "
+        "made", YES_OR_NO, "machine",
     )  # fmt: skip
     exit_with_stdin: bool = setting(
         False, "end when standard input does: whoever holds its other end is gone", YES_OR_NO, "program", hidden=True

@@ -83,7 +83,10 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
         if device == "auto" and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         config = replace(config, device=device)
-        rank = join_group(shape, choose_device(device), os.environ, settings.island_interface or "")
+        rank = join_group(
+            shape, choose_device(device), os.environ, settings.island_interface or "", schedule=settings.pp_schedule,
+            checkpoint_activations=settings.checkpoint_activations,
+        )  # fmt: skip
 
     async def work() -> int:
         worker = Worker(server, job=job, config=config, join_file=settings.join_file, rank=rank)

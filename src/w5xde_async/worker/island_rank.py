@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,11 @@ from w5xde_async.worker.executors.island import Rank
 _WORD = 62  # bits in a number that travels
 
 
-def join_group(shape: IslandShape, device: torch.device, environment: Mapping[str, str], interface: str) -> Rank:
-    """Meet the other ranks. Blocks until all are there.
+def join_group(
+    shape: IslandShape, device: torch.device, environment: Mapping[str, str], interface: str, *, schedule: str,
+    checkpoint_activations: bool,
+) -> Rank:  # fmt: skip
+    """Meet the other ranks. Blocks until all are there. ``schedule`` and on: as for ``island_engine``.
 
     Raises UsageError where the environment does not fit the shape, RuntimeError where somebody does not come.
     """
@@ -46,9 +48,16 @@ def join_group(shape: IslandShape, device: torch.device, environment: Mapping[st
     if served:  # the same store after a restart
         store = PrefixStore(f"w5xde {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     group = Group(store, number, ranks, device, interface=interface)
+
+    def build(source: Job | Traced, spec: LeafSpec, bucket_bytes: int) -> IslandEngine:
+        return island_engine(
+            shape, source, spec, group, bucket_bytes=bucket_bytes, schedule=schedule,
+            checkpoint_activations=checkpoint_activations,
+        )  # fmt: skip
+
     return Rank(
         rank=number, ranks=ranks, key=_key(group), shape=str(shape), lockstep=GroupLockstep(group),
-        traced=shape.mode == "pp", build=partial(_build, shape, group),
+        traced=shape.mode == "pp", build=build,
     )  # fmt: skip
 
 
@@ -80,7 +89,3 @@ class GroupLockstep:
         for row in self._group.numbers(words):
             union = [mine | theirs for mine, theirs in zip(union, row, strict=True)]
         return [number for number in range(count) if union[number // _WORD] >> number % _WORD & 1]
-
-
-def _build(shape: IslandShape, group: Group, source: Job | Traced, spec: LeafSpec, bucket_bytes: int) -> IslandEngine:
-    return island_engine(shape, source, spec, group, bucket_bytes=bucket_bytes)
