@@ -194,6 +194,35 @@ class Again(nn.Module):
         return out
 
 
+class Skipping(nn.Module):
+    """Leaves a layer out, as its data has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = float(x[0, 0]) > 0
+        for number, block in enumerate(self.blocks):
+            if number != 1 or not skips:
+                x = torch.relu(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+def _skips(group: Group) -> None:
+    """Shapes are alike: the ranks would take one layer's parameters for another's."""
+    job = _of(Skipping)
+    together = _island(job, group)
+    batches = island_jobs.batches(job, (4,) * group.size)
+    for rank, (x, _) in enumerate(batches):
+        x[0, 0] = 1 if rank else -1
+    with pytest.raises(UsageError, match=r"different parts of the model.*'blocks.1', 'blocks.2'.*use dp"):
+        together.compute(batches, (4,) * group.size)
+    together.engine.close()
+
+
 def _refuses(group: Group) -> None:
     job = _of(Again)
     with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
@@ -204,7 +233,7 @@ CASES: dict[str, islands.Case] = {
     "mlp": _mlp, "uneven blocks": _uneven_blocks, "batch norm": _normed, "odd parameters": _odd,
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
     "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "errors": _fails,
-    "shards": _divides, "refusals": _refuses,
+    "shards": _divides, "refusals": _refuses, "skips": _skips,
 }  # fmt: skip
 
 

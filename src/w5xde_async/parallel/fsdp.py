@@ -9,7 +9,7 @@ binary counter carries. So any number of ranks gives the bits of one process.
 Nothing is divided. A gradient that a leaf does not have is nothing, not zero: who has which is told beside the data.
 Buffers and parameters that cannot be cut (scalars) are whole on every rank; their sums are rank 0's.
 
-Every rank must run the same units in the same order, whatever its data: their gathers are matched by order alone. A
+Every rank must run the same units in the same order, whatever its data: before each exchange they make sure of it. A
 rank on which a leaf fails follows the others through the round with empty hands, so that the failure can be told.
 
 Memory of a rank, for n bytes of parameters in float32, R ranks, u the largest unit: n/R as they come in, n/R to compute
@@ -318,9 +318,10 @@ class FsdpEngine:
 
     # -- the exchange of one unit --------------------------------------------------------------------------
 
-    def gather(self, output: Tensor, mine: Tensor) -> None:
+    def gather(self, unit: _Unit, output: Tensor, mine: Tensor) -> None:
         """All ranks' shards of a unit's parameters."""
-        self._log.append(_Gather(mine.numel(), mine.dtype))
+        self._log.append(_Gather(unit, mine.numel(), mine.dtype))
+        self._meet(2 * unit.number, ())
         with self._exchanging():
             self._group.all_gather(output, mine)
 
@@ -338,13 +339,12 @@ class FsdpEngine:
         assert now is not None
         if given.numel() != unit.row * size or given.dtype != unit.dtype:
             raise W5xdeError(f"{unit.name!r} exchanges {given.numel()} elements of {given.dtype}: another torch?")
+        bits = self._meet(
+            2 * unit.number + 1, (int(current.failed), *(int(part.entry in self._present) for part in unit.parts))
+        )
         with self._exchanging():
-            told = self._group.start_numbers(
-                [int(current.failed), *(int(part.entry in self._present) for part in unit.parts)]
-            )
             received = self._received[: given.nbytes].view(unit.dtype)
             self._group.all_to_all(received, given, [unit.row] * size, [unit.row] * size)
-            bits = told.wait().tolist()
         if current.failed or any(row[0] for row in bits):
             current.failed = True
             return
@@ -358,6 +358,23 @@ class FsdpEngine:
                     row[part.begin : part.begin + part.padded].fill_(-0.0)
             leaves.append(row)
         now.add(unit, leaves, current)
+
+    def _meet(self, exchange: int, said: Sequence[int]) -> list[list[int]]:
+        """What each rank says before an exchange, which must be the same one. Raises UsageError.
+
+        Else those that skip a unit would take another's parameters for the next.
+        """
+        padding = [0] * (self._widest - len(said))
+        with self._exchanging():
+            rows = self._group.numbers([exchange, *said, *padding])
+        others = {row[0] for row in rows} - {exchange}
+        if others:
+            names = sorted({self._units[number // 2].name for number in (exchange, *others)})
+            raise UsageError(
+                f"ranks compute different parts of the model for different data ({', '.join(map(repr, names))}); in "
+                "fsdp islands all of them run the same units in the same order: use dp"
+            )
+        return [row[1 : 1 + len(said)] for row in rows]
 
     def output_for(self, unit: _Unit) -> Tensor:
         """Memory that looks like a unit's sharded gradients."""
@@ -404,9 +421,11 @@ class FsdpEngine:
             module: FSDPModule = cast(Any, unit.module)
             module.set_custom_all_gather(cast(Any, unit.gather))
             module.set_custom_reduce_scatter(cast(Any, unit.reduce))
+        self._widest = 1 + max(len(unit.parts) for unit in self._units)
         self._whole.set_reduce_scatter_unused_params(True)
         self._local: dict[int, Tensor] = {}
         self._log = []
+        self._lost = None
         for unit in self._units:
             self._local.update(unit.find_parameters())
         self._state = [
@@ -569,7 +588,7 @@ class _Unit:
         )  # fmt: skip
         self.parts: list[_Part] = []  # of trainable parameters, in the order in which they are exchanged
         self.row, self.dtype = 0, torch.float32
-        self.gather, self.reduce = _GatherComm(engine), _ReduceComm(engine, self)
+        self.gather, self.reduce = _GatherComm(engine, self), _ReduceComm(engine, self)
         self._entries: list[int] = []
         self._free: list[Any] = []  # the parameters as they are while they are whole
         self._sharded: list[Any] = []
@@ -643,13 +662,14 @@ class _Unit:
 class _Gather(NamedTuple):
     """An exchange that all ranks make at the same place of a microbatch: of parameters."""
 
+    unit: _Unit
     numel: int
     dtype: torch.dtype
 
     def follow(self, engine: FsdpEngine) -> None:
         """The others need this rank's shard to be there, whatever is in it."""
         mine = torch.zeros(self.numel, dtype=self.dtype, device=engine.device)
-        engine.gather(mine.new_empty(self.numel * engine._group.size), mine)
+        engine.gather(self.unit, mine.new_empty(self.numel * engine._group.size), mine)
 
 
 class _Reduce(NamedTuple):
@@ -668,14 +688,14 @@ _Step = _Gather | _Reduce
 class _GatherComm:
     """What ``fully_shard`` asks of an all-gather."""
 
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: FsdpEngine, unit: _Unit) -> None:
+        self._engine, self._unit = engine, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._engine.gather(output_tensor, input_tensor)
+        self._engine.gather(self._unit, output_tensor, input_tensor)
 
 
 class _ReduceComm:

@@ -42,18 +42,6 @@ class Announcement(NamedTuple):
     b: int
 
 
-class Numbers(NamedTuple):
-    """Numbers on their way: ``wait`` gives them."""
-
-    handle: Any
-    rows: Tensor
-
-    def wait(self) -> Tensor:
-        """int64 [ranks, count]: what each rank gave."""
-        self.handle.wait()
-        return self.rows
-
-
 def open_store(host: str, port: int = 0) -> Any:
     """Where ranks meet, a ``TCPStore`` served by this process; its ``port`` is a free one where 0 is asked for."""
     return _TCPStore(host, port, None, True, timeout=_MEETING, wait_for_workers=False)
@@ -152,16 +140,12 @@ class Group:
 
     # -- numbers and bytes, in host memory
 
-    def start_numbers(self, values: Sequence[int]) -> Numbers:
-        """``numbers``, to be waited for."""
+    def numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """Each rank's ``values``, of which all give as many; int64."""
         mine = torch.tensor(values, dtype=torch.int64)
         all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
-        handle = _all_gather(all_of, mine, group=self._numbers, async_op=True)
-        return Numbers(handle, all_of.view(self.size, -1))
-
-    def numbers(self, values: Sequence[int]) -> list[list[int]]:
-        """Each rank's ``values``, of which all give as many."""
-        rows: list[list[int]] = self.start_numbers(values).wait().tolist()
+        _all_gather(all_of, mine, group=self._numbers)
+        rows: list[list[int]] = all_of.view(self.size, -1).tolist()
         return rows
 
     def bytes_of_all(self, data: bytes) -> list[bytes]:
