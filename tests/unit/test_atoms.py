@@ -220,7 +220,24 @@ class Random(nn.Module):
         return out
 
 
+class Again(nn.Module):
+    """One layer three times, with others between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.same, self.head = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        self.between = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for layer in self.between:
+            x = layer(x + self.same(x).tanh())
+        out: Tensor = self.head(x)
+        return out
+
+
 JOBS: dict[str, Callable[[], Job]] = {
+    "again": lambda: _job(Again, _digits(), _classes),
     "transformer": lambda: _job(Transformer, _tokens(), _words),
     "transformer-bf16": lambda: _job(Transformer, _tokens(), _words, precision="bf16"),
     "untied-bf16": lambda: _job(lambda: Transformer(2, tied=False), _tokens(), _words, precision="bf16"),
@@ -426,6 +443,21 @@ def test_any_cut_that_is_allowed_keeps_the_bits(seed: int) -> None:
     of = made(f"random{seed}", 1 << 40)
     whole = uncut(of, of.batches[0])
     assert_same(by_hand(of, of.batches[0], every(of.atoms)), whole)
+
+
+def test_parameters_that_are_cast_again_are_named() -> None:
+    JOBS["again-bf16"] = lambda: _job(Again, _digits(), _classes, precision="bf16")
+    of = made("again-bf16")
+    found = of.atoms.cast_again("bf16")
+    assert {of.layout.entries[entry].name for entry in found} == {"same.weight", "same.bias"}
+    assert not of.atoms.cast_again("fp32")
+    whole = uncut(of, of.batches[0])
+    assert_same(in_sequence(of, of.batches[0], every(of.atoms)), whole)  # one tensor under one autocast
+    other = by_hand(of, of.batches[0], every(of.atoms))
+    differing = [a is not b and not torch.equal(a, b) for a, b in zip(other.gradients, whole.gradients, strict=True)]
+    assert any(differing)  # else nothing has to be named
+    # An embedding is looked up as it is: only the output layer casts it.
+    assert not made("transformer-bf16").atoms.cast_again("bf16")
 
 
 # -- where it is cut

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support import island_jobs, island_programs, islands
 from tests.unit import test_parallel_pipeline as jobs
-from tests.unit.test_atoms import Convolutions, Random, Transformer
+from tests.unit.test_atoms import Again, Convolutions, Random, Transformer
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.program.interpreter import example, measure
@@ -117,12 +117,26 @@ def _refuses(group: Group) -> None:
         build(IslandShape("dp", 9))
 
 
+def _casts_again(group: Group) -> None:
+    job = jobs._job(Again, jobs._digits(), precision="bf16")
+    atoms = island_programs.atoms_of(job, group)
+    with pytest.raises(UsageError, match=r"same.weight, same.bias: several parts"):
+        island_engine(
+            IslandShape("pp", group.size), Traced(atoms.program, atoms.layout, MEMORY), LeafSpec.of(job), group
+        )
+    with pytest.raises(UsageError, match="with --job"):
+        replica_of_program(atoms, group.device, job.precision, unit_bytes=1)
+    in_full = jobs._job(Again, jobs._digits())
+    _alike(in_full, group, ("fsdp", "pp"), (4, 4, 4))
+
+
 CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "convolutions": _convolutions, "jobs": _of_jobs, "refusals": _refuses,
     "accumulation": _accumulates, "half precision": _half, "checkpoints": _checkpoints, "random nets": _random,
     "odd parameters": _odd, "memory": _too_large_for_one,
+    "cast again": _casts_again,
 }  # fmt: skip
-FAST = ("transformer", "convolutions", "jobs", "refusals", "memory")
+FAST = ("transformer", "convolutions", "jobs", "refusals")
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from w5xde_async.errors import ProgramRefused, UsageError
 from w5xde_async.parallel.engine import EmitPieces
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
+from w5xde_async.parallel.replica import refuse_cast_again
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
 from w5xde_async.parallel.schedules import SCHEDULES, passes
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
@@ -125,6 +126,7 @@ class PipelineEngine:
         mine = {entry for number in run for entry in atoms.atoms[number].entries}
         trained = set(self.layout.trainable)
         tied = {entry for entry, stages_of in users.items() if len(stages_of) > 1 and entry in trained}
+        refuse_cast_again(atoms, tied, spec.precision)
         lent = [entry for entry in tied & mine if users[entry][0] < group.rank]
         passed = [entry for entry in tied & mine if users[entry][-1] > group.rank]
         self._part = atoms.part(run, self.device, lent=lent, passed=passed)

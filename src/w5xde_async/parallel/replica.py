@@ -8,7 +8,7 @@ are runs of its atoms; parameters that several of them use, and those that none 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.program.atoms import Atoms, Part, Sizes
 from w5xde_async.compute.program.program_job import skeleton
-from w5xde_async.errors import JobError, ProgramRefused
+from w5xde_async.errors import JobError, ProgramRefused, UsageError
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout, named_state
@@ -86,6 +86,7 @@ def replica_of_program(atoms: Atoms, device: torch.device, precision: str, *, un
             users.setdefault(entry, []).append(number)
     buffers = [entry for entry, told in enumerate(layout.entries) if told.role in ("mean", "max")]
     shared = [entry for entry, numbers in users.items() if len(numbers) > 1 and entry not in set(buffers)]
+    refuse_cast_again(atoms, shared, precision)
     unused = [entry for entry in range(len(layout.entries)) if entry not in users]
     root = skeleton(layout, sorted({*buffers, *shared, *unused}), "meta")
     held: dict[int, Tensor] = {}
@@ -111,6 +112,17 @@ def replica_of_program(atoms: Atoms, device: torch.device, precision: str, *, un
         step=_ChainStep(atoms, precision), units=[unit for unit in units if any(True for _ in unit.parameters())],
         named=root, called=False, statistics=atoms.program.statistics,
     )  # fmt: skip
+
+
+def refuse_cast_again(atoms: Atoms, shared: Iterable[int], precision: str) -> None:
+    """Raises UsageError where a parameter of several parts would get other bits than in one process."""
+    wanted = set(shared)
+    names = [atoms.layout.entries[e].name for e in sorted(wanted & atoms.cast_again(precision))] if wanted else []
+    if names:
+        raise UsageError(
+            f"{', '.join(names[:4])}: several parts of the model use it, and in {precision} the gradients of its uses "
+            "are added in half precision, which cannot be divided to the same bits; use fp32 or dp, or fsdp with --job"
+        )
 
 
 def _in_one_dtype(run: range, atoms: Atoms) -> list[range]:

@@ -12,8 +12,8 @@ are added first, as in the program. Three things are the caller's:
 
 - random numbers: the generator's state goes on from part to part (``Atom.draws`` says who needs it);
 - a parameter that several parts use (``Atoms.shared``): one part holds it and passes it on behind the live values;
-- under autocast such a parameter is cast once for all its uses, and their gradients are added in half precision. Parts
-  under an autocast each cast it anew, which gives other bits where more than one use casts.
+- under autocast such a parameter may be cast once for several uses, whose gradients are then added in half precision.
+  Parts cast it anew for each, with other bits: ``Atoms.cast_again`` says of which it holds.
 
 A cut never lies within what writes in place into memory that was there before, within a region that backward computes
 again, or between an operator of several results and their use. Which cuts are made depends on the program alone,
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.flops import counting_flops
@@ -160,6 +161,33 @@ class Atoms:
         """Entries that atoms before this cut use and atoms behind it too."""
         return tuple(entry for entry, users in self.shared.items() if users[0] < cut <= users[-1])
 
+    def cast_again(self, precision: str) -> frozenset[int]:
+        """Entries that more than one node brings to half precision under autocast.
+
+        The program does it once and adds the gradients of all uses in half precision; a part that was lent the entry
+        does it for each use, and its gradients have other bits.
+        """
+        half = autocast(precision)
+        if half is None:
+            return frozenset()
+        trained, again = set(self.layout.trainable), set[int]()
+        for traced, sized in zip(self.program.graphs, self._sized, strict=True):
+            users: dict[int, int] = {}
+
+            def each(number: int, call: Callable[[], Any], sized: _Sized = sized, users: dict[int, int] = users) -> Any:
+                torch.clear_autocast_cache()
+                with _Casting() as casting:
+                    result = call()
+                value = sized.values[number]
+                if casting.found and value >= sized.base:
+                    for index in trained.intersection(_refs(sized.graph.nodes[value - sized.base])):
+                        users[index] = users.get(index, 0) + 1
+                return result
+
+            _rehearse(self, traced, example(traced.inputs), each, half)
+            again.update(index for index, count in users.items() if count > 1)
+        return frozenset(again)
+
     def sizes(self, batch: Shapes, *, precision: str = "fp32") -> Sizes:
         """For a batch of these dtypes and shapes. Raises ProgramRefused where no graph of the program takes it."""
         key = (precision, tuple((dtype, tuple(shape)) for dtype, shape in batch))
@@ -261,6 +289,25 @@ class Atoms:
     ) -> Part:
         """A run of atoms as a module that computes on ``device``; see Part."""
         return Part(self, atoms, torch.device(device), sorted(lent), sorted(passed))
+
+
+class _Casting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``found``: a parameter was brought to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it would import it: two seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad:
+            self.found = True
+        return func(*args, **(kwargs or {}))
 
 
 class Part(nn.Module):
