@@ -223,7 +223,27 @@ def _skips(group: Group) -> None:
     together.engine.close()
 
 
+class Viewed(nn.Module):
+    """A layer whose result is a view, into which its user writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (4, 2))) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+            x = x.flatten(1)
+        out: Tensor = self.head(x)
+        return out
+
+
 def _refuses(group: Group) -> None:
+    job = _of(Viewed)
+    with pytest.raises(UsageError, match="writes in place into a view"):
+        _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))
     job = _of(Again)
     with pytest.raises(UsageError, match=r"'blocks\.0' runs more than once"):
         _island(job, group).compute(island_jobs.batches(job, (4, 4)), (4, 4))

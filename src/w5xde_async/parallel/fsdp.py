@@ -296,6 +296,11 @@ class FsdpEngine:
             raise self._lost
         if is_interrupt(error) or isinstance(error, UsageError):
             raise error
+        if "storage of size 0" in str(error):
+            raise UsageError(
+                "backward needs parameters that were given up: the step writes in place into a view that a unit "
+                "returned, which hides from fully_shard that backward has come to it; use x = x + y for x += y, or dp"
+            ) from error
         failure = LeafError(leaf, error)
         left = current.microbatches - current.done
         if left and not (True in self._known and (left == 1 or False in self._known)):
