@@ -88,9 +88,10 @@ CASES: dict[str, islands.Case] = {"peak": _peak}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_rank_holds_its_shards_and_a_unit(tmp_path: Path) -> None:
     found = islands.outcomes(
-        "tests.unit.test_parallel_memory", 2, tmp_path, W5XDE_TEST_FIGURES=str(tmp_path),
+        "tests.unit.test_parallel_memory", 2, tmp_path, timeout_s=170, W5XDE_TEST_FIGURES=str(tmp_path),
         MALLOC_MMAP_THRESHOLD_="4194304",  # a freed unit goes back to the system
     )  # fmt: skip
     assert found["peak"] == ["", ""], "\n".join(found["peak"])
