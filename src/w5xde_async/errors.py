@@ -28,11 +28,17 @@ W5xdeError
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from enum import IntEnum
 
 _TRACEBACK = "Traceback (most recent call last):"
 _HEADLINE = 500  # characters of what was raised
+_TRACEBACK_CHARACTERS = 8000  #: of one traceback that is kept
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+)')
+_LIBRARY = re.compile(r"[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]|^<", re.IGNORECASE)
+_CUT = "  ... ({:,} characters left out)"
+_SAMPLES_NAMED = 8
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -214,19 +220,26 @@ class Refused(W5xdeError):
 class LeafFailed(W5xdeError):
     """The user's code failed on one leaf more often than allowed.
 
-    Fields: ``step``, ``leaf``, ``indices`` (the samples of the leaf), ``attempts``, ``traceback`` (text). The first
-    line says what was raised.
+    Fields: ``step``, ``leaf``, ``indices`` (the samples of the leaf), ``attempts``, ``traceback`` (text), ``sample``
+    (the one that it failed on, None where that is not known). The first line says where, and what was raised:
+    ``step 8, leaf 3: ValueError: corrupt JPEG (data.py:15), sample 57``.
     """
 
-    def __init__(self, step: int, leaf: int, indices: list[int], attempts: int, traceback: str) -> None:
+    def __init__(
+        self, step: int, leaf: int, indices: list[int], attempts: int, traceback: str, *, sample: int | None = None
+    ) -> None:
         self.step, self.leaf, self.indices, self.attempts, self.traceback = step, leaf, indices, attempts, traceback
-        shown = ", ".join(map(str, indices[:64])) + (f", ... ({len(indices)} in all)" if len(indices) > 64 else "")
-        where = f"step {step}, leaf {leaf} failed {attempts} time(s); sample indices [{shown}]"
-        super().__init__(f"{_raised(traceback)[:_HEADLINE]}: {where}\n{traceback}")
+        self.sample = indices[0] if len(indices) == 1 else sample
+        named = f"sample {self.sample}" if self.sample is not None else f"samples {_listed(indices, _SAMPLES_NAMED)}"
+        where = f"leaf {leaf} failed {attempts} time(s); sample indices [{_listed(indices, 64)}]"
+        super().__init__(f"step {step}, leaf {leaf}: {headline(traceback)}, {named}\n{where}\n{traceback}")
 
     @staticmethod
     def shown(error: BaseException) -> str:
-        """The traceback from the first frame outside of this package: the user's, or the called library's."""
+        """The traceback from the first frame outside of this package: the user's, or the called library's.
+
+        At most 8,000 characters: a longer one is cut in the middle.
+        """
         made = traceback.TracebackException.from_exception(error)
         one: traceback.TracebackException | None = made
         while one is not None:
@@ -235,16 +248,47 @@ class LeafFailed(W5xdeError):
             if False in own[begin:]:
                 del one.stack[: own.index(False, begin)]
             one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        return "".join(made.format())
+        return shortened("".join(made.format()))
 
 
-def _raised(told: str) -> str:
-    """The line of a traceback that names the exception, or the last line of another text."""
+def shortened(text: str, limit: int = _TRACEBACK_CHARACTERS) -> str:
+    """``text`` in about ``limit`` characters: the middle is left out, as both ends of a traceback say the most."""
+    if len(text) <= limit:
+        return text
+    head = text[: limit // 4]
+    tail = text[len(text) - (limit - limit // 4) :]
+    if "\n" in tail.rstrip("\n"):
+        tail = tail.partition("\n")[2]
+    return f"{head}\n{_CUT.format(len(text) - len(head) - len(tail))}\n{tail}"
+
+
+def headline(told: str) -> str:
+    """What a traceback says in one line: ``ValueError: corrupt JPEG (data.py:15)``.
+
+    The place is the innermost frame outside of installed libraries, or the innermost of all. The last line of a text
+    that is no traceback.
+    """
     lines = [line for line in told.splitlines() if line.strip()] or ["it failed"]
-    if _TRACEBACK in lines:
-        after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
-        return next((line for line in after if not line[0].isspace()), lines[-1])
-    return lines[-1].strip()
+    if _TRACEBACK not in lines:
+        return lines[-1].strip()[:_HEADLINE]
+    after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
+    raised = next((line for line in after if not line[0].isspace()), lines[-1].strip())
+    return raised[:_HEADLINE] + _place(after)
+
+
+def _place(lines: list[str]) -> str:
+    frames = [found.groups() for line in lines if (found := _FRAME.match(line)) is not None]
+    frames = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
+    if not frames:
+        return ""
+    path, number = ([frame for frame in frames if not _LIBRARY.search(frame[0])] or frames)[-1]
+    file = path.replace("\\", "/").rpartition("/")[2]
+    return f" ({file}:{number})"
+
+
+def _listed(numbers: list[int], most: int) -> str:
+    more = f", ... ({len(numbers)} in all)" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 class UpdateFailed(W5xdeError):
@@ -255,7 +299,8 @@ class UpdateFailed(W5xdeError):
 
     def __init__(self, step: int, error: BaseException, traceback: str) -> None:
         self.step, self.traceback = step, traceback
-        super().__init__(f"the update after step {step} raised {type(error).__name__}: {error}\n{traceback}")
+        place = _place(traceback.splitlines())
+        super().__init__(f"the update after step {step} raised {type(error).__name__}: {error}{place}\n{traceback}")
 
 
 class StoreError(W5xdeError):

@@ -265,7 +265,7 @@ def test_user_code_that_fails_stops_the_run_and_names_the_samples(
     assert "sample indices [" in failed["reason"]
     assert "a bug of the user" in failed["reason"]
     assert 'jobs.py", line' in failed["reason"]
-    assert "sample indices [" in program.last("exit")["message"]
+    assert "a bug of the user (jobs.py:" in program.last("exit")["message"]
 
 
 def test_a_worker_that_lost_its_device_is_started_again_and_the_coordinator_names_the_samples(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from w5xde_async.compute.batch import leaves_of
 from w5xde_async.data.config import DataConfig
@@ -114,6 +115,10 @@ async def reading(dataset: Any, **kwargs: Any) -> AsyncIterator[Reader]:
         yield reader
     finally:
         await reader.loader.aclose()
+
+
+def first_line(failure: LeafFailed) -> str:
+    return str(failure).splitlines()[0]
 
 
 def batches(data: BlockData) -> list[tuple[Tensor, ...]]:
@@ -261,7 +266,46 @@ async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> 
     failure = caught.value
     assert (failure.step, failure.leaf) == (0, 2)
     assert failure.indices == sampler().plan(0).leaf_indices(2).tolist()
-    assert "OSError: unreadable" in failure.traceback
+    assert failure.sample == bad
+    assert re.fullmatch(
+        rf"step 0, leaf 2: OSError: unreadable \(test_loader.py:\d+\), sample {bad}", first_line(failure)
+    )
+
+
+class Together(Rows):
+    """Reads samples together."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("where", ["dataset", "collate"])
+@pytest.mark.parametrize("bad", [1, 4], ids=["one", "all"])
+async def test_the_sample_is_named_that_fails_alone(where: str, bad: int) -> None:
+    """Of those that are read, or collated, together. Where all fail alone, all are named."""
+    indices = sampler().plan(0).leaf_indices(2).tolist()
+    wrong = indices[-bad:]
+
+    def collate(samples: list[Any]) -> Any:
+        if any(torch.equal(x, X[index]) for x, _ in samples for index in wrong):
+            raise OSError("unreadable")
+        return default_collate(samples)
+
+    class All(Together):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index in wrong:
+                raise OSError("unreadable")
+            return super().__getitem__(index)
+
+    dataset = All() if where == "dataset" else Rows()
+    reader = Reader(job(dataset, collate=collate if where == "collate" else None), sampler())
+    reader.open(0)
+    with pytest.raises(LeafFailed) as caught:
+        await reader.block(0, 0, 8)
+    await reader.loader.aclose()
+    assert caught.value.sample == (wrong[0] if bad == 1 else None)
+    named = f", sample {wrong[0]}" if bad == 1 else f", samples {', '.join(map(str, wrong))}"
+    assert first_line(caught.value).endswith(named)
 
 
 async def test_leaves_of_a_block_may_have_different_structures() -> None:

@@ -40,7 +40,7 @@ from w5xde_async.compute.flops import counting_flops
 from w5xde_async.compute.halving import Halving, lacks_memory
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.compute.transfer import Lent, Transfer
-from w5xde_async.errors import LeafFailed, W5xdeError
+from w5xde_async.errors import LeafFailed, W5xdeError, shortened
 from w5xde_async.job import Job, StepFunction, build_model, step_function
 from w5xde_async.params.flat import FlatState, ResultVector
 from w5xde_async.params.layout import Bucket, Layout, runs
@@ -50,7 +50,6 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
-_MAX_TRACEBACK = 8000
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -66,7 +65,7 @@ class LeafError(W5xdeError):
         self.lacked_memory = lacks_memory(error)
         self.vectors, self.device_lost = vectors, device_lost
         self.leaf, self.error = leaf, _utf8(f"{type(error).__name__}: {error}"[:1000])
-        self.traceback = _utf8(LeafFailed.shown(error)[-_MAX_TRACEBACK:])
+        self.traceback = _utf8(LeafFailed.shown(error))
         super().__init__(f"leaf {leaf}: {self.error}")
 
     @classmethod
@@ -75,7 +74,7 @@ class LeafError(W5xdeError):
     ) -> LeafError:
         """One that another process raised and described."""
         made = cls(leaf, RuntimeError(), vectors, device_lost=device_lost)
-        made.error, made.traceback = error[:1000], traceback[-_MAX_TRACEBACK:]
+        made.error, made.traceback = error[:1000], shortened(traceback)
         made.args = (f"leaf {leaf}: {made.error}",)
         return made
 

@@ -133,7 +133,7 @@ class Schedule:
                     self._scheduler.step()
             except Exception as error:
                 step = len(self._numbers) // self._width - 1
-                raise UpdateFailed(step, error, LeafFailed.shown(error)[-8000:]) from error
+                raise UpdateFailed(step, error, LeafFailed.shown(error)) from error
             if self._others() != self._fixed:
                 raise JobError("scheduler", "it sets more than learning rates and momentum", "leave the rest constant")
             self._take()

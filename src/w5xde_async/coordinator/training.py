@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.verification_config import VerificationConfig
 from w5xde_async.data.loader import Loader
-from w5xde_async.errors import LeafFailed, W5xdeError
+from w5xde_async.errors import LeafFailed, W5xdeError, headline
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.hub.members.liveness import Scheduling
@@ -33,10 +34,12 @@ from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.telemetry.events import Bus, Waiting, Warned
-from w5xde_async.wire.messages import Done, VerdictCode
+from w5xde_async.wire.messages import Done, Failed, VerdictCode
 
 _T = TypeVar("_T")
 _MOST_NAMED = 1024  # workers
+_MOST_CAUSES = 64
+_TOLD_AGAIN_S = 60.0
 
 
 class NonFinite(W5xdeError):
@@ -188,6 +191,7 @@ class Phase:
         self.begun = False  #: leases are given
         self._waiting = ""  # what was said last of why they are not
         self._nonfinite = 0
+        self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def warn(self, text: str) -> None:
@@ -206,6 +210,17 @@ class Phase:
             "and dropout see the pieces, all other sums are the same but for their last bits; a smaller "
             "microbatch_size gives every worker the same bits"
         )
+
+    def note_failure(self, what: str, failed: Failed) -> None:
+        """A leaf raised, and is tried again. One cause is told once, and again after a minute at the earliest."""
+        cause, now = headline(failed.traceback or failed.error), self._context.clock()
+        if now - self._told_of.get(cause, -math.inf) < _TOLD_AGAIN_S:
+            return
+        self._told_of.pop(cause, None)
+        self._told_of[cause] = now
+        if len(self._told_of) > _MOST_CAUSES:
+            del self._told_of[next(iter(self._told_of))]
+        self.warn(f"{what}: {cause[:300]}; trying again")
 
     def used(self, *, leaves: int = 0, samples: int = 0) -> None:
         """What workers have computed counts, and is in the parameters or will be."""

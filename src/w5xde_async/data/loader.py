@@ -44,6 +44,8 @@ _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
+_SAMPLE = "w5xde_sample"  # an attribute of what reading raised: the sample that it was raised for
+_SAMPLE = "w5xde_sample"  # an attribute of what reading raised: the sample that it was raised for
 _STEADY_SAMPLES = 64
 
 
@@ -305,8 +307,9 @@ class Loader:
 
     def _failure(self, step: int, leaf: int, error: BaseException) -> LeafFailed:
         plan = self._opened[step].plan if step in self._opened else self._sampler.plan(step)
-        text = LeafFailed.shown(error)[-8000:]
-        return LeafFailed(step, leaf, plan.leaf_indices(leaf).tolist(), 1, f"while reading the dataset:\n{text}")
+        text, indices = LeafFailed.shown(error), plan.leaf_indices(leaf).tolist()
+        sample = getattr(error, _SAMPLE, None)
+        return LeafFailed(step, leaf, indices, 1, f"while reading the dataset:\n{text}", sample=sample)
 
     def _read_here(self, indices: Any, seed: int) -> _Read:
         if self._gather:
@@ -340,12 +343,36 @@ def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
 
 
 def _fetch(job: Job, indices: Any) -> _Read:
-    numbers = indices.tolist()
-    with users_code():
-        many = getattr(job.dataset, "__getitems__", None)
-        samples = many(numbers) if many is not None else [job.dataset[number] for number in numbers]
-        structure, tensors = flatten((job.collate or default_collate)(samples))
+    numbers, samples = indices.tolist(), list[Any]()
+    collate: Callable[[list[Any]], Any] = job.collate or default_collate
+    many = getattr(job.dataset, "__getitems__", None)
+    try:
+        with users_code():
+            if many is not None:
+                samples = many(numbers)
+            else:
+                for number in numbers:
+                    samples.append(job.dataset[number])
+            structure, tensors = flatten(collate(samples))
+    except Exception as error:
+        if many is None and len(samples) < len(numbers):
+            setattr(error, _SAMPLE, numbers[len(samples)])
+        elif len(numbers) > 1:
+            alone: Callable[[list[Any]], Any] = collate if samples or many is None else many
+            ones = [[number] for number in numbers] if not samples else [[sample] for sample in samples]
+            if len(failing := [number for number, one in zip(numbers, ones, strict=False) if _raises(alone, one)]) == 1:
+                setattr(error, _SAMPLE, failing[0])
+        raise
     return _Read(structure, tuple(map(_on_host, tensors)))
+
+
+def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
+    try:
+        with users_code():
+            call(argument)
+    except Exception:
+        return True
+    return False
 
 
 def _on_host(tensor: Tensor) -> Tensor:

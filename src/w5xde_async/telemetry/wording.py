@@ -19,6 +19,7 @@ Paint = Callable[[str, str], str]
 
 _CODES = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "accent": "36"}
 _LABEL = 11
+_REASON = 12_000  # of a run's end, traceback included
 _MOST_ROWS = 24  # workers in the table at the end; the rest are one row
 _SEPARATOR = " · "
 
@@ -34,9 +35,11 @@ def colored(style: str, text: str) -> str:
 
 
 def clean(text: str, *, limit: int = 2000) -> str:
-    """``text`` with everything unprintable but line ends replaced, and cut at ``limit``."""
-    kept = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
-    return kept + ("…" if len(text) > limit else "")
+    """``text`` with everything unprintable but line ends replaced, and its middle left out beyond ``limit``."""
+    if len(text) > limit:
+        head = limit // 2
+        text = f"{text[:head]}…{text[len(text) - (limit - head) :]}"
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _name(text: str) -> str:
@@ -226,7 +229,7 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     """The table at the end."""
     row = partial(_row, paint, max([_LABEL, *(len(_name(name)) + 2 for name in event.metrics)]))
     style = {"finished": "good", "failed": "bad"}.get(event.outcome, "warn")
-    reason = f": {clean(event.reason)}" if event.reason else ""
+    reason = f": {clean(event.reason, limit=_REASON)}" if event.reason else ""
     redone = f"{event.step - first_step:,} in this session" if first_step else ""
     timed = event.session_samples and event.seconds > 0
     rate = f"{short(event.session_samples / event.seconds)} samples/s" if timed else ""

@@ -29,7 +29,7 @@ from w5xde_async.coordinator.training import (
     reason_of_network,
     reason_of_standing,
 )
-from w5xde_async.errors import MalformedFrame, RemoteError, UpdateFailed
+from w5xde_async.errors import MalformedFrame, RemoteError, UpdateFailed, shortened
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
@@ -557,9 +557,9 @@ class OuterTraining:
         failed_work = self.ledger.fail(failed.lease)
         self.verdicts.answered(failed.lease, session.worker_id, VerdictCode.STALE, "it failed")
         if failed_work is None:
-            self.phase.warn(f"{session.name} failed on step {grant.step}: {failed.error[:300]}; trying again")
+            self.phase.note_failure(f"{session.name} failed on step {grant.step}", failed)
         else:
-            self._blame(failed_work, failed.traceback[-8000:], max(failed.leaf, 0))
+            self._blame(failed_work, shortened(failed.traceback), max(failed.leaf, 0))
         self.scheduler.schedule_after((session.worker_id,))
 
     def _blame(self, failed_work: FailedWork, traceback: str, leaf: int = 0) -> None:

@@ -6,7 +6,6 @@ What is submitted to that thread runs in order, so it sees the parameters betwee
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.training import RunContext
-from w5xde_async.errors import UpdateFailed
+from w5xde_async.errors import LeafFailed, UpdateFailed
 
 _T = TypeVar("_T")
 
@@ -64,5 +63,5 @@ class ParameterOwner:
 
     async def _failed(self, step: int, error: Exception) -> UpdateFailed:
         """What is raised for an ``error`` of the update, or of what follows it, at ``step``."""
-        lines = await self.submit(partial(traceback.format_exception, error))  # reads source files
-        return UpdateFailed(step, error, "".join(lines)[-8000:])
+        told = await self.submit(partial(LeafFailed.shown, error))  # reads source files
+        return UpdateFailed(step, error, told)

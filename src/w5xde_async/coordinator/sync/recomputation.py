@@ -91,7 +91,8 @@ class Recomputation:
         except (W5xdeError, RuntimeError, MemoryError, ValueError) as error:
             if isinstance(error, LeafError):
                 self.raised, self.refused = error.traceback, "" if error.lacked_memory else error.error
-            logger.warning("recomputation failed step=%d start=%d error=%s", plan.step, block.start, error)
+            known = logging.INFO if isinstance(error, LeafError) else logging.WARNING  # workers have told of it
+            logger.log(known, "recomputation failed step=%d start=%d error=%s", plan.step, block.start, error)
             return None
         finally:
             given_up.cancel()

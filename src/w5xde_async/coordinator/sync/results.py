@@ -19,7 +19,7 @@ from w5xde_async.coordinator.parameters.receive_buffers import ReceiveBuffers
 from w5xde_async.coordinator.sync.context import SyncContext
 from w5xde_async.coordinator.sync.recomputation import ReferenceResult
 from w5xde_async.coordinator.sync.verification import FinishedBlock, Verification
-from w5xde_async.errors import RemoteError
+from w5xde_async.errors import RemoteError, shortened
 from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import AuditKey, Destination, SlotKey, Supplier
@@ -347,11 +347,9 @@ class Results:
         if sent and self._verification.active:  # they may be wrong, or not what the leaf gives the next time
             self._empty(grant.step, grant.block, sent)
         if failed_work is None:
-            self._phase.warn(
-                f"{session.name} failed on step {grant.step}, leaf {leaf}: {failed.error[:300]}; trying again"
-            )
+            self._phase.note_failure(f"{session.name} failed on step {grant.step}, leaf {leaf}", failed)
             return
-        traceback = failed.traceback[-8000:]
+        traceback = shortened(failed.traceback)
         if self._context.recomputation is None:
             self.blame(failed_work, traceback)
             return

@@ -525,7 +525,7 @@ class Session:
         if self._closing:
             return
         self._closing = True
-        self._end_reason = reason
+        self._end_reason = "the run failed" if code == ByeCode.FAILED else reason  # why is told once, at its end
         self.post(Bye(code, reason))
         for session in self.links:
             session.say_goodbye(code, reason)

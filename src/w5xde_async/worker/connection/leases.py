@@ -18,7 +18,7 @@ from functools import partial
 from msgspec import structs
 
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import MalformedFrame
+from w5xde_async.errors import MalformedFrame, headline
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
@@ -33,6 +33,7 @@ from w5xde_async.worker.uplink.result_encoder import BucketResult
 logger = logging.getLogger(__name__)
 
 _MOST_NOT_BEGUN = 4096
+_MOST_CAUSES = 64
 _MOST_UNSENT = 2  # answers kept for the next link: the oldest, which had begun to leave
 
 
@@ -58,6 +59,7 @@ class Leases:
         else:
             self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
         self._earlier = list(unsent)
+        self._told_of: set[str] = set()  # causes of failed leaves: each is logged once
         self._results: dict[int, list[BucketResult]] = {}  # of leases whose DONE was not given yet
         self._there: dict[int, frozenset[int]] = {}  # of leases of begun blocks: buckets that have come
         self._unsent: dict[int, Unsent] = {}  # whose DONE has not left
@@ -227,7 +229,10 @@ class Leases:
         """The job's code raised."""
         self._inbox.end(lease)
         self._revoked.discard(lease)
-        logger.error("leaf failed leaf=%d error=%s", error.leaf, error.error)
+        cause = headline(error.traceback)
+        if cause not in self._told_of and len(self._told_of) < _MOST_CAUSES:
+            self._told_of.add(cause)
+            logger.warning("leaf failed leaf=%d error=%s", error.leaf, cause)
         self._results.pop(lease, None)
         self._there.pop(lease, None)
         failed = messages.Failed(lease, error.leaf, error.error, error.traceback)

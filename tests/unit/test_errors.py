@@ -1,0 +1,86 @@
+"""What errors say: the cause in the first line, both ends of a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from w5xde_async.errors import LeafFailed, UpdateFailed, headline, shortened
+from w5xde_async.telemetry.wording import clean
+
+
+def raised(call: Callable[[], object]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return LeafFailed.shown(caught.value)
+
+
+def chained() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        raise KeyError("labels") from error
+
+
+def deep(depth: int) -> None:
+    if depth % 2:
+        return deep(depth - 1)
+    if not depth:
+        raise OverflowError("at the bottom")
+    return deep(depth - 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (chained, r"KeyError: 'labels' \(test_errors.py:\d+\)"),
+        (lambda: json.loads("{"), r"json.decoder.JSONDecodeError: Expecting .* \(test_errors.py:\d+\)"),
+        (lambda: nn.Linear(2, 2)(torch.ones(1, 3)), r"RuntimeError: mat1 and mat2 .* \(test_errors.py:\d+\)"),
+        (lambda: deep(400), r"OverflowError: at the bottom \(test_errors.py:\d+\)"),
+        (lambda: deep(10_000), r"RecursionError: .* \(test_errors.py:\d+\)"),
+    ],
+    ids=["chained", "library", "torch", "deep", "endless"],
+)
+def test_a_headline_names_what_was_raised_and_the_callers_own_line(call: Callable[[], object], line: str) -> None:
+    assert re.fullmatch(line, headline(raised(call)))
+
+
+def test_the_headline_of_a_failed_leaf() -> None:
+    def decode() -> None:
+        raise ValueError("corrupt JPEG")
+
+    number = decode.__code__.co_firstlineno + 1
+    told = raised(decode)
+    line = f"step 8, leaf 3: ValueError: corrupt JPEG (test_errors.py:{number}), "
+    assert str(LeafFailed(8, 3, [57], 1, told)).splitlines()[0] == line + "sample 57"
+    assert str(LeafFailed(8, 3, [4, 57], 1, told, sample=57)).splitlines()[0] == line + "sample 57"
+    many = str(LeafFailed(8, 3, list(range(100)), 3, told)).splitlines()[0]
+    assert many == line + "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (100 in all)"
+    update = str(UpdateFailed(8, ValueError("no"), told)).splitlines()[0]
+    assert update == f"the update after step 8 raised ValueError: no (test_errors.py:{number})"
+
+
+def test_a_long_traceback_loses_its_middle() -> None:
+    told = raised(lambda: exec("x = 0\n" * 300 + "raise ValueError('y' * 20_000 + ' the end')"))
+    assert len(told) < 9000
+    assert told.startswith("Traceback (most recent call last):\n")
+    assert told.endswith(" the end\n")
+    assert "characters left out)" in told
+    assert headline(told).startswith("ValueError: yyy")
+
+
+@pytest.mark.parametrize("length", [99, 100, 101, 5000])
+def test_what_is_cut_keeps_both_ends(length: int) -> None:
+    text = "".join(chr(ord("a") + n % 26) for n in range(length))
+    kept = clean(text, limit=100)
+    assert kept[:50] == text[:50]
+    assert kept[-50:] == text[-50:]
+    assert ("…" in kept) == (length > 100)
+    short = shortened(text, 100)
+    assert (short == text) == (length <= 100)
+    assert short.endswith(text[-60:])
