@@ -294,7 +294,8 @@ def _listed(numbers: list[int], most: int) -> str:
 class UpdateFailed(W5xdeError):
     """The job's optimizer or scheduler raised. Fields: ``step``, ``traceback`` (text).
 
-    The parameters may be half updated: the last checkpoint is what counts.
+    Where the optimizer did, parameters may be half updated, and the last checkpoint is what counts. Where the scheduler
+    did, they are those of the step before, which are saved.
     """
 
     def __init__(self, step: int, error: BaseException, traceback: str) -> None:

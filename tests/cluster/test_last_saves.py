@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,13 +18,16 @@ from w5xde_async import process as program
 from w5xde_async.coordinator.durability.journal_writer import MOST_AHEAD
 from w5xde_async.coordinator.run import shutdown
 from w5xde_async.coordinator.run.shutdown import ShutdownDeadline, deadline_s
+from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
 from w5xde_async.errors import DiskHangs, ExitCode, UpdateFailed
+from w5xde_async.job import Job
 from w5xde_async.settings import CoordinatorSettings
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.telemetry.events import Event, JournalFailed, RunFinished, Warned, WorkerLeft
+from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Departure, Worker
 
 
@@ -138,6 +142,57 @@ async def test_patience_is_shared_and_what_does_not_hang_has_its_turn(monkeypatc
     assert await deadline.wait(asyncio.sleep(0, "done"), "nothing") == "done"
     assert said == [deadline.error]
     assert str(said[0]).startswith("/runs/digits: one did not end in time")
+
+
+class Ending(torch.optim.lr_scheduler.LambdaLR):
+    """Raises where OneCycleLR does at its end: half way through a step that belongs to the ``end``-th update."""
+
+    end = -1
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch == self.end:
+            raise ValueError("the schedule is over")
+        return super().get_lr()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("rule", ["sync", "async"])
+async def test_a_scheduler_that_raises_costs_no_step(tmp_path: Path, rule: str, nested: bool) -> None:
+    """What was done by then is saved, and a run whose scheduler is mended goes on from there: the same bits."""
+
+    def job() -> Job:
+        def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+            one = Ending(optimizer, lambda step: 0.9**step)
+            return torch.optim.lr_scheduler.ChainedScheduler([one]) if nested else one
+
+        return replace(jobs.metrics(), scheduler=scheduler, max_steps=6, epochs=None)
+
+    async def run(directory: str) -> RunResult:
+        config = settings(checkpoint_every=500, update=UpdateConfig(rule=rule))
+        coordinator = Coordinator(job(), run_dir=tmp_path / directory, config=config)
+        async with coordinator:
+            worker = asyncio.create_task(Worker(coordinator.address, job=job(), config=QUICK_WORKER).run())
+            try:
+                return await coordinator.wait()
+            finally:
+                await asyncio.gather(worker, return_exceptions=True)
+
+    whole = await run("whole")
+    try:
+        Ending.end = 4
+        with pytest.raises(UpdateFailed, match=r"raised ValueError: the schedule is over \(test_last_saves.py:"):
+            await run("ended")
+        (saved,) = await asyncio.to_thread(CheckpointStore(tmp_path / "ended" / "checkpoints").steps)
+        assert saved == 4 if rule == "sync" else saved >= 4
+        with pytest.raises(UpdateFailed, match="the schedule is over"):
+            await run("ended")  # nothing has been mended
+        Ending.end = 6
+        ended = await run("ended")  # nobody needs what it raises after the last step
+        assert (ended.outcome, ended.step) == ("finished", 6)
+        if rule == "sync":
+            assert ended.digest == whole.digest
+    finally:
+        Ending.end = -1
 
 
 def test_a_large_model_has_longer() -> None:

@@ -214,7 +214,9 @@ def test_a_second_signal_ends_everything_at_once(
     program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1", "--grace", "100"))
     program.wait_for("worker_joined")
     program.signal(signal.SIGINT)
-    time.sleep(0.5)
+    told = program.wait_for("warned")["text"]
+    assert told.startswith("Ctrl-C: the step under way is finished (at most 100 s), then a checkpoint is saved;")
+    assert "again: ends at once, and loses what is not saved" in told
     program.signal(second)
     assert program.finish() == ExitCode.INTERRUPTED_TWICE  # without waiting for the step or --grace
     assert_all_gone(program.last("run_started")["address"])

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, W5xdeError
@@ -21,10 +24,17 @@ if TYPE_CHECKING:
     from w5xde_async.settings import CoordinatorSettings
 
 
+_STOPPING = (
+    "{reason}: the step under way is finished (at most {grace_s:.0f} s), then a checkpoint is saved; again: ends at "
+    "once, and loses what is not saved"
+)
+
+
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.coordinator") -> int:
     """Train; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(_kind, given, prog=prog, prepare=_prepare, heeds=("SIGUSR1", "SIGHUP"))
+    prepare = partial(_prepare, command=f"{prog} {shlex.join(given)}")
+    return launch(_kind, given, prog=prog, prepare=prepare, heeds=("SIGUSR1", "SIGHUP"))
 
 
 def _kind() -> type[CoordinatorSettings]:
@@ -33,7 +43,14 @@ def _kind() -> type[CoordinatorSettings]:
     return CoordinatorSettings
 
 
-def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+def _goes_on(command: str, resume: str) -> str:
+    """The command that takes the run up again: ``command`` but for a --resume, ``resume``, that would begin anew."""
+    if resume == "auto":
+        return command
+    return re.sub(r" --resume(?:=| )(?:'[^']*'|\S+)", "", command) + " --resume auto"
+
+
+def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Callable[[], Coroutine[Any, Any, int]]:
     from w5xde_async.settings import to_mapping
     from w5xde_async.store.failpoints import arm
 
@@ -47,7 +64,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
     from w5xde_async.cluster.worker_processes import LocalWorkers
     from w5xde_async.coordinator.service import Coordinator
     from w5xde_async.job import load_job
-    from w5xde_async.telemetry.events import Bus
+    from w5xde_async.telemetry.events import Bus, Warned
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
 
     if settings.threads is not None:
@@ -72,6 +89,7 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
         def stop(reason: str) -> None:
             nonlocal stop_reason
             stop_reason = reason
+            bus.publish(Warned(text=_STOPPING.format(reason=reason, grace_s=config.grace_s)))
             coordinator.request_stop(reason)
 
         def abandon() -> None:
@@ -99,7 +117,12 @@ def _prepare(settings: CoordinatorSettings, token: str) -> Callable[[], Coroutin
                     on_all_lost=coordinator.workers_failed,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
-            await coordinator.wait()
+            failed = True
+            try:
+                failed = (await coordinator.wait()).outcome != "finished"
+            finally:
+                if failed and coordinator.step:
+                    progress.tell("To go on from here:", _goes_on(command, config.resume))
         return ExitCode.OK
 
     return train

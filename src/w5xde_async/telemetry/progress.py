@@ -123,6 +123,11 @@ class Progress:
         handler.setLevel(logging.INFO if self._config.mode == "verbose" else logging.WARNING)
         return handler
 
+    def tell(self, text: str, command: str) -> None:
+        """``text``, and below it a command to be copied whole. For people alone."""
+        if not self._json and self._config.mode != "silent":
+            self._screen.write(f"{text}\n\n    {self._paint('accent', wording.clean(command, limit=10_000))}\n")
+
     def close(self) -> None:
         """Show the last step and let go of the bar; lines can still be written."""
         if self._last is not None and self._last is not self._shown and self._config.mode != "silent":

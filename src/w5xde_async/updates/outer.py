@@ -298,6 +298,7 @@ class _Asynchronous(OuterRule):
         return outcome
 
     def _commit(self, fragment: int) -> Applied | None:
+        self._inner.catch_up()  # before anything is taken
         self._root.group(self.group).copy_(self._rule.take(early=True))  # the last may be fewer than K
         applied = self._inner.apply(self._root, self._present, 1, self._untouched or ())
         self._untouched = None

@@ -26,6 +26,7 @@ from w5xde_async.job import Job, made_by
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.buffers import BufferState
+from w5xde_async.users_code import users_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,20 @@ class LossScale:
             self.good_steps = 0
 
 
+class SchedulerFailed(Exception):
+    """The scheduler raised ``error`` before a step: nothing of that step is applied, and the state is whole."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        super().__init__(str(error))
+
+
 class SyncRule:
-    """Owns optimizer and scheduler over a model whose tensors are views of ``state``; one thread at a time."""
+    """Owns optimizer and scheduler over a model whose tensors are views of ``state``; one thread at a time.
+
+    A scheduler that raises after an optimizer step is put back to where it was, and stepped again before the next one.
+    So the state is whole after every step, and one that raises at a run's end, as OneCycleLR does, ends no run.
+    """
 
     name = "sync"
 
@@ -78,6 +91,7 @@ class SyncRule:
         tensors: list[Any] = list(state_of(model, layout))
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
+        self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
 
     @classmethod
     def of(cls, job: Job, model: nn.Module, layout: Layout, state: FlatState) -> SyncRule:
@@ -103,7 +117,9 @@ class SyncRule:
         """Apply one step's sum. ``present`` per result bucket; ``untouched`` entries got no gradient from any leaf.
 
         ``rate_factor`` multiplies every group's learning rate in this one optimizer step; the scheduler never sees it.
+        Raises SchedulerFailed.
         """
+        self.catch_up()
         learning_rate = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 0.0
         learning_rate *= rate_factor
         buckets = self.layout.result_buckets
@@ -129,7 +145,10 @@ class SyncRule:
             else:
                 self._step_at(rate_factor)
             if self.scheduler is not None:
-                self.scheduler.step()
+                try:
+                    self._schedule()
+                except Exception:
+                    self._behind = True
         self._forget_gradients()
         changed = [bucket.index for bucket in buckets if self.layout.groups[bucket.group].role == "grad"]
         for bucket in self._buffers.buckets:
@@ -137,6 +156,34 @@ class SyncRule:
                 self._buffers.write(bucket, root.buckets[bucket.index], samples)
                 changed.append(bucket.index)
         return Applied(skipped=False, gradient_norm=norm, learning_rate=learning_rate, changed=tuple(changed))
+
+    def catch_up(self) -> None:
+        """Have the scheduler make the step that it has failed to make. Raises SchedulerFailed: nothing has changed."""
+        if self._behind:
+            try:
+                self._schedule()
+            except Exception as error:
+                raise SchedulerFailed(error) from error
+            self._behind = False
+
+    def _schedule(self) -> None:
+        """Step the scheduler; where it raises, it and the learning rates are what they were."""
+        parts = [self.scheduler, *getattr(self.scheduler, "_schedulers", ())]
+        states = [dict(vars(part)) for part in parts]
+        groups = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in ({**group, "params": None} for group in self.optimizer.param_groups)
+        ]
+        try:
+            with users_code():
+                self.scheduler.step()
+        except BaseException:
+            for part, state in zip(parts, states, strict=True):
+                vars(part).clear()
+                vars(part).update(state)
+            for group, kept in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update({**kept, "params": group["params"]})
+            raise
 
     def _step_at(self, rate_factor: float) -> None:
         groups = self.optimizer.param_groups
@@ -171,6 +218,7 @@ class SyncRule:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scale": None if self.scale is None else [self.scale.value, self.scale.good_steps],
+            **({"behind": True} if self._behind else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,6 +231,7 @@ class SyncRule:
         _keep_dtypes(self.optimizer, state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        self._behind = bool(state.get("behind", False))
         if self.scale is not None:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
 

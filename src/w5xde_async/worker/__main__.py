@@ -90,7 +90,16 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
 
     async def work() -> int:
         worker = Worker(server, job=job, config=config, join_file=settings.join_file, rank=rank)
-        with signals(worker.drain), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
+
+        def leave(reason: str) -> None:
+            if not settings.exit_with_stdin:  # else the coordinator of this machine says it
+                logger.warning(
+                    "%s: the lease under way is finished (at most %.0f s), others are given back; again: ends at once",
+                    reason, config.grace_s,
+                )  # fmt: skip
+            worker.drain(reason)
+
+        with signals(leave), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
             if server:
                 address = format_address(worker.host, worker.port)
                 said = "" if f":{worker.port}" in server else " (the default port)"

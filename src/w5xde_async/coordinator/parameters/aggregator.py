@@ -22,7 +22,7 @@ from w5xde_async.params.reducer import Halves, VectorPool
 from w5xde_async.plan.sampler import StepPlan
 from w5xde_async.plan.tree import Block
 from w5xde_async.store.failpoints import failpoint
-from w5xde_async.updates.sync import Applied, SyncRule
+from w5xde_async.updates.sync import Applied, SchedulerFailed, SyncRule
 from w5xde_async.users_code import users_code
 from w5xde_async.wire.messages import Done
 
@@ -111,7 +111,7 @@ class Aggregator(ParameterOwner):
         return bool(additions)
 
     async def commit(self) -> Committed:
-        """Apply the complete step. Raises UpdateFailed: then the parameters are ``torn``, and none of them is saved."""
+        """Apply the complete step. Raises UpdateFailed: the parameters are ``torn`` unless the scheduler raised."""
         step = self.step
         assert step is not None
         additions = self._store.additions()
@@ -146,7 +146,7 @@ class Aggregator(ParameterOwner):
         try:
             applied, pieces = apply() if small and self._idle else await self.submit(apply)
         except Exception as error:
-            self.torn = True
+            self.torn = not isinstance(error, SchedulerFailed)
             raise await self._failed(step.plan.step, error) from error
         self._update_s = apply_s + encode_s
         self._store.clear()

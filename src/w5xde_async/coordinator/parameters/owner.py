@@ -17,6 +17,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.errors import LeafFailed, UpdateFailed
+from w5xde_async.updates.sync import SchedulerFailed
 
 _T = TypeVar("_T")
 
@@ -57,11 +58,15 @@ class ParameterOwner:
         """What is done in it is done whole, or the parameters, and what goes with them, count as ``torn``."""
         try:
             yield
+        except SchedulerFailed:
+            raise
         except BaseException:
             self.torn = True
             raise
 
     async def _failed(self, step: int, error: Exception) -> UpdateFailed:
         """What is raised for an ``error`` of the update, or of what follows it, at ``step``."""
+        if isinstance(error, SchedulerFailed):
+            error = error.error
         told = await self.submit(partial(LeafFailed.shown, error))  # reads source files
         return UpdateFailed(step, error, told)
