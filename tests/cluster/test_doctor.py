@@ -202,6 +202,7 @@ async def test_probes_are_bounded_and_come_before_the_introduction(monkeypatch: 
             assert len(answer.filler) == wanted
             assert answer.num_values > 0
             assert answer.update == "sync"
+            assert answer.island == ""
         await link.send(encode(Introduction("key", "name", "0")))
         with pytest.raises(Exception, match="Welcome: buffer"):  # WELCOME, whose layout a doctor has no use for
             await link.recv()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("items.txt")
 HEADING = "## Different on purpose"
-_WORDS = {"differs": "differ on purpose", "gpu": "need a GPU", "open": "wait for models in pieces"}
+_WORDS = {"differs": "differ on purpose", "gpu": "need a GPU", "open": "wait for tensor parallelism"}
 
 
 class Item(NamedTuple):
@@ -47,7 +47,7 @@ def items(text: str | None = None) -> list[Item]:
 def missing(item: Item, root: Path = ROOT) -> str:
     """Why an item is not shown as it says; empty where it is."""
     if item.state == "open":
-        return "" if item.how == "islands" else f"no such work: {item.how}"
+        return "" if item.how == "tensor parallelism" else f"no such work: {item.how}"
     if item.state == "differs":
         return "" if item.how in rows((root / "docs" / item.page).read_text(encoding="utf-8")) else "no such row"
     if item.how.startswith("python "):

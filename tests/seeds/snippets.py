@@ -23,6 +23,7 @@ MISTAKES = [
     ("Guava", 84, "torch is not imported", "import torch"),
     ("Guava", 95, "your_dataloader comes from nowhere", "a DataLoader"),
     ("Guava", 114, "model and dataloader come from nowhere", "a model and a DataLoader"),
+    ("Guava", 151, "large_model and dataloader come from nowhere", "a model and a DataLoader"),
     ("Guava", 225, "torch is not imported", "import torch"),
     ("Guava", 300, "nn is not imported", "import torch.nn as nn"),
     ("Guava", 307, "output comes from nowhere", "what the model computes"),

@@ -308,12 +308,46 @@ orchestrator.start_training(dataset, num_epochs=4)
     assert (tmp_path / "checkpoints.old-3").exists()
 
 
+#: Each kind of parallelism that the document has a field for, as its snippets write them.
+IN_PIECES = {
+    "model": "model_parallel=True",
+    "pipeline": "pipeline_parallel=True, micro_batches=2",
+    "both": "data_parallel=True, model_parallel=True, pipeline_parallel=True, micro_batches=2",
+}
+
+
 def test_guava_with_a_model_in_pieces(script: Run, tmp_path: Path) -> None:
-    """One error, which says where it stands what is planned; nothing was opened."""
-    ended = script(DATALOADER + IMPORTED + snippets.IN_PIECES, GUAVA)
+    """As it stands there, but for the number of workers: for the time it takes."""
+    here = {"vocab_size=50000,": f"vocab_size=64, master_port={free_port()}, learning_rate=1e-3,"}
+    ended = twice(
+        script, tmp_path, DATALOADER + IMPORTED + snippets.IN_PIECES, here | {"num_workers=4": "num_workers=2"}
+    )
+    ended.wait_for(r"joined .* cpu pp=2, .* 1 worker$")
+    assert len(losses(tmp_path)) == 10 * 256 // (32 * 4)  # batches of 32, four in a pipeline
+
+
+@pytest.mark.parametrize("kind", IN_PIECES)
+def test_guava_in_pieces_on_many_machines(kind: str, script: Run, tmp_path: Path) -> None:
+    """The snippet for many machines with each kind of parallelism in it; its workers are told of none."""
+    here = {"192.168.1.100": "127.0.0.1", "29500": str(free_port())}
+    split = {"num_workers=4": "num_workers=2, learning_rate=1e-3", "data_parallel=True": IN_PIECES[kind]}
+    orchestrator = script(DATALOADER + snippets.MULTI_MACHINE, GUAVA | SMALL | here | split)
+    workers = [script(snippets.WORKER, GUAVA | here) for _ in range(2)]
+    assert orchestrator.finish(100) == 0, "".join(orchestrator.lines[-30:])
+    orchestrator.wait_for(r"joined .* cpu pp=2, .* 1 worker$")
+    for worker in workers:
+        assert worker.finish(30) == 0, "".join(worker.lines[-30:])
+        worker.wait_for(r"waiting for the other workers that the model is divided among \(pp=2\)")
+    assert fell(losses(tmp_path))
+
+
+def test_guavas_tensor_parallelism(script: Run, tmp_path: Path) -> None:
+    """One error, which says where it stands what there is; nothing was opened."""
+    tensor = {"model_parallel=True": "tensor_parallel=True"}
+    ended = script(DATALOADER + IMPORTED + snippets.IN_PIECES, GUAVA | tensor)
     assert ended.finish() == 1
     error: Any = ended.lines[-1]
-    assert "ParallelismMissing: model_parallel=True, pipeline_parallel=True: " in error
+    assert "ParallelismMissing: tensor_parallel=True: " in error
     named = re.search(r'"(.+)" in (docs/.+\.md)', error)
     assert named is not None, error
     assert f"\n## {named[1]}\n" in (ROOT / named[2]).read_text()

@@ -37,7 +37,7 @@ from torch.utils.data import (
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import CheckpointMismatch, StoreError, UsageError
-from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
+from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.facade.guava.workers import network_worker as program
 from w5xde_async.plan.sampler import Sampler
@@ -175,26 +175,12 @@ def test_adapting_to_gpus() -> None:
     config.adapt_to_gpus(4)
     assert (config.num_workers, config.pipeline_parallel, config.data_parallel) == (4, True, False)
     config.adapt_to_gpus(1)
-    config.require_data_parallel()
-    assert (config.num_workers, config.data_parallel) == (1, True)
+    config.require_possible()
+    assert (config.num_workers, config.data_parallel, config.island) == (1, True, "")
     config.adapt_to_gpus(0)  # the CPU
     assert config.num_workers == 1
     with pytest.raises(UsageError, match="num_gpus is -1"):
         config.adapt_to_gpus(-1)
-
-
-@pytest.mark.parametrize("kind", ["model_parallel", "pipeline_parallel", "tensor_parallel"])
-def test_a_model_in_pieces_is_one_clear_error(kind: str) -> None:
-    config = DistributedConfig(**{kind: True})
-    makers: list[Callable[[], Any]] = [lambda: Orchestrator(config), lambda: NetworkWorker(0, config)]
-    orchestrator = Orchestrator(DistributedConfig())
-    orchestrator.register_model(nn.Linear(1, 1))
-    orchestrator.config = config
-    makers.append(lambda: orchestrator.start_training([0]))
-    for make in makers:
-        with pytest.raises(ParallelismMissing, match=f"^{kind}=True: splitting one model over several devices") as said:
-            make()
-        assert said.value.kinds == (kind,)
 
 
 #: Fields that nothing here reads: they are the model's.
@@ -223,7 +209,7 @@ def test_no_knob_is_ignored_without_a_word(name: str, caplog: pytest.LogCaptureF
     except UsageError as error:
         assert f"{name}={value}" in str(error)  # noqa: PT017
         return
-    assert changed or f"{name} has no effect without a model in pieces: leave it out; " in caplog.text
+    assert changed or re.search(rf"{name} has no effect( without \w+)?: leave it out; ", caplog.text)
 
 
 def test_without_data_parallelism_one_worker_computes() -> None:
@@ -231,7 +217,7 @@ def test_without_data_parallelism_one_worker_computes() -> None:
     assert (config.min_workers, config.max_workers) == (1, 1)
     assert DistributedConfig().coordinator_config().max_workers > 1
     with pytest.raises(UsageError, match=r"data_parallel=False with num_workers=3: .* give num_workers=1, or"):
-        NetworkWorker(0, DistributedConfig(data_parallel=False, num_workers=3))
+        Orchestrator(DistributedConfig(data_parallel=False, num_workers=3))
 
 
 def test_what_timeouts_and_intervals_come_to() -> None:
@@ -744,18 +730,20 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
     class Recorded(NetworkWorker):
         def connect_and_train(self) -> None:
-            made.append((self.gpu_id, self._place.server))
+            made.append((self.gpu_id, self._place.server, self._config.sandbox, self._interface))
 
     monkeypatch.setattr("w5xde_async.facade.guava.workers.network_worker.NetworkWorker", Recorded)
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     assert program.main(["--gpu-id", "1", "--master-ip", "10.0.0.9", "--master-port", "29501"]) == 0
     monkeypatch.setenv("MASTER_IP", "there")
     monkeypatch.setenv("MASTER_PORT", "7")
-    assert program.main([]) == 0
-    assert made == [(1, "10.0.0.9:29501"), (0, "there:7")]
-    monkeypatch.setenv("PIPELINE_PARALLEL", "1")
+    assert program.main(["--sandbox", "off", "--interface", "lo"]) == 0
+    assert made == [(1, "10.0.0.9:29501", "auto", ""), (0, "there:7", "off", "lo")]
+    assert program.main(["--interface", "nothing0"]) == 2
+    assert "nothing0" in capsys.readouterr().err
+    monkeypatch.setenv("TENSOR_PARALLEL", "1")
     assert program.main([]) == 2
-    assert "pipeline_parallel=True: splitting one model" in capsys.readouterr().err
+    assert "tensor_parallel=True: no layer is split" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         program.main(["--gpu-id", "first"])
     assert ended.value.code == 2

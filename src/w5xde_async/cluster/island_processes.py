@@ -16,11 +16,11 @@ import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from w5xde_async.errors import ExitCode
+from w5xde_async.errors import ExitCode, RefusalCode, Refused
 from w5xde_async.parallel.shape import IslandShape
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,11 @@ class IslandProcesses:
 
     def __init__(
         self, shape: IslandShape, arguments: Sequence[str], *, threads: int,
-        meet: Callable[[], Awaitable[Place]] | None = None,
+        meet: Callable[[], Awaitable[Place]] | None = None, environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
         """``threads``: torch's, of each rank. ``meet``: finds the ranks of other machines (default: all are here)."""
         self._shape, self._arguments, self._threads, self._meet = shape, arguments, threads, meet
+        self._environment = environment
         self._processes: list[Process] = []
         self._left = asyncio.Event()
 
@@ -122,22 +123,26 @@ class IslandProcesses:
         return (worst[0] if worst else ExitCode.OK), said
 
     async def _met(self, meet: Callable[[], Awaitable[Place]]) -> Place | None:
-        """Where the ranks meet; None where this one is asked to leave before."""
+        """Where the ranks meet; None where this one is asked to leave before, or the run is finished."""
         meeting = asyncio.ensure_future(meet())
         leaving = asyncio.create_task(self._left.wait())
         try:
             await asyncio.wait((meeting, leaving), return_when=asyncio.FIRST_COMPLETED)
             return await meeting if meeting.done() else None
+        except Refused as error:
+            if error.code is RefusalCode.RUN_FINISHED:
+                return None
+            raise
         finally:
             meeting.cancel()
             leaving.cancel()
 
     async def _start(self, rank: int, place: Place) -> Process:
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(place.ranks.index(rank)),
+            **self._environment, "RANK": str(rank), "LOCAL_RANK": str(place.ranks.index(rank)),
             "WORLD_SIZE": str(self._shape.ranks), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
             # Gathered parameters come and go: what is freed has to go back to the system at once.
-            "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
+            "MALLOC_MMAP_THRESHOLD_": self._environment.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
         }  # fmt: skip
         environment.setdefault("W5XDE_THREADS", str(self._threads))
         return await asyncio.create_subprocess_exec(

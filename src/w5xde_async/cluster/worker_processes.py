@@ -63,6 +63,7 @@ class LocalWorkers:
     ``reference`` "" starts them without the job's code. Each gets that one of ``devices`` which the fewest others have;
     none given: the machine's CUDA devices are dealt out so, unless the environment says W5XDE_DEVICE.
     ``join`` is a join string, to be used in place of ``address`` and ``token``. ``data_dir`` is for all of them.
+    ``island``: each worker is an island of that shape, whose ranks have a device each.
     ``on_all_lost(reason)`` is called when one has failed for good and no other is left.
     """
 
@@ -78,11 +79,13 @@ class LocalWorkers:
         join: str = "",
         config_path: Path | None = None,
         data_dir: Path | None = None,
+        island: str = "",
         grace_s: float = 10.0,
         on_all_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._wanted = count
         self._address, self._reference, self._threads = address, reference, threads
+        self._island = island
         self._devices, self._device_of = devices, dict[str, str]()
         self._token, self._join = token, join
         self._config_path, self._data_dir, self._grace_s = config_path, data_dir, grace_s
@@ -105,7 +108,7 @@ class LocalWorkers:
 
     async def scale(self, count: int) -> None:
         """Start workers, or end the youngest ones and wait until they have left in good order."""
-        devices = self._devices or cuda_devices()
+        devices = () if self._island else self._devices or cuda_devices()
         if devices and len(self._keepers) < count:
             tell_sharing(devices, count)
         while len(self._keepers) < count:
@@ -180,6 +183,8 @@ class LocalWorkers:
         ]  # fmt: skip
         if self._reference:
             command += ["--job", self._reference]
+        if self._island:
+            command += ["--island", self._island]
         if device and self._devices:
             command += ["--device", device]
         if not self._join:

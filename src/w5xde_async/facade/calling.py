@@ -237,6 +237,10 @@ class NodeLines:
         """A server is looked for."""
         self._say(f"looking for the server at {place.address}")
 
+    def meeting(self, shape: str) -> None:
+        """The other members of an island are waited for."""
+        self._say(f"waiting for the other workers that the model is divided among ({shape})")
+
     def joined(self, worker: Worker, welcome: Welcome) -> None:
         """A server has let it in."""
         self._began = self._said = self._clock()
@@ -299,14 +303,18 @@ class Place:
     found: Path | None = None
     plain: bool = True
 
+    def now(self, config: WorkerConfig) -> str:
+        """The join string that is there now, or else ``server``; "" where only a join string will do."""
+        if self.found is None:
+            return self.server
+        try:
+            return read_secret_file(self.found, kind="join file")
+        except UsageError:
+            return self.server if self.plain or config.token else ""
+
     def worker(self, config: WorkerConfig, **more: Any) -> Callable[[], Worker]:
         """Reads the join string that is there now; makes the worker. Raises UsageError."""
-        if self.found is None:
-            return lambda: Worker(self.server, config=config, **more)
-        try:
-            server = read_secret_file(self.found, kind="join file")
-        except UsageError:
-            server = self.server if self.plain or config.token else ""
+        server = self.now(config)
         return lambda: Worker(server, config=config, join_file=self.found, **more)
 
 

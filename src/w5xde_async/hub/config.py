@@ -68,6 +68,7 @@ class NetworkConfig(SecurityConfig):
     code_free: bool = setting(
         False, "make a program of the job's step, for workers without --job", YES_OR_NO, "the run"
     )
+    island: str = ""  #: what workers that ask are to form together, ``pp=2``; empty: each is a worker by itself
     pacing: PacingConfig = field(default_factory=PacingConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
 

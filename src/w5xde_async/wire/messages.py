@@ -391,7 +391,7 @@ class Probed(Message, frozen=True):
     """Answer to a PROBE. ``wall``: seconds since 1970 by the coordinator's clock.
 
     Of its run: ``num_values`` that a result has, ``leaf_s`` for a leaf of the fastest worker (0 where nobody's is
-    known) and the name of the update rule.
+    known), the name of the update rule, and the ``island`` that its workers are to form ("pp=2"; empty: none).
     """
 
     TYPE = 25
@@ -400,6 +400,7 @@ class Probed(Message, frozen=True):
     leaf_s: _Seconds
     update: _Name
     filler: _Filler
+    island: _Name = ""
 
 
 class Volunteer(Message, frozen=True):

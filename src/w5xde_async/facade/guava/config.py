@@ -1,7 +1,8 @@
 """Guava's configuration: every documented field and environment variable, and what each has become.
 
 Mutable, as it was: it is checked where it is made and again where it is used. Each field says below what it does
-here; those of model, pipeline and tensor parallelism, which this project does not have yet, are kept and do nothing.
+here. Under model and pipeline parallelism the workers are an island, with some of the model's layers each; tensor
+parallelism, which this interface does not have yet, is refused.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from w5xde_async.codecs.names import NAMES, is_codec
 from w5xde_async.config import YES_OR_NO, Config, Kind, Setting, number, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import UsageError, need
 from w5xde_async.facade.words import Words
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
@@ -43,13 +44,13 @@ _GONE = frozenset({
     "model_source_code", "model_class_name", "model_init_kwargs",
 })  # fmt: skip
 _SPLIT = ("model_parallel", "pipeline_parallel", "tensor_parallel")
-#: Fields that mean something to a model in pieces alone, and what there is instead.
-_FOR_SPLIT = {
-    "micro_batches": "num_workers says how many batches make a step",
-    "tensor_parallel_size": "num_workers says how many workers share the batches",
-    "activation_cache_steps": "no activations are sent",
-    "allow_activation_reuse": "no activations are sent; gradient checkpointing in the model saves memory",
-    "log_activations": "compact_log=False shows where each step's time went",
+#: Fields without an effect: where, and what there is instead.
+_IDLE = {
+    "micro_batches": (" without pipeline_parallel", "num_workers says how many batches make a step"),
+    "tensor_parallel_size": (" without tensor_parallel", "num_workers says how many workers there are"),
+    "activation_cache_steps": ("", "no activation outlives its step: a step that is lost is computed again"),
+    "allow_activation_reuse": ("", "no activation outlives its step; gradient checkpointing in the model saves memory"),
+    "log_activations": ("", "compact_log=False shows where each step's time went"),
 }
 _NEVER_S = 86400.0  # a timeout of 0 was none
 #: Where it stands what is missing and what is planned.
@@ -57,14 +58,14 @@ _MODELS_IN_PIECES = '"Models in pieces" in docs/migrating-from-guava.md'
 
 
 class ParallelismMissing(UsageError):
-    """A kind of parallelism that this project does not have yet. Field: ``kinds``."""
+    """A kind of parallelism that this interface does not have yet. Field: ``kinds``."""
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self.kinds = kinds
         named = ", ".join(f"{kind}=True" for kind in kinds)
         super().__init__(
-            f"{named}: splitting one model over several devices (model, pipeline and tensor parallelism) is not built "
-            f"yet: see {_MODELS_IN_PIECES}; data parallelism is: set data_parallel=True and leave the others out"
+            f"{named}: no layer is split among devices yet: leave it out; model_parallel=True divides the layers among "
+            f"num_workers workers, see {_MODELS_IN_PIECES}"
         )
 
 
@@ -82,10 +83,14 @@ class DistributedConfig(Config):
     learning_rate, weight_decay  of AdamW
     max_grad_norm         global norm to clip to; 0: no clipping
     use_amp               mixed precision: bfloat16 autocast
-    num_workers           workers that a step is made for, and waited for before the first; 0: one
+    num_workers           workers that a step is made for, and waited for before the first; 0: one. Of a model in
+                          pieces: the pieces; as many again share the batches
     master_ip, master_port  where the orchestrator listens; port 0 picks a free one
-    data_parallel         False: one worker computes every batch, and no second is let in
-    model_parallel ... tensor_parallel  raise ParallelismMissing when used
+    data_parallel         False: one worker (one island) computes every batch, and no second is let in
+    model_parallel        the workers are an island of num_workers, with some of the model's layers each
+    pipeline_parallel     the same; a step is micro_batches batches, which go through the workers one behind the other
+    micro_batches         batches in a step of a pipeline
+    tensor_parallel       raises ParallelismMissing when used
     activation_timeout    seconds that a worker's result may take before its work is given to another; 0: no limit
     ack_timeout           seconds of silence after which a peer counts as gone; 0: a day
     max_resends           times that work whose code failed is given out again
@@ -181,19 +186,53 @@ class DistributedConfig(Config):
 
     # -- for this project ----------------------------------------------------------------------------------
 
-    def require_data_parallel(self) -> None:
-        """Raises ParallelismMissing where a model in pieces is asked for, UsageError where several workers are to share
-        the batches and must not; says what has no effect without a model in pieces."""
-        if kinds := tuple(kind for kind in _SPLIT if getattr(self, kind)):
-            raise ParallelismMissing(kinds)
-        if not self.data_parallel and self.num_workers > 1:
-            raise UsageError(
-                f"data_parallel=False with num_workers={self.num_workers}: without it one worker computes every batch; "
-                "give num_workers=1, or data_parallel=True"
+    def require_known(self) -> None:
+        """Raises ParallelismMissing for a kind of parallelism that is not there."""
+        if self.tensor_parallel:
+            raise ParallelismMissing(("tensor_parallel",))
+
+    def require_possible(self) -> None:
+        """Check what an orchestrator is asked for, and say what of it has no effect.
+
+        Raises ParallelismMissing, and UsageError for workers that are to share and must not, or have nothing to.
+        """
+        self.require_known()
+        if kinds := [kind for kind in ("model_parallel", "pipeline_parallel") if getattr(self, kind)]:
+            named = ", ".join(f"{kind}=True" for kind in kinds)
+            need(
+                self.num_workers > 1,
+                f"{named} with num_workers={self.num_workers}: each worker holds a part of the model: give "
+                f"num_workers=2 or more, or leave out {' and '.join(kinds)}",
             )
-        for name, instead in _FOR_SPLIT.items():
+            for name, value in (("codec", self.codec), ("downlink", self.downlink)):
+                need(
+                    value in ("", "raw"),
+                    f"{name}={value!r} with {named}: workers that hold a model in pieces send everything as it is: "
+                    f"leave out {name}",
+                )
+        else:
+            need(
+                self.data_parallel or self.num_workers <= 1,
+                f"data_parallel=False with num_workers={self.num_workers}: without it one worker computes every batch; "
+                "give num_workers=1, or data_parallel=True",
+            )
+        for name, (where, instead) in _IDLE.items():
+            if name == "micro_batches" and self.pipeline_parallel:
+                continue
             if getattr(self, name) != getattr(type(self), name):
-                logger.warning("%s has no effect without a model in pieces: leave it out; %s", name, instead)
+                logger.warning("%s has no effect%s: leave it out; %s", name, where, instead)
+
+    @property
+    def island(self) -> str:
+        """What the workers form, as ``IslandShape`` reads it; empty where each computes by itself."""
+        return f"pp={self.num_workers}" if self.model_parallel or self.pipeline_parallel else ""
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of the DataLoader in a step: one for each worker, or those under way in a pipeline."""
+        if self.pipeline_parallel:
+            return self.micro_batches
+        return 1 if self.model_parallel else max(self.num_workers, 1)
 
     def coordinator_config(
         self,
@@ -207,11 +246,14 @@ class DistributedConfig(Config):
         """What the timeouts, retries and intervals come to. Raises UsageError."""
         limit_s = self.activation_timeout or _NEVER_S
         silence_s = self.ack_timeout or _NEVER_S
+        pacing = PacingConfig(min_deadline_s=min(5.0, limit_s), max_deadline_s=limit_s, first_deadline_s=limit_s)
+        if self.island:  # between two leases a pipeline is empty
+            pacing = replace(pacing, target_lease_s=_NEVER_S)
         return CoordinatorConfig(
             host=self.master_ip,
             port=self.master_port,
             token=token,
-            min_workers=max(self.num_workers, 1),
+            min_workers=1 if self.island else max(self.num_workers, 1),
             max_workers=CoordinatorConfig.max_workers if self.data_parallel else 1,
             auto=self.codec == "auto",
             update=UpdateConfig(codec="raw" if self.codec == "auto" else self.codec, downlink=self.downlink),
@@ -223,5 +265,6 @@ class DistributedConfig(Config):
             loader_processes=loader_processes,
             code_free=code_free,
             dashboard=dashboard,
-            pacing=PacingConfig(min_deadline_s=min(5.0, limit_s), max_deadline_s=limit_s, first_deadline_s=limit_s),
+            pacing=pacing,
+            island=self.island,
         )

@@ -77,7 +77,7 @@ def reading_of(loader: Any, config: DistributedConfig, *, seed: int, epochs: int
     shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     plain = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
     if not plain or not (shuffled or type(sampler) is SequentialSampler):
-        return _in_its_own_order(loader, seed, epochs, processes, max(config.num_workers, 1))
+        return _in_its_own_order(loader, seed, epochs, processes, config.batches_per_step)
     assert loader.batch_size is not None
     return Reading(
         dataset=loader.dataset,

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def local_workers(coordinator: Coordinator, job: Job, token: str, count: int) -> AsyncIterator[None]:
+async def local_workers(coordinator: Coordinator, job: Job, token: str, count: int, island: str) -> AsyncIterator[None]:
     """``count`` workers (0: one) of a coordinator that listens, one for each GPU; on the CPU where there is none.
 
-    ``job`` makes a model of its own for whoever builds it. Where every worker here has failed for good and no other is
-    there, the run is stopped.
+    ``island``: what they are together, where they are to be one. ``job`` makes a model of its own for whoever builds
+    it. Where every worker here has failed for good and no other is there, the run is stopped.
     """
     count = max(count, 1)
     devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
@@ -47,10 +47,13 @@ async def local_workers(coordinator: Coordinator, job: Job, token: str, count: i
         devices=devices,
         token=token,
         join=coordinator.local_join,
-        on_all_lost=take_turns,
+        island=island,
+        on_all_lost=coordinator.workers_failed if island else take_turns,
     )
     try:
-        if count == 1:
+        if island:
+            await processes.scale(1)
+        elif count == 1:
             here.start(1)
         else:
             await processes.scale(count)

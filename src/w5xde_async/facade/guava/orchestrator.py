@@ -1,7 +1,8 @@
 """Guava's orchestrator: a model, a DataLoader, workers of this machine or of any.
 
 A step is one DataLoader batch for each of ``config.num_workers`` workers; a leaf is one such batch. So the result is
-the same whoever of them is there, and workers may come and go.
+the same whoever of them is there, and workers may come and go. Where a model is in pieces, the workers are an island,
+which computes the same leaves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import StoreError, UsageError
+from w5xde_async.errors import StoreError, UsageError, need
 from w5xde_async.facade.calling import LogMode, block_on, page_at, shown, token_of
 from w5xde_async.facade.guava.config import WORDS, DistributedConfig
 from w5xde_async.facade.guava.loaders import Reading, check_again_and_again, reading_of
@@ -70,11 +71,13 @@ class Orchestrator:
         resume: str = "never",
         dashboard: str | bool = False,
     ) -> None:
-        """Raises UsageError, and ParallelismMissing for a model in pieces."""
+        """Raises UsageError, and ParallelismMissing for a kind of parallelism that is not there."""
         if mode not in ("local", "orchestrator"):
             raise UsageError(f"mode is {mode!r}; give local or orchestrator")
         config.validate()
-        config.require_data_parallel()
+        config.require_possible()
+        if mode == "local" and config.island:
+            _check_devices(config.num_workers)
         self.config, self.mode = config, mode
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
         self.port = config.master_port  #: where it listens; with port 0, the one that was picked once it listens
@@ -135,6 +138,11 @@ class Orchestrator:
         Computes a few microbatches here with a copy of the model; nothing is written. Raises JobError, UsageError.
         """
         job, _ = self._job_of(dataloader, num_epochs)
+        need(
+            not self.config.island,
+            "predict is about workers that hold the whole model; w5xde memory says what each part of one takes "
+            "(docs/islands.md)",
+        )
         return predict(job, self.config.coordinator_config(), workers=max(self.config.num_workers, 1))
 
     def stop(self, reason: str = "stopped") -> None:
@@ -207,7 +215,7 @@ class Orchestrator:
         """Raises UsageError, JobError for what cannot be trained."""
         config = self.config
         config.validate()
-        config.require_data_parallel()
+        config.require_possible()
         if self._model is None:
             raise UsageError("no model is registered: call register_model(model) first")
         if type(num_epochs) is not int or num_epochs < 1:
@@ -229,7 +237,7 @@ class Orchestrator:
             ),
             step=step,
             collate=given.collate,
-            batch_size=given.batch_size * max(config.num_workers, 1),
+            batch_size=given.batch_size * config.batches_per_step,
             microbatch_size=given.batch_size,
             epochs=1 if given.steps_per_epoch else num_epochs,
             gradient_clip_val=config.max_grad_norm or None,
@@ -273,7 +281,7 @@ class Orchestrator:
                 self.listening.set()
                 if self.mode == "local":
                     job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
-                    workers = local_workers(coordinator, job, settings.token, config.num_workers)
+                    workers = local_workers(coordinator, job, settings.token, config.num_workers, config.island)
                     await stack.enter_async_context(workers)
                 try:
                     return await coordinator.wait()
@@ -340,6 +348,16 @@ class _StepLog:
         if isinstance(event, StepCommitted) and event.step % self._every == 0:
             text = f"step {event.step} loss {event.loss:.4f} lr {event.learning_rate:.3g} workers {event.num_workers}"
             self._handler.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
+
+
+def _check_devices(ranks: int) -> None:
+    """Raises UsageError where this machine has GPUs, but not one for each part of a model."""
+    count = torch.cuda.device_count()
+    need(
+        not 0 < count < ranks,
+        f"num_workers={ranks} parts of a model and {count} GPUs: give num_workers={count}, "
+        'or mode="orchestrator" and NetworkWorkers of several machines',
+    )
 
 
 # -- evaluation and threads ----------------------------------------------------------------------------------

@@ -329,9 +329,10 @@ class Roster:
             "start the others with the same --island-member",
         )  # fmt: skip
 
-    def outline(self) -> tuple[int, float, str]:
+    def outline(self) -> tuple[int, float, str, str]:
         """Of the run, for one who only probes."""
-        return self._num_values, self._scheduling.pacing.fastest_leaf_s or 0.0, self._welcome.update
+        leaf_s = self._scheduling.pacing.fastest_leaf_s or 0.0
+        return self._num_values, leaf_s, self._welcome.update, self._config.island
 
     def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
         """The run, for a new worker."""

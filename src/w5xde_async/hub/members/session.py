@@ -80,8 +80,9 @@ class Admission(Protocol):
     def admit(self, session: Session) -> Refusal | None:
         """A worker has proved itself; None lets it in."""
 
-    def outline(self) -> tuple[int, float, str]:
-        """Of the run, for one who only probes: values of a result, seconds of a leaf (0: unknown), the update rule."""
+    def outline(self) -> tuple[int, float, str, str]:
+        """Of the run, for one who only probes: values of a result, seconds of a leaf (0: unknown), the update rule, and
+        what its workers are to form (empty: nothing)."""
 
     async def volunteer(self, session: Session, volunteer: Volunteer) -> Rendezvous | Refusal:
         """The worker wants to be a rank of an island: where the others are, once they are there."""
@@ -361,9 +362,9 @@ class Session:
             self.state = advance(COORDINATOR, self.state, received.message)
             if not isinstance(received.message, Probe) or self._credentials.revoked(self.identity, ""):
                 break
-            num_values, leaf_s, update = self._admission.outline()
+            num_values, leaf_s, update, island = self._admission.outline()
             filler = bytes(received.message.wanted)
-            await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler)))
+            await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler, island)))
         if isinstance(received.message, Volunteer):
             await self._say(encode(await self._admission.volunteer(self, received.message)))
             return False

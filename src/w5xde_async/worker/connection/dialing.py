@@ -33,7 +33,7 @@ from w5xde_async.runtime import Runtime
 from w5xde_async.wire.handshake import member_id
 from w5xde_async.wire.messages import Rendezvous, Volunteer, Welcome
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.connection.handshake import Joined, join, meet
+from w5xde_async.worker.connection.handshake import Joined, ask, join, meet
 from w5xde_async.worker.connection.metering import Traffic
 from w5xde_async.worker.connection.target import JoinFile, Target
 from w5xde_async.worker.executors.island import Rank
@@ -134,19 +134,38 @@ class Dialer:
 
         Raises Unreachable, Refused.
         """
+        return await self._outside(
+            lambda link, config: meet(link, volunteer, token=config.token, identity=config.identity)
+        )
 
-        async def attempt(left_s: float) -> Rendezvous:
+    async def island(self) -> str:
+        """Hear what the run's workers are to form ("" for nothing); tried again as ``meet`` is.
+
+        Raises Unreachable, Refused.
+        """
+        probed = await self._outside(lambda link, config: ask(link, token=config.token, identity=config.identity))
+        return probed.island
+
+    async def _outside(self, talk: Callable[[Link, WorkerConfig], Awaitable[_Found]]) -> _Found:
+        """The result of a talk over a link that joins nothing, by jittered attempts."""
+
+        async def attempt(left_s: float) -> _Found:
             config = self.config if self._target is None else self._target.config
             link = await self._reach(min(left_s, 10.0))
             try:
                 _check_certificate(link, config.certificate)
                 async with asyncio.timeout(min(left_s, 20.0)):
-                    return await meet(link, volunteer, token=config.token, identity=config.identity)
+                    found = await talk(link, config)
+                self._hung_up = 0
+                return found
             except TimeoutError:
                 raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
             except Refused as error:
                 if error.code in _TRY_AGAIN:
                     raise _NotNow(error.reason) from None
+                raise
+            except BaseException as error:
+                self._explain(error, link)
                 raise
             finally:
                 link.abort()

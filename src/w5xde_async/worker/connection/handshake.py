@@ -113,6 +113,16 @@ async def meet(link: Link, volunteer: messages.Volunteer, *, token: str, identit
     return answer
 
 
+async def ask(link: Link, *, token: str, identity: str = "") -> messages.Probed:
+    """Prove each other the secret and hear of the run without joining it. Raises Refused, LinkLost, RemoteError."""
+    await prove_each_other(link, token=token, identity=identity)
+    await link.send(encode(messages.Probe(0, b"")))
+    answer = await _expect(link, State.NAMING)
+    if not isinstance(answer, messages.Probed):
+        raise UnexpectedMessage(type(answer).__name__, "asking for the run")
+    return answer
+
+
 async def prove_each_other(link: Link, *, token: str, identity: str = "") -> None:
     """The part of ``join`` before the worker says who it is: both sides know the secret. Raises as ``join`` does."""
     secret = token.encode()

@@ -6,7 +6,9 @@ python -m w5xde_async.facade.guava.workers.network_worker --gpu-id 0 --master-ip
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from w5xde_async.cluster.island_processes import IslandProcesses, Place, free_port
 from w5xde_async.errors import ExitCode, UsageError, W5xdeError
 from w5xde_async.facade.calling import (
     LogMode,
@@ -26,8 +29,12 @@ from w5xde_async.facade.calling import (
     working,
 )
 from w5xde_async.facade.guava.config import WORDS, DistributedConfig
-from w5xde_async.wire.messages import Welcome
+from w5xde_async.net.interfaces import address_of
+from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.runtime import Runtime
+from w5xde_async.wire.messages import Volunteer, Welcome
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.hooks import WorkerHooks
 from w5xde_async.worker.service import Worker
 
@@ -42,6 +49,10 @@ class NetworkWorker:
     ~/.config/w5xde/token. ``timeout_s``: how long an orchestrator is looked for, at the start and whenever it was lost.
     ``sandbox``: whether what an orchestrator sends runs in a process without files, network and secrets (Linux): on,
     off, or auto, which is on where it is another machine. ``log``: normal, or silent: nothing but warnings.
+
+    Where the orchestrator's model is in pieces, it brings NetworkWorkers together, each with some of the layers: a
+    process that this one starts then computes, without a sandbox, and speaks to the others by ``interface``, a network
+    interface that is trusted with it (loopback where the orchestrator is on this machine).
     """
 
     @WORDS.said()
@@ -56,6 +67,7 @@ class NetworkWorker:
         join_file: Path | str | None = None,
         timeout_s: float = 300.0,
         sandbox: str = "auto",
+        interface: str = "",
         log: LogMode = "normal",
     ) -> None:
         """Raises UsageError: a device that is not there, a bad address or join file; ParallelismMissing."""
@@ -63,10 +75,12 @@ class NetworkWorker:
             raise UsageError(f"gpu_id is {gpu_id!r}; give a whole number >= 0")
         check_log(log)
         config = config or DistributedConfig.from_env()
-        config.require_data_parallel()
+        config.require_known()
         self.gpu_id, self.config = gpu_id, config
         address = (master_ip or config.master_ip, config.master_port if master_port is None else master_port)
         self._log: LogMode = log
+        self._host = address_of(interface) if interface else ""
+        self._interface = interface
         self._place = where_to_join(address, address, join_file=join_file, secure=False)
         cuda = torch.cuda.is_available()
         if not cuda:
@@ -94,6 +108,10 @@ class NetworkWorker:
 
         async def work() -> None:
             nonlocal worker
+            dialer = Dialer(self._place.now(self._config), self._config, Runtime(), join_file=self._place.found)
+            if island := await dialer.island():
+                await self._as_member(IslandShape.parse(island), dialer, lines)
+                return
             worker = make()
             lines.ended((await working(worker)).value, worker)
 
@@ -102,6 +120,65 @@ class NetworkWorker:
             hooks = WorkerHooks(on_welcome=on_welcome, on_answered=lines.answered)
             make = self._place.worker(self._config, hooks=hooks)
             block_on(work, instead="w5xde_async.Worker", words=WORDS)
+
+    async def _as_member(self, shape: IslandShape, dialer: Dialer, lines: NodeLines) -> None:
+        """One rank of an island, computed by a process of its own: when another rank is lost, it must go too."""
+        what = f"the orchestrator's model is in pieces, {shape.ranks} workers together ({shape})"
+        if self._config.sandbox == "on" or (self._config.sandbox == "auto" and not dialer.is_here):
+            raise UsageError(
+                f'{what}, and such workers have no sandbox: give sandbox="off" where you trust the orchestrator'
+            )
+        if not self._interface and not dialer.is_here:
+            raise UsageError(
+                f"{what}, which speak to each other without any protection: name the network interface that you trust "
+                'with it (interface="NAME")'
+            )
+
+        async def meet() -> Place:
+            lines.meeting(str(shape))
+            met = await dialer.meet(Volunteer(str(shape), shape.ranks, self._host, free_port()))
+            return Place([met.rank], met.host, met.port)
+
+        arguments, environment = self._of_rank(shape)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = IslandProcesses(shape, arguments, threads=cores, meet=meet, environment=environment)
+        running = asyncio.create_task(processes.run(), name="island")
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            processes.leave("Ctrl-C")
+            await asyncio.wait([running])
+            raise
+        if code := running.result():
+            raise RankFailed(code)
+
+    def _of_rank(self, shape: IslandShape) -> tuple[list[str], dict[str, str]]:
+        """The arguments of the process that computes, and its environment."""
+        config, server = self._config, self._place.now(self._config)
+        arguments = [
+            "--island-member", str(shape), "--name", config.name, "--device", config.device,
+            "--sandbox", config.sandbox, "--connect-timeout", f"{config.connect_timeout_s}s", "--log", self._log,
+        ]  # fmt: skip
+        if self._interface:
+            arguments += ["--island-interface", self._interface]
+        secrets = ("W5XDE_TOKEN", "W5XDE_TOKEN_FILE", "W5XDE_JOIN", "W5XDE_JOIN_FILE")
+        environment = {name: value for name, value in os.environ.items() if name not in secrets}
+        if self._place.found is not None and (not server or "://" in server):
+            arguments += ["--join-file", str(self._place.found)]
+        elif "://" in server:
+            environment["W5XDE_JOIN"] = server
+        else:
+            arguments += ["--server", server]
+            environment |= {"W5XDE_TOKEN": config.token} if config.token else {}
+        return arguments, environment
+
+
+class RankFailed(W5xdeError):
+    """The process that computed for a NetworkWorker could not; it has said why. Field: ``exit_code``."""
+
+    def __init__(self, code: int) -> None:
+        self.exit_code = ExitCode(code)
+        super().__init__(f"this worker's part of the model could not be computed: see above (exit code {code})")
 
 
 # -- the program
@@ -121,6 +198,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu-id", type=int, default=0, metavar="N", help="CUDA device; the CPU where there is none")
     made.add_argument("--master-ip", metavar="HOST", help="the orchestrator's host (default: MASTER_IP, localhost)")
     made.add_argument("--master-port", type=int, metavar="PORT", help="its port (default: MASTER_PORT, 29500)")
+    made.add_argument("--sandbox", choices=("on", "off", "auto"), default="auto", help="compute in a process without "
+                      "files, network and secrets (default: where the orchestrator is another machine)")  # fmt: skip
+    made.add_argument("--interface", metavar="NAME", default="", help="network interface to trust with what workers "
+                      "tell each other where the model is in pieces (default: loopback)")  # fmt: skip
     return made
 
 
@@ -130,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # both leave in good order
     try:
         config = DistributedConfig.from_env()
-        NetworkWorker(given.gpu_id, config, given.master_ip, given.master_port).connect_and_train()
+        NetworkWorker(
+            given.gpu_id, config, given.master_ip, given.master_port, sandbox=given.sandbox, interface=given.interface
+        ).connect_and_train()
     except KeyboardInterrupt:
         return ExitCode.OK
     except W5xdeError as error:

@@ -1,0 +1,123 @@
+"""Guava's configuration of a model in pieces: what each field comes to, and what is refused by its name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.facade import no_secret_of_this_machine
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from w5xde_async.errors import UsageError
+from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
+from w5xde_async.facade.guava.loaders import reading_of
+from w5xde_async.parallel.shape import IslandShape
+
+__all__ = ["no_secret_of_this_machine"]
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(48, 4), torch.zeros(48, dtype=torch.int64)), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "island", "batches"),
+    [
+        ({}, "", 4),
+        ({"model_parallel": True}, "pp=4", 1),
+        ({"model_parallel": True, "micro_batches": 4}, "pp=4", 1),
+        ({"pipeline_parallel": True}, "pp=4", 4),
+        ({"pipeline_parallel": True, "micro_batches": 6}, "pp=4", 6),
+        ({"model_parallel": True, "pipeline_parallel": True, "micro_batches": 2}, "pp=4", 2),
+        ({"pipeline_parallel": True, "data_parallel": False, "micro_batches": 2}, "pp=4", 2),
+    ],
+)
+def test_what_the_workers_form_and_how_many_batches_make_a_step(
+    fields: dict[str, Any], island: str, batches: int
+) -> None:
+    """As in Guava's document: a step is ``batch_size * micro_batches`` samples under pipeline parallelism."""
+    config = DistributedConfig(num_workers=4, batch_size=8, **fields)
+    job = Orchestrator(config)._job(nn.Linear(4, 2), reading_of(loader(), config, seed=0), 1, None, None)
+    assert (job.batch_size, job.microbatch_size) == (8 * batches, 8)
+    settings = config.coordinator_config()
+    assert settings.island == island
+    assert settings.min_workers == (1 if island else 4)  # an island is one worker
+    assert settings.max_workers == (256 if config.data_parallel else 1)
+    if island:
+        assert IslandShape.parse(island).ranks == config.num_workers
+
+
+def test_batches_in_their_own_order_make_steps_of_as_many() -> None:
+    config = DistributedConfig(num_workers=2, pipeline_parallel=True, micro_batches=3)
+    given = reading_of(
+        DataLoader(loader().dataset, batch_size=2, sampler=SubsetRandomSampler(range(14))), config, seed=0
+    )
+    assert given.steps_per_epoch == 3  # 7 batches, 3 a step
+
+
+def test_a_pipeline_has_a_whole_step_in_one_lease() -> None:
+    """In smaller leases its stages would wait for each other."""
+    split = DistributedConfig(num_workers=2, pipeline_parallel=True).coordinator_config()
+    assert split.pacing.target_lease_s >= 3600
+    assert DistributedConfig(num_workers=2).coordinator_config().pacing.target_lease_s < 1
+
+
+@pytest.mark.parametrize("kind", ["model_parallel", "pipeline_parallel"])
+def test_one_worker_has_nothing_to_share_a_model_with(kind: str) -> None:
+    with pytest.raises(UsageError, match=f"^{kind}=True with num_workers=1: .* give num_workers=2 or more"):
+        Orchestrator(DistributedConfig(**{kind: True}))
+    NetworkWorker(0, DistributedConfig(**{kind: True}))  # how many there are is the orchestrator's to say
+
+
+@pytest.mark.parametrize("more", [{}, {"model_parallel": True}, {"pipeline_parallel": True}])
+def test_tensor_parallelism_is_refused_and_says_what_there_is(more: dict[str, bool]) -> None:
+    config = DistributedConfig(tensor_parallel=True, num_workers=4, **more)
+    orchestrator = Orchestrator(DistributedConfig())
+    orchestrator.register_model(nn.Linear(1, 1))
+    orchestrator.config = config
+    makers: list[Callable[[], Any]] = [
+        lambda: Orchestrator(config), lambda: NetworkWorker(0, config), lambda: orchestrator.start_training([0])
+    ]  # fmt: skip
+    for make in makers:
+        with pytest.raises(ParallelismMissing, match=r"^tensor_parallel=True: .*model_parallel=True") as said:
+            make()
+        assert said.value.kinds == ("tensor_parallel",)
+        assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("fields", [{"codec": "int8"}, {"codec": "auto"}, {"downlink": "fp16"}])
+def test_islands_send_everything_as_it_is(fields: dict[str, str]) -> None:
+    ((name, value),) = fields.items()
+    with pytest.raises(UsageError, match=f"^{name}='{value}' with model_parallel=True: "):
+        Orchestrator(DistributedConfig(num_workers=2, model_parallel=True, **fields))  # type: ignore[arg-type]
+
+
+def test_a_device_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DistributedConfig(num_workers=4, model_parallel=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match=r"num_workers=4 parts .* 2 GPUs: give num_workers=2"):
+        Orchestrator(config)
+    Orchestrator(config, mode="orchestrator")  # they are on other machines
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    Orchestrator(config)
+
+
+def test_what_a_whole_model_takes_is_not_told_of_one_in_pieces() -> None:
+    orchestrator = Orchestrator(DistributedConfig(num_workers=2, model_parallel=True))
+    orchestrator.register_model(nn.Linear(4, 2))
+    with pytest.raises(UsageError, match=r"w5xde memory .*docs/islands\.md"):
+        orchestrator.predict(loader())
+
+
+def test_fields_without_an_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Orchestrator(DistributedConfig(num_workers=2, model_parallel=True, micro_batches=8))
+    assert "micro_batches has no effect without pipeline_parallel: leave it out; " in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        Orchestrator(DistributedConfig(num_workers=2, pipeline_parallel=True, micro_batches=8))
+    assert "micro_batches" not in caplog.text
