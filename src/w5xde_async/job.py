@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from w5xde_async.errors import JobError
 from w5xde_async.randomness import random_state, seed_all
@@ -99,8 +100,13 @@ class Job:
         need(seeds, f"seed is {self.seed!r}", "give a whole number from 0 to 2^63 - 1")
         clip = self.gradient_clip_val
         need(clip is None or clip > 0, f"gradient_clip_val is {clip!r}", "give a number > 0, or None for no clipping")
-        need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i]", "use a map-style dataset")
-        need(hasattr(self.dataset, "__len__"), "dataset has no len()", "use a map-style dataset, not an iterable one")
+        loader = isinstance(self.dataset, DataLoader)
+        hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
+        need(not loader, "dataset is a DataLoader", hint)
+        hint = "use a map-style dataset: dataset[i] and len(dataset), or dataset=list(stream) where it fits into memory"
+        need(not isinstance(self.dataset, IterableDataset), "dataset is an IterableDataset", hint)
+        need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i]", hint)
+        need(hasattr(self.dataset, "__len__"), "dataset has no len()", hint)
         need(len(self.dataset) > 0, "dataset is empty")
         left_out = f"drop_last leaves no step: {len(self.dataset)} samples, batch_size {self.batch_size}"
         need(not self.drop_last or len(self.dataset) >= self.batch_size, left_out)
@@ -134,7 +140,11 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
         return (copy.deepcopy(job.model) if replica else job.model).train()
     with random_state():
         seed_all(job.seed)
-        model = made_by("model", job.model)
+        hint = ""
+        if isinstance(job.model, type) and issubclass(job.model, nn.Module):
+            where = "torch.nn." if job.model.__module__.startswith("torch.nn.") else ""
+            hint = f"write model=lambda: {where}{job.model.__name__}(...)"
+        model = made_by("model", job.model, hint=hint)
     if not isinstance(model, nn.Module):
         raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
     return model.train()

@@ -12,7 +12,7 @@ import torch
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, settings, train
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from w5xde_async.compute.program.tracing import NotTraceable, trace_job
 from w5xde_async.coordinator.service import Coordinator
@@ -169,6 +169,7 @@ async def test_state_that_raises_when_it_is_saved_ends_the_run_with_its_error(es
     ("returned", "says"),
     [
         (None, "it returned NoneType, not a dict of numbers by name"),
+        (torch.ones(2), r"it returned a tensor of shape \[2\], not a dict .*; write return \{'accuracy': \.\.\.\}"),
         ({"accuracy": "high"}, "metric 'accuracy' is str; it must be a number"),
         ({"accuracy": torch.ones(2)}, r"metric 'accuracy' is a tensor of shape \[2\]; it must be a number"),
     ],
@@ -190,6 +191,17 @@ async def test_a_subscriber_that_raises_is_dropped_and_the_run_goes_on(escape: B
         await worker
 
 
+@pytest.mark.parametrize("where", ["samples", "collate"])
+async def test_float64_data_is_told_where_to_convert_it(where: str):
+    numbers, labels = torch.zeros(64, 10, dtype=torch.float64), torch.zeros(64, dtype=torch.int64)
+    job = replace(jobs.metrics(), dataset=TensorDataset(numbers, labels), microbatch_size=1)
+    if where == "collate":
+        job = replace(job, dataset=list(zip(numbers, labels, strict=True)), collate=default_collate)
+    line = str(await failing(job)).splitlines()[0]
+    assert line.startswith("step 0, leaf 0: RuntimeError: ")
+    assert "the batch is float64: convert it with .float() in the dataset or in collate (" in line
+
+
 # -- what makes the run's parts
 
 
@@ -201,6 +213,7 @@ def _zero() -> Any:
     ("changes", "says"),
     [
         ({"model": _zero}, r"^job model: the function raised ZeroDivisionError: division by zero \(test_users"),
+        ({"model": nn.Linear}, r"^job model: .*TypeError: .*write model=lambda: torch\.nn\.Linear\(\.\.\.\)$"),
         ({"model": raising(SystemExit("no"))}, "^job model: the function raised SystemExit: no"),
         (
             {"optimizer": torch.optim.SGD},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from w5xde_async.errors import ExitCode, JobError
 from w5xde_async.job import Job, build_model, load_job, loss_of, step_function
@@ -37,6 +37,11 @@ class Stream(IterableDataset[Tensor]):
         return iter(())
 
 
+class Counted(Stream):
+    def __len__(self) -> int:
+        return 10
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -60,7 +65,9 @@ class Stream(IterableDataset[Tensor]):
         ({"gradient_clip_val": 0.0}, "gradient_clip_val is 0.0"),
         ({"gradient_clip_val": float("nan")}, "gradient_clip_val is nan"),
         ({"dataset": iter(())}, "use a map-style dataset"),
-        ({"dataset": Stream()}, "use a map-style dataset"),
+        ({"dataset": Stream()}, "dataset is an IterableDataset; use a map-style dataset"),
+        ({"dataset": Counted()}, r"dataset is an IterableDataset; .*dataset=list\(stream\)"),
+        ({"dataset": DataLoader(DATA)}, "dataset is a DataLoader; give its dataset=loader.dataset, and collate"),
         ({"dataset": []}, "dataset is empty"),
         ({"drop_last": True, "batch_size": 11}, "drop_last leaves no step: 10 samples, batch_size 11"),
         ({"microbatch_size": 5}, "a leaf of 5 samples"),

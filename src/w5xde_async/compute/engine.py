@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -50,6 +51,7 @@ from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
+_MIXED = re.compile(r"\b(?:Double|float64|torch\.DoubleTensor)\b")  # in what torch says of dtypes that do not match
 _TOO_FEW = "Expected more than 1 value per channel"
 
 
@@ -479,6 +481,13 @@ class Engine:
             few = f"leaf {leaf} has 1 sample" if samples == 1 else f"a part of leaf {leaf} has 1 sample"
             told = ValueError(f"{error}; {few}: set microbatch_size (and drop_last)")
             error = told.with_traceback(error.__traceback__)
+        elif (
+            isinstance(error, RuntimeError)
+            and _MIXED.search(str(error))
+            and any(tensor.dtype == torch.float64 for tensor in block.task.tensors)
+        ):
+            hint = "the batch is float64: convert it with .float() in the dataset or in collate"
+            error = RuntimeError(f"{error}; {hint}").with_traceback(error.__traceback__)
         return LeafError(leaf, error, tuple(block.spent))
 
     def _abandon(self, block: Block) -> None:

@@ -41,7 +41,9 @@ class Evaluator:
         def run() -> None:
             metrics = evaluate(model)
             if not isinstance(metrics, Mapping):
-                raise TypeError(f"it returned {type(metrics).__name__}, not a dict of numbers by name")
+                raise TypeError(
+                    f"it returned {described(metrics)}, not a dict of numbers by name; write return {{'accuracy': ...}}"
+                )
             for name, value in metrics.items():
                 try:
                     found[str(name)] = float(value)
