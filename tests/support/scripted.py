@@ -24,6 +24,8 @@ from w5xde_async.errors import LinkLost
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.job import Job
+from w5xde_async.params.shard import Run as Run_
+from w5xde_async.params.shard import Shard
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus, Event
 from w5xde_async.wire.frame import BufferSpec, encode
@@ -117,7 +119,25 @@ class Run:
         self._tasks.append(asyncio.create_task(coroutine))
         return self._tasks[-1]
 
-    async def worker(self, worker_id: str, *, ready: bool = True, limit_bytes: int = 1 << 20) -> Scripted:
+    async def island(self, worker_id: str, ranks: int = 2) -> list[Scripted]:
+        """One worker of several ranks; each has every ``ranks``-th piece of 64 values of each bucket, and needs the
+        data of its block of the leaves."""
+        layout = self.prepared.spec.layout
+        dealt: list[list[Run_]] = [[] for _ in range(ranks)]
+        for group in layout.groups:
+            for number, begin in enumerate(range(0, group.numel, 64)):
+                dealt[number % ranks].append(Run_(group.index, begin, min(begin + 64, group.numel)))
+        made = []
+        for rank, runs in enumerate(dealt):
+            made.append(await self.worker(worker_id, ready=False, rank=rank, ranks=ranks))
+            made[-1].shard = Shard.of(layout, runs)
+        for one in made:
+            await one.ready()
+        return made
+
+    async def worker(
+        self, worker_id: str, *, ready: bool = True, limit_bytes: int = 1 << 20, rank: int = 0, ranks: int = 1
+    ) -> Scripted:
         """A worker that has joined (``ready``) or has only been let in."""
         near, far = memory_pair(limit_bytes=limit_bytes)
         self._incarnation += 1
@@ -132,7 +152,7 @@ class Run:
         )
         self.task(session.run())
         made = Scripted(self, far, session, worker_id)
-        await join(far, key=worker_id, name=worker_id, token="", terms={})
+        await join(far, key=worker_id, name=worker_id, token="", terms={}, rank=rank, ranks=ranks)
         if ready:
             await made.ready()
         return made
@@ -168,9 +188,14 @@ class Scripted:
     def __init__(self, run: Run, link: Any, session: Session, worker_id: str) -> None:
         self.run, self.link, self.session, self.worker_id = run, link, session, worker_id
         self.seen: list[Message] = []
+        self.shard: Shard | None = None  # of an island's rank
 
     async def ready(self) -> None:
-        await self.link.send(ready(self.run))
+        if self.shard is None:
+            await self.link.send(ready(self.run))
+        else:
+            fingerprint, shard = self.run.prepared.spec.layout.fingerprint, self.shard.packed
+            await self.link.send(encode(Ready(fingerprint, "cpu", "test", 1, "0", shape="test=2", shard=shard)))
         self.run.task(self._read())
         await settle()
 
@@ -199,6 +224,12 @@ class Scripted:
         """The frame of a bucket: ones, for each sample."""
         layout = self.run.prepared.spec.layout
         numel = layout.result_buckets[bucket].numel
+        if self.shard is not None:
+            pieces = []
+            for run in self.shard.pieces(layout.result_buckets[bucket]):
+                piece = torch.full((run.end - run.begin,), float(sum(lease.samples))).numpy().tobytes()
+                pieces.append((BufferSpec("", "float32", (run.end - run.begin,), "raw", len(piece)), piece))
+            return encode(Result(lease.lease, bucket), pieces)
         data = torch.full((numel,), float(sum(lease.samples))).numpy().tobytes()
         return encode(Result(lease.lease, bucket), [(BufferSpec("", "float32", (numel,), "raw", len(data)), data)])
 

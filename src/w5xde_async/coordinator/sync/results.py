@@ -136,6 +136,20 @@ class Results:
             if self._ledger.get(gathered.lease) is None:
                 self._drop_pieces(gathered)
 
+    def _drop_lease(self, session: Session, lease: int) -> bool:
+        """What an island's ranks have begun to send under a lease is nothing. False where somebody's bytes are on their
+        way into memory and that cannot be changed."""
+        gathered = [one for one in self._pieces.values() if one.lease == lease]
+        for link in session.links:
+            if link.receiving == lease:
+                if not link.divert():
+                    return False
+                for one in gathered:
+                    one.writing.discard(link)
+        for one in gathered:
+            self._drop_pieces(one)
+        return True
+
     def _drop_pieces(self, gathered: _Pieces) -> None:
         if not gathered.writing:
             if gathered.held:
@@ -200,6 +214,9 @@ class Results:
 
     def divert(self, session: Session) -> bool:
         """Drop what this session is receiving: nothing is written for it any more. False where that cannot be now."""
+        if session.island is not None:
+            leases = {link.receiving for link in session.links}
+            return all([lease is None or self._drop_lease(session, lease) for lease in leases])
         diverted = session.divert()
         if diverted:
             self.left(session)
@@ -245,9 +262,8 @@ class Results:
         done = self._claims.check(session.principal, done, block.num_leaves, elapsed_s=elapsed_s, member_s=member_s)
         of = self._slots_of(grant)
         self._drop_stale(of)
-        if session.island is not None:
-            for bucket in range(len(self._layout.result_buckets)):
-                self._pieces.pop((grant.lease, bucket), None)
+        if session.island is not None:  # all ranks have said that they are done
+            self._drop_lease(session, grant.lease)
         lacking = set(self._store.missing(of)) - set(done.absent)
         writing = self._store.is_receiving(of)  # not for this session: it says DONE
         if lacking or writing:
@@ -340,6 +356,8 @@ class Results:
             return
         self._current(grant)
         self._verdicts.confirmed(session.worker_id, grant.step)
+        if session.island is not None and not self._drop_lease(session, failed.lease):
+            session.abort("a rank failed on a leaf in the middle of another's result")
         leaf = min(max(failed.leaf, grant.block.start), grant.block.stop - 1)
         sent = [b for b, by in self._store.suppliers(grant.block).items() if by.lease == failed.lease]
         failed_work = self._ledger.fail(failed.lease, leaf)

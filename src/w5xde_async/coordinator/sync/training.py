@@ -453,7 +453,7 @@ class SyncTraining:
             known = self.pacing.leaf_s(grant.worker) is not None
             late_s = self.pacing.late_s(grant.worker, grant.block.num_leaves) if known else None
             in_time = drain.grace_s == 0 or late_s is None or late_s <= drain.grace_s
-            if session.receiving != grant.lease and (number or not in_time):
+            if not session.is_receiving(grant.lease) and (number or not in_time):
                 self.ledger.give_back(grant.lease)
                 self.revoke(grant, "draining")
         self._let_go(session.worker_id)

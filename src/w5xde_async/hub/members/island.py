@@ -103,7 +103,13 @@ class Island:
         return parts
 
     def done(self, session: Session, done: Done) -> Done | None:
-        """A rank has done its part of a lease. What the head said, once all have."""
+        """A rank has done its part of a lease. What the head said, once all have.
+
+        Of a lease that was revoked before it was begun the head alone says something.
+        """
+        if not session.rank and not done.losses:
+            self._done.pop(done.lease, None)
+            return done
         said = self._done.setdefault(done.lease, {})
         said[session.rank] = done
         if len(said) == self.ranks:

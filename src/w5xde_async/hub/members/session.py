@@ -253,10 +253,8 @@ class Session:
     def divert(self) -> bool:
         """Drop the result that is being received: nothing is written into lent memory any more.
 
-        False where that cannot be now.
+        False where that cannot be now. Of an island: the one that is received on this link.
         """
-        if self.island is not None:
-            return all(one.receiving is None for one in self.links)
         if self.receiving is not None and not self.link.divert(self.scratch(self._receiving_bytes)):
             return False
         self.receiving = None

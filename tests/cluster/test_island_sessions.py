@@ -1,0 +1,141 @@
+"""An island's links, frame by frame: whatever its ranks say in whatever order, each leaf counts once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.support.scripted import Run, Scripted, scripted, settle
+
+from w5xde_async.errors import LinkLost
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Done, Failed, Lease, Params
+
+
+def half_of(frame: list[Any]) -> list[Any]:
+    """The header and a part of the buffers."""
+    return frame[: len(frame) // 2]
+
+
+async def step(run: Run, workers: list[Scripted], *, begun: int = 0) -> None:
+    """One worker, or all ranks of an island, compute what they are leased until a step is committed.
+
+    Of its leases ``begun`` have been computed.
+    """
+    version, leases = run.training.version, partial(workers[0].all, Lease)
+    number = begun + sum(lease.step < version for lease in leases())
+
+    def goes_on(known: int) -> bool:
+        return run.training.version > version or len(leases()) > known
+
+    while run.training.version == version:
+        await run.until(partial(goes_on, number))
+        if run.training.version > version:
+            return
+        lease = leases()[number]
+        number += 1
+        if lease.step > version:
+            await run.commits(version + 1)
+            return
+        for worker in workers:
+            await worker.version(version)
+            await worker.compute(lease)
+
+
+async def test_each_rank_gets_its_parameters_and_data_and_the_sum_is_made_of_all_pieces() -> None:
+    async with scripted() as run:
+        ranks = await run.island("island")
+        for _ in range(3):
+            await step(run, ranks)
+        leases = [await rank.lease() for rank in ranks]
+        assert len({lease.lease for lease in leases}) == 1
+        assert all(lease.samples == leases[0].samples for lease in leases)
+        assert all(rank.all(Params) for rank in ranks)
+        assert run.applied() == {3.0}
+
+
+async def test_a_rank_that_fails_while_another_sends_frees_the_memory_and_the_leaf_is_computed_elsewhere() -> None:
+    async with scripted() as run:
+        ranks = await run.island("island")
+        lease = await ranks[0].lease()
+        await ranks[1].lease()
+        frame = ranks[0].result(lease, 0)
+        await ranks[0].link.send(half_of(frame))
+        await settle()
+        await ranks[1].link.send(encode(Failed(lease.lease, lease.start, "ValueError: no", "traceback")))
+        await settle()
+        single = await run.worker("single")
+        await single.send(await single.lease(), 0)
+        with suppress(LinkLost):
+            await ranks[0].link.send([b"\x7f" * len(piece) for piece in frame[len(frame) // 2 :]])  # it is nothing
+        await settle()
+        for rank in ranks:
+            rank.link.abort()
+        await run.until(lambda: all(rank.ended() for rank in ranks))
+        await single.send(await single.lease(), 1, 2)
+        await single.done(await single.lease())
+        await step(run, [single], begun=1)
+        assert run.applied() == {1.0}
+
+
+async def test_a_lease_that_was_revoked_before_it_was_begun_is_no_debt_for_good() -> None:
+    async with scripted(silence_s=1e6) as run:
+        ranks = await run.island("island")
+        single = await run.worker("single")
+        lease = await ranks[0].lease()
+        await run.pass_time(lease.deadline_s + 1)
+        assert lease.lease in ranks[0].revoked()
+        await ranks[0].link.send(encode(Done(lease.lease, (), (), (), (), (), 0, 0.0, 0.0)))
+        await settle()
+        await single.compute(await single.lease())
+        await run.until(lambda: len(ranks[0].all(Lease)) > 1)
+
+
+async def test_done_without_a_piece_ends_the_island_and_nothing_else() -> None:
+    async with scripted() as run:
+        ranks = await run.island("island")
+        lease = await ranks[0].lease()
+        await ranks[0].compute(lease)
+        await ranks[1].done(lease)
+        assert all(rank.ended() for rank in ranks)
+        single = await run.worker("single")
+        await step(run, [single])
+        assert run.applied() == {1.0}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_half_a_result_of_a_lost_island_is_nothing(lost: int) -> None:
+    async with scripted() as run:
+        ranks = await run.island("island")
+        lease = await ranks[0].lease()
+        await ranks[0].send(lease, 0)
+        await ranks[1].link.send(half_of(ranks[1].result(lease, 0)))
+        await settle()
+        ranks[lost].link.abort()
+        await run.until(lambda: all(rank.ended() for rank in ranks))
+        single = await run.worker("single")
+        await step(run, [single])
+        assert run.applied() == {1.0}
+
+
+async def test_a_silent_rank_is_a_lost_island() -> None:
+    async with scripted() as run:
+        ranks = await run.island("island")
+        for _ in range(12):
+            await ranks[0].beat()
+            await run.pass_time(run.config.silence_s / 4)
+            if ranks[0].ended():
+                break
+        assert all(rank.ended() for rank in ranks)
+
+
+async def test_the_same_rank_twice_is_refused() -> None:
+    async with scripted() as run:
+        ranks = await run.island("island")
+        other = await run.worker("island", ready=False, rank=1, ranks=2)
+        other.shard = ranks[1].shard
+        await other.ready()
+        assert other.ended()
+        await step(run, ranks)
