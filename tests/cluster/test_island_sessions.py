@@ -74,7 +74,7 @@ async def test_a_rank_that_fails_while_another_sends_frees_the_memory_and_the_le
         for rank in ranks:
             rank.link.abort()
         await run.until(lambda: all(rank.ended() for rank in ranks))
-        await single.send(await single.lease(), 1, 2)
+        await single.send(await single.lease(), *range(1, len(run.prepared.spec.layout.result_buckets)))
         await single.done(await single.lease())
         await step(run, [single], begun=1)
         assert run.applied() == {1.0}
