@@ -9,7 +9,7 @@ from w5xde_async.settings.flags import Program
 
 ALWAYS = "--print-config --version --help"
 COORDINATOR = """
---max-steps --epochs --max-time --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
+--max-steps --epochs --max-time --override --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
 --update --codec --downlink --feedback --no-feedback --inner-steps --outer-lr --outer-momentum --fragments --overlap
 --mixing --results-per-step --max-staleness --staleness-exponent --average --quorum --data-dir
 --target-batch --batch-patience

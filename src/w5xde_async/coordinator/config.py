@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from w5xde_async.config import TIME, Kind, setting, whole
+from w5xde_async.config import TIME, Kind, setting, text, whole
 from w5xde_async.coordinator.durability.config import DurabilityConfig
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.verification_config import VerificationConfig
@@ -19,6 +19,9 @@ _BATCH = Kind(
     f"auto or {_SAMPLES.accepts}", "N", lambda told: told if told == "auto" else _SAMPLES.read(told),
     lambda value: value == "auto" or _SAMPLES.holds(value),
 )  # fmt: skip
+
+
+_CHANGE = r"\s*(?:optimizer|scheduler)\.[A-Za-z]\w*=[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,11 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
     epochs: int | None = setting(None, "end after so many passes over the data", whole(1), "the run", shown="the job's")
     max_time_s: float | None = setting(None, "stop in good order after that long", TIME, "the run", flag="max_time")
     auto: bool = False
+    override: str | None = setting(
+        None, "from here on: optimizer.lr=3e-4, or another setting of the optimizer or the scheduler, several with "
+        "commas between; with a scheduler lr is what its schedule begins with",
+        text("optimizer.NAME=NUMBER or scheduler.NAME=NUMBER", "NAME=X", f"{_CHANGE}(?:,{_CHANGE})*"), "the run",
+    )  # fmt: skip
     target_batch: int | Literal["auto"] | None = setting(
         None, "sync: double the batch as the gradient noise scale asks for it, up to N samples; auto: the dataset",
         _BATCH, "updates",
@@ -43,6 +51,10 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        need(
+            self.override is None or (self.update.rule in ("sync", "async") and not self.auto),
+            "--override changes an optimizer that steps at the coordinator: under --update sync or async",
+        )
         need(
             (self.update.rule == "sync" and not self.auto) or self.durability == "checkpoint",
             "a journal keeps the gradients of the sync rule; other rules, and auto, have --durability checkpoint",

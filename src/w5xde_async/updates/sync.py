@@ -168,7 +168,7 @@ class SyncRule:
 
     def _schedule(self) -> None:
         """Step the scheduler; where it raises, it and the learning rates are what they were."""
-        parts = [self.scheduler, *getattr(self.scheduler, "_schedulers", ())]
+        parts = parts_of(self.scheduler)
         states = [dict(vars(part)) for part in parts]
         groups = [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -234,6 +234,11 @@ class SyncRule:
         self._behind = bool(state.get("behind", False))
         if self.scale is not None:
             self.scale.value, self.scale.good_steps = float(state["scale"][0]), int(state["scale"][1])
+
+
+def parts_of(scheduler: Any) -> list[Any]:
+    """A scheduler and those that it is made of."""
+    return [scheduler, *getattr(scheduler, "_schedulers", ())]
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import apply_entry
+from w5xde_async.coordinator.run.overrides import override
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
@@ -32,7 +33,7 @@ from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
-from w5xde_async.updates.sync import SyncRule
+from w5xde_async.updates.sync import SyncRule, parts_of
 
 
 def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Prepared:
@@ -57,6 +58,9 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
             strategy = change_strategy(spec, config, strategy, UpdateConfig(**known), 0, 0)
         point = _restore(spec, strategy, record, directory, notes)
     point, replay = _replay(spec, strategy, point, record, journal, directory, config, notes)
+    past: Any = [] if record is None else record.meta.get("overrides", [])
+    spec = replace(spec, overrides=tuple([(int(step), str(told)) for step, told in past]))
+    (spec, _, _), changed = overridden(Prepared(spec, strategy, point), config, notes)
     if record is not None:
         if config.resume != "auto":
             notes.append(
@@ -79,7 +83,13 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     named = record is not None and _position(record) is not None and (replay is None or not journalled)
     # One that lies elsewhere is not found by the next start, which would take up another course or none.
     elsewhere = record is not None and config.resume != "auto" and not store.holds(Path(config.resume))
-    if named or elsewhere or (not journalled and journal.exists and first > point.saved_step):
+    # What is replayed on an earlier one would be replayed without what was changed since.
+    if (
+        named
+        or elsewhere
+        or (changed and journalled and first)
+        or (not journalled and journal.exists and first > point.saved_step)
+    ):
         store.save(state.record(first, point.samples))
         point = replace(point, saved_step=first)
     if journalled:
@@ -95,6 +105,21 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
     # The term last: a term that is stored has its segment of the journal.
     spec = replace(spec, files=files, total_steps=total_steps, term=directory.next_term())
     return Prepared(spec, strategy, replace(point, notes=tuple(notes)))
+
+
+def overridden(prepared: Prepared, config: CoordinatorConfig, notes: list[str] | None = None) -> tuple[Prepared, bool]:
+    """With the settings that --override changes, and whether it has changed any. Raises UsageError."""
+    spec, strategy, point = prepared
+    if config.override is None:
+        return prepared, False
+    told = override(config.override, strategy.rule.optimizer, strategy.rule.scheduler)
+    said = [f"from step {point.step} on {change}" for change in told]
+    if notes is None:
+        point = replace(point, notes=(*point.notes, *said))
+    else:
+        notes.extend(said)
+    spec = replace(spec, overrides=(*spec.overrides, *((point.step, change) for change in told)))
+    return Prepared(spec, strategy, point), bool(told)
 
 
 def _find(
@@ -228,15 +253,17 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
     tensors = record.groups["model"]
     for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
         view.copy_(tensors[entry.name])
-    ours = _hyperparameters(rule.optimizer)
+    ours = _hyperparameters(rule.optimizer, rule.scheduler)
     try:
         rule.load_state_dict(unpack_state(record.meta["rule"], record.groups["rule"]))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointMismatch(where, f"its optimizer state does not fit the job's ({error}); {fresh}") from error
-    for name, value in _hyperparameters(rule.optimizer).items():
+    for name, value in _hyperparameters(rule.optimizer, rule.scheduler).items():
         # What a scheduler moves differs after some steps; what else differs was changed in the job, to no effect.
-        if ours.get(name) != value and not (rule.scheduler and name.endswith(("lr", "momentum", "betas"))):
-            notes.append(f"the checkpoint's optimizer setting {name}={value} counts, not {ours.get(name)}")
+        moved = rule.scheduler is not None and name.rpartition(" ")[2] in ("lr", "momentum", "betas")
+        if ours.get(name) != value and not moved:
+            lr = "; give --override optimizer.lr=X to change it" if name.endswith(("lr", " initial_lr")) else ""
+            notes.append(f"the checkpoint's {name}={value} counts, not the job's {ours.get(name)}{lr}")
     grown: Any = record.meta.get("batch")
     if grown is not None:
         _restore_batch(spec, grown, where)
@@ -262,10 +289,16 @@ def _restore_batch(spec: RunSpec, grown: Any, where: str) -> None:
         )
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Every group's settings as text, by ``group N: name``."""
+def _hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """The settings of every group, and those numbers of the scheduler that do not move, as text by name."""
+    fixed = [] if scheduler is None else parts_of(scheduler)
     return {
-        f"group {number}: {name}": str(value)
+        f"scheduler setting {name}": str(value)
+        for part in fixed
+        for name, value in vars(part).items()
+        if type(value) in (int, float) and name[0] != "_" and name not in ("last_epoch", "T_cur", "T_i")
+    } | {
+        f"optimizer setting group {number}: {name}": str(value)
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
         if name != "params"
@@ -305,6 +338,7 @@ class KeptState:
                 "update": asdict(self.strategy.update),
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,
+                **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},
         )

@@ -56,6 +56,7 @@ class RunSpec:
     run_id: str = ""
     term: int = 1
     files: RunFiles | None = None  # None: nothing is kept
+    overrides: tuple[tuple[int, str], ...] = ()  # what was changed of optimizer and scheduler, after which step
 
     @property
     def steps(self) -> Steps:

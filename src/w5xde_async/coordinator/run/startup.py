@@ -19,7 +19,7 @@ from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import trace_job
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.evaluation import Evaluator
-from w5xde_async.coordinator.run.resume import take_up
+from w5xde_async.coordinator.run.resume import overridden, take_up
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
 from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
@@ -53,7 +53,7 @@ def prepare(
             raise UsageError("resume names a checkpoint but there is no run directory")
         if config.durability != "checkpoint":
             raise UsageError(f"durability {config.durability} keeps files but there is no run directory")
-        prepared = built._replace(spec=replace(built.spec, run_id=new_run_id()))
+        prepared, _ = overridden(built._replace(spec=replace(built.spec, run_id=new_run_id())), config)
     elif config.resume not in ("auto", "never") and not is_record(Path(config.resume)):
         raise UsageError(
             f"--resume: {config.resume} is no checkpoint; give auto, never, or a step-... directory of "

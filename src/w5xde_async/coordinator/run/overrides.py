@@ -1,0 +1,73 @@
+"""Settings of the optimizer and the scheduler that are changed where a run is taken up (``--override``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from w5xde_async.errors import UsageError
+from w5xde_async.updates.sync import parts_of
+
+
+def override(changes: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[str]:
+    """Set what ``changes`` names, ``optimizer.lr=3e-4,scheduler.total_steps=2000``. What has changed, as text.
+
+    An optimizer's setting is that of every group. ``lr`` under a scheduler is the rate that the schedule begins with:
+    the present one, and all that the scheduler makes of it, change in proportion. Raises UsageError for a name that is
+    none.
+    """
+    told = []
+    for change in changes.split(","):
+        name, _, text = change.strip().partition("=")
+        owner, _, key = name.partition(".")
+        value = float(text)
+        before = _set_group(optimizer, scheduler, key, value) if owner == "optimizer" else _set(scheduler, key, value)
+        if before != value:
+            told.append(f"{name} is {value:g}, was {before:g}")
+    return told
+
+
+def _set_group(optimizer: torch.optim.Optimizer, scheduler: Any, key: str, value: float) -> float:
+    known = [name for name, now in optimizer.param_groups[0].items() if _is_number(now)]
+    if key not in known:
+        raise UsageError(f"--override optimizer.{key}: {type(optimizer).__name__} has {', '.join(sorted(known))}")
+    scaled = key == "lr" and scheduler is not None
+    before = float(optimizer.param_groups[0]["initial_lr" if scaled else key])
+    if before == value:
+        return before
+    if scaled and not before:
+        raise UsageError("--override optimizer.lr: the schedule begins with 0, of which nothing is in proportion")
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "max_lr", "min_lr") if scaled else (key,):
+            if name in group:
+                _put(group, name, float(group[name]) * (value / before) if scaled else value)
+    for part in parts_of(scheduler) if scaled else ():
+        part.base_lrs = [rate * (value / before) for rate in getattr(part, "base_lrs", [])]
+    return before
+
+
+def _set(scheduler: Any, key: str, value: float) -> float:
+    if scheduler is None:
+        raise UsageError(f"--override scheduler.{key}: the job has no scheduler")
+    known = {name: part for part in parts_of(scheduler) for name, now in vars(part).items() if _is_number(now)}
+    if key not in known or key.startswith("_"):
+        names = ", ".join(sorted(name for name in known if not name.startswith("_")))
+        raise UsageError(f"--override scheduler.{key}: {type(scheduler).__name__} has {names}")
+    before = float(vars(known[key])[key])
+    _put(vars(known[key]), key, value)
+    return before
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor | float | int) and not isinstance(value, bool)
+
+
+def _put(settings: dict[str, Any], name: str, value: float) -> None:
+    """In the type that it has."""
+    now = settings[name]
+    if isinstance(now, Tensor):
+        settings[name] = torch.full_like(now, value)
+    else:
+        settings[name] = int(value) if isinstance(now, int) and value.is_integer() else value

@@ -1,0 +1,123 @@
+"""Settings of optimizer and scheduler that a person changes in the middle of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, settings
+
+from w5xde_async.coordinator.run_result import RunResult
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import UsageError
+from w5xde_async.job import Job
+from w5xde_async.store.checkpoint import CheckpointStore
+from w5xde_async.telemetry.events import Event, Warned
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.service import Departure, Worker
+
+Scheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+def job(scheduler: Scheduler | None = None, *, lr: float = 0.5) -> Job:
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+
+    return replace(jobs.metrics(), optimizer=optimizer, scheduler=scheduler, max_steps=6, epochs=None)
+
+
+async def run(made: Job, directory: Path, **config: Any) -> tuple[RunResult, str]:
+    """The result, and what was said to a person."""
+    said: list[Event] = []
+    coordinator = Coordinator(made, run_dir=directory, config=settings(**config), callbacks=[said.append])
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        assert await worker is Departure.FINISHED
+    return result, "\n".join(event.text for event in said if isinstance(event, Warned))
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def halved_and_quartered(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step * (1 if step < 2 else 0.25))
+
+
+def quartered(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 2 else 0.25)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "journal"])
+@pytest.mark.parametrize(
+    ("scheduler", "same_as"), [(None, quartered), (halved, halved_and_quartered)], ids=["constant", "scheduled"]
+)
+async def test_a_learning_rate_counts_from_where_it_was_changed(
+    tmp_path: Path, scheduler: Scheduler | None, same_as: Scheduler, durability: str
+) -> None:
+    """The same bits as a schedule that has the change in it; kept by later starts, and told by the checkpoint."""
+    wanted, _ = await run(job(same_as), tmp_path / "wanted")
+    directory = tmp_path / "run"
+    await run(job(scheduler), directory, max_steps=2, durability=durability)
+    change: dict[str, Any] = {"override": "optimizer.lr=0.125", "durability": durability}
+    _, said = await run(job(scheduler), directory, max_steps=4, **change)
+    assert "from step 2 on optimizer.lr is 0.125, was 0.5" in said
+    _, said = await run(job(scheduler), directory, max_steps=5, **change)  # the same command again changes nothing
+    assert "optimizer.lr is" not in said
+    result, _ = await run(job(scheduler), directory, durability=durability)
+    assert (result.step, result.digest) == (6, wanted.digest)
+    record, _ = await asyncio.to_thread(CheckpointStore(directory / "checkpoints").latest)
+    assert record is not None
+    assert record.meta["overrides"] == [[2, "optimizer.lr is 0.125, was 0.5"]]
+
+
+async def test_a_job_whose_settings_were_changed_is_told_that_the_checkpoint_counts(tmp_path: Path) -> None:
+    await run(job(halved), tmp_path / "run", max_steps=2)
+
+    def other(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+    _, said = await run(job(other, lr=0.25), tmp_path / "run", max_steps=4)
+    lr = "the checkpoint's optimizer setting group 0: initial_lr=0.5 counts, not the job's 0.25"
+    assert f"{lr}; give --override optimizer.lr=X to change it" in said
+    assert "the checkpoint's scheduler setting step_size=1 counts, not the job's 3" in said
+    _, said = await run(job(halved), tmp_path / "run")
+    assert "counts, not" not in said
+
+
+async def test_a_schedule_that_is_over_is_made_longer(tmp_path: Path) -> None:
+    def cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=3, cycle_momentum=False)
+
+    await run(job(cycle), tmp_path / "run", max_steps=3)
+    result, said = await run(job(cycle), tmp_path / "run", override="scheduler.total_steps=7")
+    assert (result.outcome, result.step) == ("finished", 6)
+    assert "from step 3 on scheduler.total_steps is 7, was 3" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("optimizer.rate=1", "--override optimizer.rate: SGD has dampening, lr, momentum, weight_decay"),
+        ("scheduler.gamma=1", "--override scheduler.gamma: the job has no scheduler"),
+    ],
+)
+async def test_a_name_that_is_none_is_refused(change: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        await Coordinator(job(), config=settings(override=change)).start()
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("change", ["lr=1", "optimizer.lr", "optimizer.lr=fast", "optimizer.lr=1,,", ""])
+def test_what_is_no_change_is_refused(change: str) -> None:
+    with pytest.raises(UsageError, match=r"give optimizer\.NAME=NUMBER or scheduler\.NAME=NUMBER"):
+        settings(override=change)
+    with pytest.raises(UsageError, match="--override changes an optimizer that steps at the coordinator"):
+        settings(override="optimizer.lr=1", update=UpdateConfig(rule="local"))
