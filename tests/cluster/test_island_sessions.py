@@ -10,8 +10,9 @@ import pytest
 from tests.support.scripted import Run, Scripted, scripted, settle
 
 from w5xde_async.errors import LinkLost
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.frame import encode
-from w5xde_async.wire.messages import Done, Failed, Lease, Params
+from w5xde_async.wire.messages import Done, Drain, Failed, Lease, Params
 
 
 def half_of(frame: list[Any]) -> list[Any]:
@@ -139,3 +140,23 @@ async def test_the_same_rank_twice_is_refused() -> None:
         await other.ready()
         assert other.ended()
         await step(run, ranks)
+
+
+async def test_a_rank_that_is_lost_before_the_island_is_whole_keeps_the_others_from_waiting() -> None:
+    async with scripted() as run:
+        first = await run.worker("island", ready=False, rank=0, ranks=2)
+        first.shard = Shard.whole(run.prepared.spec.layout)
+        await first.ready()
+        second = await run.worker("island", ready=False, rank=1, ranks=2)
+        second.link.abort()
+        await run.until(first.ended)
+        assert not run.training.roster.joining
+
+
+async def test_a_rank_that_leaves_before_the_island_is_whole_is_let_go() -> None:
+    async with scripted() as run:
+        first = await run.worker("island", ready=False, rank=0, ranks=2)
+        first.shard = Shard.whole(run.prepared.spec.layout)
+        await first.ready()
+        await first.link.send(encode(Drain("asked to leave", 5.0)))
+        await run.until(first.said_goodbye)

@@ -26,17 +26,36 @@ def start() -> Iterator[Any]:
         yield started
 
 
-def coordinator(start: Any, tmp_path: Path, *arguments: str, **kwargs: Any) -> tuple[Program, str]:
+FAILING = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from w5xde_async import Job
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("a bug of the user")
+
+def job():
+    return Job(
+        model=lambda: Failing(4, 2), dataset=TensorDataset(torch.zeros(64, 4), torch.zeros(64, dtype=torch.int64)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.cross_entropy,
+        batch_size=8, microbatch_size=4, max_steps=20,
+    )
+"""
+
+
+def coordinator(start: Any, tmp_path: Path, *arguments: str, job: str = JOB, **kwargs: Any) -> tuple[Program, str]:
     program = start(
-        "w5xde_async.coordinator", JOB, "--port", "0", "--run-dir", str(tmp_path / f"run{len(os.listdir(tmp_path))}"),
+        "w5xde_async.coordinator", job, "--port", "0", "--run-dir", str(tmp_path / f"run{len(os.listdir(tmp_path))}"),
         "--log-format", "json", *arguments, **kwargs,
     )  # fmt: skip
     return program, program.wait_for("run_started")["address"]
 
 
-def worker(start: Any, address: str, *arguments: str, **kwargs: Any) -> Program:
+def worker(start: Any, address: str, *arguments: str, job: str = JOB, **kwargs: Any) -> Program:
     program: Program = start(
-        "w5xde_async.worker", "--server", address, "--job", JOB, "--threads", "1", "--log-format", "json", *arguments,
+        "w5xde_async.worker", "--server", address, "--job", job, "--threads", "1", "--log-format", "json", *arguments,
         **kwargs,
     )  # fmt: skip
     return program
@@ -104,12 +123,30 @@ def test_a_rank_is_killed(start: Any, tmp_path: Path, expected: str, shape: str,
     assert island.finish() == 0, "".join(island.text)
 
 
-def test_an_island_is_told_to_leave_and_a_single_worker_goes_on(start: Any, tmp_path: Path, expected: str) -> None:
+@pytest.mark.parametrize("told", ["all", "a rank"])
+def test_an_island_is_told_to_leave_and_a_single_worker_goes_on(
+    start: Any, tmp_path: Path, expected: str, told: str
+) -> None:
     program, address = coordinator(start, tmp_path, "--min-workers", "2")
     island, single = worker(start, address, "--island", "dp=2", leaf_s=0.05), worker(start, address, leaf_s=0.05)
     program.wait_for("step_committed", step=3)
-    island.signal(signal.SIGTERM)
+    if told == "all":
+        island.signal(signal.SIGTERM)
+    else:
+        os.kill(ranks_of(island)[1], signal.SIGTERM)
     assert island.finish() == 0
     assert program.wait_for("worker_left")["clean"]
     assert digest(program) == expected
     assert single.finish() == 0
+
+
+def test_a_run_that_has_failed_ends_its_islands(start: Any, tmp_path: Path) -> None:
+    job = tmp_path / "failing.py"
+    job.write_text(FAILING)
+    program, address = coordinator(start, tmp_path, job=f"{job}:job")
+    island = worker(start, address, "--island", "dp=2", job=f"{job}:job")
+    member = worker(start, address, "--island-member", "dp=2", job=f"{job}:job")
+    assert program.finish() == 1
+    assert island.finish(30) == 1, "".join(island.text)
+    assert "a bug of the user" in "".join(island.text)
+    member.close()

@@ -26,9 +26,12 @@ from w5xde_async.parallel.shape import IslandShape
 logger = logging.getLogger(__name__)
 
 #: No other start would end otherwise.
-_HOPELESS = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
+_HOPELESS = (
+    ExitCode.ERROR,  # the run has failed
+    ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH,
+)  # fmt: skip
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
-_OTHERS_S = 1.0  # what one rank ends with may only follow from another's end
+_OTHERS_S = 3.0  # what one rank ends with may only follow from another's end
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
 
 
@@ -119,6 +122,8 @@ class IslandProcesses:
         if good and left:
             logger.warning("ranks %s did not leave with the others", sorted(waits[task] for task in left))
         said = ", ".join(f"rank {rank} {_how(code)}" for rank, code in sorted(ends.items()))
+        if ExitCode.OK in ends.values():  # asked to leave, or the run is finished: the others have only lost it
+            return ExitCode.OK, said
         worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
         return (worst[0] if worst else ExitCode.OK), said
 

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.errors import DeviceLost, ExitCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.process import attach, launch, memory_reports, signals
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from w5xde_async.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _PARTING_S = 1.0  # for the last message to be sent
 _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
@@ -83,10 +85,11 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
         if device == "auto" and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         config = replace(config, device=device)
-        rank = join_group(
-            shape, choose_device(device), os.environ, settings.island_interface or "", schedule=settings.pp_schedule,
-            checkpoint_activations=settings.checkpoint_activations,
+        meeting = partial(
+            join_group, shape, choose_device(device), os.environ, settings.island_interface or "",
+            schedule=settings.pp_schedule, checkpoint_activations=settings.checkpoint_activations,
         )  # fmt: skip
+        rank = _interruptibly(meeting)
 
     async def work() -> int:
         worker = Worker(server, job=job, config=config, join_file=settings.join_file, rank=rank)
@@ -140,12 +143,38 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
             code = error.exit_code
             logger.error("rank %s leaves: %s", os.environ["RANK"], error)
         except Exception as error:  # a link or another rank is gone: nothing of this group can go on
-            logger.warning("rank %s leaves: %s", os.environ["RANK"], error)
+            gone = "pair.cc" in str(error)  # gloo's, where a connection to another rank has ended
+            logger.warning("rank %s leaves: %s", os.environ["RANK"], "another rank is gone" if gone else error)
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)  # a thread may wait for a rank that is gone, and Python's end would wait for it
 
     return work if rank is None else work_as_rank
+
+
+def _interruptibly(call: Callable[[], _T]) -> _T:
+    """What ``call`` gives, which waits in C++ where no signal is heard."""
+    found: list[_T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="w5xde-meet", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)
+    except KeyboardInterrupt:
+        logger.info("stopped before the ranks had met")
+        logging.shutdown()
+        os._exit(ExitCode.OK)  # Python's end would wait for the thread
+    if raised:
+        raise raised[0]
+    return found[0]
 
 
 def _supervise(
@@ -183,7 +212,13 @@ def _supervise(
         threads = cores if member else max(1, cores // shape.ranks)
         processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None)
         with signals(processes.leave):
-            return await processes.run()
+            try:
+                return await processes.run()
+            except Refused as error:
+                if error.code is not RefusalCode.RUN_FINISHED:
+                    raise
+                logger.info("left reason=the run is finished")
+                return ExitCode.OK
 
     return supervise
 

@@ -6,6 +6,7 @@ MASTER_ADDR and MASTER_PORT.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from w5xde_async.parallel.group import Group, join_store, open_store
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.worker.executors.island import Rank
 
+logger = logging.getLogger(__name__)
+
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WORD = 62  # bits in a number that travels
 
 
@@ -36,13 +40,17 @@ def join_group(
     try:
         number, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError):
+        told = ", ".join(f"{name}={environment.get(name, '')}" for name in _PLACE)
         raise UsageError(
-            f"this process is a rank (RANK is set), and the environment lacks {error}: torchrun sets RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT"
+            "this process is a rank, since RANK is set, and the environment does not say which, or where the others "
+            f"are ({told}); torchrun sets these"
         ) from None
+    if not 0 <= number < ranks:
+        raise UsageError(f"RANK is {number}, and WORLD_SIZE {ranks}")
     if ranks != shape.ranks:
         raise UsageError(f"--island {shape} has {shape.ranks} ranks, and {ranks} were started (WORLD_SIZE)")
+    logger.info("rank %d of %d waits for the others at=%s:%d", number, ranks, host, port)
     served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: Any = open_store(host, port) if not number and not served else join_store(host, port)
     if served:  # the same store after a restart

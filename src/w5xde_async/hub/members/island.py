@@ -129,6 +129,6 @@ class Island:
             self.reason, self.vanished = f"rank {session.rank}: {reason}", session.vanished
         self.gone.add(session.rank)
         for rank, other in self._sessions.items():
-            if rank not in self.gone and not session.dismissed:
+            if rank not in self.gone and not (session.dismissed and self.complete):
                 other.abort(f"its island is lost, {self.reason}")
         return self.gone >= set(self._sessions)

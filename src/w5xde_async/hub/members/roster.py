@@ -446,6 +446,9 @@ class Roster:
             if not self._ids_at[home]:
                 del self._ids_at[home]
         self._joining.pop(session, None)
+        if session.ranks > 1 and session.island is None:  # the others need not wait for it
+            for other in [one for one in self._joining if one.worker_id == session.worker_id]:
+                other.abort(f"its island is lost, rank {session.rank}: {reason}")
         island = self._part_of.pop(session, None)
         if island is not None:  # its memory is free only once nothing is received by any rank
             if not island.ended(session, reason):

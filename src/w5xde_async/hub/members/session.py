@@ -439,7 +439,10 @@ class Session:
                 self._talk()
                 self.report = message
             elif type(message) is Drain:
-                self._work.draining(self if self.island is None else self.island.head, message)
+                if self.ranks > 1 and self.island is None:  # it will not wait for the other ranks
+                    self.say_goodbye(ByeCode.LEAVING, "drained")
+                else:
+                    self._work.draining(self if self.island is None else self.island.head, message)
             elif type(message) is Bye:
                 self._end_reason = self._end_reason or _printable(message.reason, 300)
                 self._mismatch = message.code == ByeCode.MISMATCH
