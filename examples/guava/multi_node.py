@@ -3,6 +3,9 @@
     MASTER_IP=192.168.1.100 NUM_WORKERS=2 python examples/guava/multi_node.py orchestrator
     MASTER_IP=192.168.1.100 W5XDE_JOIN_FILE=join python examples/guava/multi_node.py worker --gpu-id 0
 
+With PIPELINE_PARALLEL=1 at the orchestrator each worker holds some of the model's layers; off its machine workers then
+need ``sandbox="off"`` and ``interface=`` (docs/migrating-from-guava.md).
+
 ``join`` is a copy of the file that the orchestrator leaves in its checkpoint_dir. On one machine (MASTER_IP unset)
 workers need no file.
 """

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tests.support.facade import calls, no_secret_of_this_machine
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from w5xde_async.errors import W5xdeError
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.telemetry.events import Event, RunFinished, StepCommitted, WorkerJoined
 
@@ -113,3 +114,26 @@ def test_workers_that_know_an_address_alone_hold_a_model_together(
     assert pieces.digest == whole.result().digest
     for worker in single:
         worker.result(60)
+
+
+class Branching(nn.Module):
+    """What it computes depends on values: no program can be made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(tokens)
+        return embedded if embedded.sum().item() < 1e9 else 2 * embedded
+
+
+def test_what_cannot_be_cut_says_what_to_leave_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    orchestrator = Orchestrator(config(tmp_path, num_workers=2, model_parallel=True))
+    orchestrator.register_model(Branching())
+    tokens = torch.zeros(32, 4, dtype=torch.int64)
+    with pytest.raises(W5xdeError):
+        orchestrator.start_training(DataLoader(TensorDataset(tokens, tokens), batch_size=8))
+    said = capfd.readouterr().err
+    assert "leave out model_parallel and pipeline_parallel" in said
+    assert 'mode="local"' not in said

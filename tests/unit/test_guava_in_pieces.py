@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.support import jobs
+from tests.support.cluster import settings
 from tests.support.facade import no_secret_of_this_machine
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
+from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UsageError
+from w5xde_async.facade.calling import NodeLines
 from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
+from w5xde_async.facade.guava.config import WORDS
 from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.runtime import Runtime
+from w5xde_async.settings import WorkerSettings, read
+from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.connection.dialing import Dialer
 
 __all__ = ["no_secret_of_this_machine"]
 
@@ -121,3 +131,45 @@ def test_fields_without_an_effect_are_named(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         Orchestrator(DistributedConfig(num_workers=2, pipeline_parallel=True, micro_batches=8))
     assert "micro_batches" not in caplog.text
+
+
+class Elsewhere:
+    """A dialer that knows an orchestrator of another machine."""
+
+    is_here = False
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({}, 'give sandbox="off" where you trust'),
+        ({"sandbox": "on"}, "have no sandbox"),
+        ({"sandbox": "off"}, 'interface="NAME"'),
+    ],
+)
+def test_off_the_orchestrators_machine_a_member_is_asked_whom_it_trusts(words: dict[str, Any], said: str) -> None:
+    worker = NetworkWorker(0, DistributedConfig(master_ip="10.0.0.1"), **words)
+    with pytest.raises(UsageError, match=said) as refused:
+        asyncio.run(worker._as_member(IslandShape("pp", 2), Elsewhere(), NodeLines("silent", WORDS)))  # type: ignore[arg-type]
+    assert "2 workers together (pp=2)" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+async def test_a_worker_hears_what_the_run_wants() -> None:
+    for island in ("", "pp=2"):
+        async with Coordinator(jobs.mlp_sgd(), config=settings(island=island)) as coordinator:
+            dialer = Dialer(coordinator.address, WorkerConfig(), Runtime())
+            assert await dialer.island() == island
+            assert coordinator.num_workers == 0
+
+
+def test_its_secrets_are_in_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the process that computes; the environment of this one names none but those given."""
+    monkeypatch.setenv("W5XDE_TOKEN_FILE", "/somewhere")
+    worker = NetworkWorker(0, DistributedConfig(), token="a token that is long enough 1234", sandbox="off")
+    arguments, environment = worker._of_rank(IslandShape("pp", 2), "localhost:29500")
+    assert "a token that is long enough 1234" not in arguments
+    assert environment["W5XDE_TOKEN"] == "a token that is long enough 1234"
+    assert "W5XDE_TOKEN_FILE" not in environment
+    given, _ = read(WorkerSettings, arguments, prog="worker")
+    assert (given.island_member, given.server) == ("pp=2", "localhost:29500")

@@ -23,16 +23,25 @@ from w5xde_async.updates.config import UpdateConfig
 
 logger = logging.getLogger(__name__)
 
-WORDS = Words(
-    {"run-dir": "checkpoint_dir", "resume": "resume", "host": "master_ip", "port": "master_port",
-     "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout", "codec": "codec",
-     "downlink": "downlink", "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox",
-     "dashboard-address": "dashboard"},
-    {"host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
-     "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout"},
-    {"start the worker with the coordinator's --job": "an Orchestrator of mode=\"local\" needs none",
-     "workers need --job: ": "NetworkWorkers cannot compute it, mode=\"local\" can: "},
-)  # fmt: skip
+_FLAGS = {
+    "run-dir": "checkpoint_dir", "resume": "resume", "host": "master_ip", "port": "master_port",
+    "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout", "codec": "codec",
+    "downlink": "downlink", "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox",
+    "dashboard-address": "dashboard",
+}  # fmt: skip
+_FIELDS = {
+    "host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
+    "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout",
+}  # fmt: skip
+WORDS = Words(_FLAGS, _FIELDS, {
+    "start the worker with the coordinator's --job": "an Orchestrator of mode=\"local\" needs none",
+    "workers need --job: ": "NetworkWorkers cannot compute it, mode=\"local\" can: ",
+})  # fmt: skip
+#: Of an orchestrator whose model is in pieces.
+WORDS_IN_PIECES = Words(_FLAGS, _FIELDS, {
+    "start the worker with the coordinator's --job": "leave out model_parallel and pipeline_parallel",
+    "workers need --job: ": "it cannot be divided, leave out model_parallel and pipeline_parallel: ",
+})  # fmt: skip
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
 _NAMED = f"one of {', '.join(NAMES)}"
 _CODEC = Kind(f"auto, or {_NAMED}", "CODEC", str, lambda name: name == "auto" or is_codec(name))

@@ -28,7 +28,7 @@ from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError, need
 from w5xde_async.facade.calling import LogMode, block_on, page_at, shown, token_of
-from w5xde_async.facade.guava.config import WORDS, DistributedConfig
+from w5xde_async.facade.guava.config import WORDS, WORDS_IN_PIECES, DistributedConfig
 from w5xde_async.facade.guava.loaders import Reading, check_again_and_again, reading_of
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
@@ -262,9 +262,10 @@ class Orchestrator:
         try:
             async with AsyncExitStack() as stack:
                 mode: LogMode = "normal" if config.compact_log else "verbose"
+                words = WORDS_IN_PIECES if config.island else WORDS
                 join = partial(_how_to_join, coordinator, config)
                 progress = stack.enter_context(
-                    shown(self.bus, mode, join=join, words=WORDS, resume=settings.resume)
+                    shown(self.bus, mode, join=join, words=words, resume=settings.resume)
                 )  # fmt: skip
                 stack.callback(self.bus.subscribe(self._on_event))
                 if config.log_step_every:

@@ -108,7 +108,7 @@ class NetworkWorker:
 
         async def work() -> None:
             nonlocal worker
-            dialer = Dialer(self._place.now(self._config), self._config, Runtime(), join_file=self._place.found)
+            dialer = Dialer(server, self._config, Runtime(), join_file=self._place.found)
             if island := await dialer.island():
                 await self._as_member(IslandShape.parse(island), dialer, lines)
                 return
@@ -118,6 +118,7 @@ class NetworkWorker:
         with lines.shown(), WORDS.said():
             lines.looking(self._place)
             hooks = WorkerHooks(on_welcome=on_welcome, on_answered=lines.answered)
+            server = self._place.now(self._config)
             make = self._place.worker(self._config, hooks=hooks)
             block_on(work, instead="w5xde_async.Worker", words=WORDS)
 
@@ -139,7 +140,8 @@ class NetworkWorker:
             met = await dialer.meet(Volunteer(str(shape), shape.ranks, self._host, free_port()))
             return Place([met.rank], met.host, met.port)
 
-        arguments, environment = self._of_rank(shape)
+        server = await asyncio.to_thread(self._place.now, self._config)  # it may not have been there before
+        arguments, environment = self._of_rank(shape, server)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = IslandProcesses(shape, arguments, threads=cores, meet=meet, environment=environment)
         running = asyncio.create_task(processes.run(), name="island")
@@ -152,9 +154,9 @@ class NetworkWorker:
         if code := running.result():
             raise RankFailed(code)
 
-    def _of_rank(self, shape: IslandShape) -> tuple[list[str], dict[str, str]]:
+    def _of_rank(self, shape: IslandShape, server: str) -> tuple[list[str], dict[str, str]]:
         """The arguments of the process that computes, and its environment."""
-        config, server = self._config, self._place.now(self._config)
+        config = self._config
         arguments = [
             "--island-member", str(shape), "--name", config.name, "--device", config.device,
             "--sandbox", config.sandbox, "--connect-timeout", f"{config.connect_timeout_s}s", "--log", self._log,
