@@ -51,6 +51,20 @@ async def test_a_ready_made_model_is_trained_in_place_and_every_worker_has_a_rep
     assert (await run(linear_job(model=again), 1)).digest == result.digest
 
 
+async def test_the_trained_model_is_there_afterwards() -> None:
+    cluster = LocalCluster(linear_job(), 1)
+    with pytest.raises(UsageError, match="has not been started"):
+        _ = cluster.model
+    async with cluster:
+        result = await cluster.wait()
+    torch.manual_seed(0)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(cluster.model(x), (x.sum(1) > 0).long())
+    assert result.loss is not None
+    assert loss < result.loss + 0.1
+
+
 async def test_scaling_up_and_down() -> None:
     async with LocalCluster(linear_job(max_steps=ENDLESS), 1) as cluster:
         await cluster.wait_for_workers(1, 10)

@@ -175,6 +175,23 @@ def test_the_header_says_what_runs_and_how_to_join() -> None:
     assert "Start a worker" not in Shown()(replace(START, worker_command=""))
 
 
+@pytest.mark.parametrize(
+    ("address", "joins", "said"),
+    [
+        ("127.0.0.1:5555", "", "Start a worker on this machine (--host 0.0.0.0 lets others in):"),
+        ("[::1]:5555", "", "Start a worker on this machine (--host 0.0.0.0 lets others in):"),
+        ("10.0.0.7:5555", "", "Start a worker, here or on another machine:"),
+        (
+            "0.0.0.0:5555", "10.0.0.7:5555, 192.168.1.2:5555",
+            "Start a worker, here or where you have copied the join file (it calls 10.0.0.7:5555, 192.168.1.2:5555; "
+            "--advertise names another address):",
+        ),
+    ],
+)  # fmt: skip
+def test_the_banner_says_from_where_a_worker_can_come(address: str, joins: str, said: str) -> None:
+    assert f"  {said}\n" in Shown()(replace(START, address=address, join_addresses=joins))
+
+
 def test_work_done_in_vain_is_shown_where_there_was_some() -> None:
     some = replace(FINISHED, leaves=990, leaves_in_vain=10, leases_stale=2, leases_duplicate=3)
     assert "wasted" not in Shown()(START, FINISHED)

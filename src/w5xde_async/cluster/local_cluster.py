@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from torch import nn
+
 from w5xde_async.cluster.task_workers import TaskWorkers, with_own_model
 from w5xde_async.cluster.worker_processes import LocalWorkers, cuda_devices
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -108,6 +110,11 @@ class LocalCluster:
     def dashboard_link(self) -> str:
         """Where to watch the run, with the token that it may need; empty without a dashboard."""
         return self.coordinator.dashboard_link
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model, once the run has ended, also after the cluster was left. Raises UsageError before."""
+        return self.coordinator.model
 
     @property
     def num_workers(self) -> int:

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from torch import nn
+
 import w5xde_async
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
@@ -323,6 +325,16 @@ class Coordinator:
         return 0 if self._training is None else self._training.progress
 
     @property
+    def model(self) -> nn.Module:
+        """The model that is trained, in train mode. While the run goes on its parameters change: take it at the end.
+
+        Raises UsageError before the start.
+        """
+        if self._prepared is None:
+            raise UsageError("the coordinator has not been started; use async with, or await start() first")
+        return self._prepared.spec.model
+
+    @property
     def running(self) -> bool:
         """True from ``start`` until the run has ended and everything is closed."""
         return self._main is not None and not self._main.done()
@@ -394,6 +406,7 @@ class Coordinator:
         where = f"--server {shown}" if self._join_file is None else f"--join-file {shlex.quote(str(self._join_file))}"
         given = "" if config.code_free else f" --job {shlex.quote(self._reference or 'train.py:job')}"
         assert self._access is not None
+        told = None if self._join_file is None else self.invitation
         steps, growing = spec.steps, spec.growing
         num_leaves = steps.plan(resume.step).num_leaves
         return RunStarted(
@@ -415,6 +428,7 @@ class Coordinator:
             address=format_address(self.host, self.port),
             worker_command=f"python -m w5xde_async.worker {where}{given}",
             security=self._access.words,
+            join_addresses="" if told is None else ", ".join(format_address(*one) for one in told.addresses),
             resumed_step=resume.step,
             durability=config.durability,
             dashboard=self._outputs.address,

@@ -62,6 +62,7 @@ class RunStarted(Event):
     durability: str = "checkpoint"
     dashboard: str = ""
     dashboard_link: str = ""
+    join_addresses: str = ""  # those that the join file names, with commas between; "" without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

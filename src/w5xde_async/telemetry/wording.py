@@ -134,8 +134,18 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
     if event.worker_command:
         # On a line of its own and undecorated, to be copied whole.
         command = paint("accent", clean(event.worker_command))
-        lines += ["  Start a worker, here or on another machine:", "", f"    {command}", ""]
+        lines += [f"  {_where_to_start(event)}:", "", f"    {command}", ""]
     return lines
+
+
+def _where_to_start(event: RunStarted) -> str:
+    host = event.address.rpartition(":")[0]
+    if host.startswith("127.") or host in ("localhost", "[::1]"):
+        return "Start a worker on this machine (--host 0.0.0.0 lets others in)"
+    if event.join_addresses:
+        place = f"it calls {clean(event.join_addresses, limit=200)}; --advertise names another address"
+        return f"Start a worker, here or where you have copied the join file ({place})"
+    return "Start a worker, here or on another machine"
 
 
 # --- on the way
