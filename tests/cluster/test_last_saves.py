@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -193,6 +193,57 @@ async def test_a_scheduler_that_raises_costs_no_step(tmp_path: Path, rule: str, 
             assert ended.digest == whole.digest
     finally:
         Ending.end = -1
+
+
+@pytest.mark.parametrize("rule", ["sync", "local"])
+async def test_a_run_that_stop_when_ends_is_finished_for_its_workers_too(tmp_path: Path, rule: str) -> None:
+    seen: list[float] = []
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        return {"val_loss": 1.0 / (1 + len(seen))}
+
+    def stop_when(metrics: Mapping[str, float]) -> bool:
+        seen.append(metrics["val_loss"])
+        return metrics["val_loss"] < 0.4
+
+    job = replace(
+        jobs.metrics(), evaluate=evaluate, evaluate_every=2, stop_when=stop_when, max_steps=100_000, epochs=None
+    )
+    config = settings(update=UpdateConfig(rule=rule, **({"inner_steps": 2} if rule == "local" else {})))
+    coordinator = Coordinator(job, run_dir=tmp_path / "run", config=config)
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        assert await asyncio.wait_for(worker, 10) is Departure.FINISHED
+    assert result.outcome == "finished"
+    assert result.reason.startswith("stop_when, at the evaluation of step ")
+    assert result.step < 100_000
+    assert seen[:3] == [1.0, 0.5, pytest.approx(1 / 3)]
+    steps = await asyncio.to_thread(CheckpointStore(tmp_path / "run" / "checkpoints").steps)
+    assert steps[-1] == result.step
+
+
+async def test_a_stop_when_that_raises_ends_no_run() -> None:
+    events: list[Event] = []
+
+    def stop_when(metrics: Mapping[str, float]) -> bool:
+        return metrics["val_lss"] < 0.4
+
+    job = replace(
+        jobs.metrics(), evaluate=lambda model: {"val_loss": 1.0}, evaluate_every=2, stop_when=stop_when, max_steps=4,
+        epochs=None,
+    )  # fmt: skip
+    coordinator = Coordinator(job, config=settings(), callbacks=[events.append])
+    async with coordinator:
+        worker = asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run())
+        result = await coordinator.wait()
+        await worker
+    assert (result.outcome, result.step, result.reason) == ("finished", 4, "")
+    assert any(
+        "stop_when raised KeyError: 'val_lss'; the run goes on" in event.text
+        for event in events
+        if isinstance(event, Warned)
+    )
 
 
 def test_a_large_model_has_longer() -> None:

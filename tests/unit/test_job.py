@@ -57,6 +57,8 @@ class Counted(Stream):
         ({"max_steps": None}, "it has no end; give epochs or max_steps"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"epochs": 0}, "epochs is 0"),
+        ({"stop_when": 3}, "stop_when is not a function of the metrics"),
+        ({"stop_when": bool}, "stop_when has nothing to go by; give evaluate"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"precision": "fp64"}, "precision is 'fp64'; give fp32, bf16 or fp16"),
         ({"seed": -1}, "seed is -1"),

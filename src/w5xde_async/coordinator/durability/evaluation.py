@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
 import torch
@@ -64,15 +64,22 @@ class Evaluator:
                 run()
         return found
 
+    def ends(self, metrics: dict[str, float]) -> bool:
+        """Whether the job's ``stop_when`` finishes the run at these metrics. Raises what it raises."""
+        with users_code():
+            return self._job.stop_when is not None and bool(self._job.stop_when(dict(metrics)))
+
 
 class Evaluation:
-    """Evaluations of one run. ``metrics`` are those of the last one."""
+    """Evaluations of one run. ``metrics`` are those of the last one. ``ended_at``: the step at which the job's
+    ``stop_when`` finished the run; -1: it has not."""
 
     def __init__(
         self, evaluator: Evaluator | None, steps: Steps, every: int | None, bus: Bus, thread: Executor,
-        journal: JournalWriter | None = None,
+        journal: JournalWriter | None = None, *, on_end: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """``evaluator`` None: nothing is evaluated. ``every``: steps between two; None: after each epoch.
+        """``evaluator`` None: nothing is evaluated. ``every``: steps between two; None: after each epoch. ``on_end`` is
+        called where ``stop_when`` finishes the run.
 
         ``thread`` runs one call at a time; it belongs to this object. With a journal, metrics are told when their step
         is durable.
@@ -80,7 +87,8 @@ class Evaluation:
         self._evaluator, self._steps, self._every = evaluator, steps, every
         self._bus, self._thread, self._journal = bus, thread, journal
         self.metrics: dict[str, float] = {}
-        self._evaluated_step = -1
+        self._evaluated_step = self.ended_at = -1
+        self._on_end = on_end
         self._evaluating: asyncio.Task[None] | None = None
 
     def on_commit(self, commit: Commit, parameters: Parameters, tasks: asyncio.TaskGroup) -> None:
@@ -125,3 +133,11 @@ class Evaluation:
             await self._journal.settled(step)
         self.metrics, self._evaluated_step = metrics, step
         self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))
+        try:
+            ends = await asyncio.get_running_loop().run_in_executor(self._thread, evaluator.ends, metrics)
+        except Exception as error:
+            self._bus.publish(Warned(text=f"stop_when raised {type(error).__name__}: {error}; the run goes on"))
+            return
+        if ends and self.ended_at < 0:
+            self.ended_at = step
+            self._on_end()

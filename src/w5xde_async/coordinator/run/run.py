@@ -92,7 +92,7 @@ class Run:
         bus, spec, files = environment.bus, self._spec, self._spec.files
         self.evaluation = Evaluation(
             spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
-            journal,
+            journal, on_end=self._end_early,
         )  # fmt: skip
         self._policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
@@ -134,6 +134,12 @@ class Run:
         """End in good order."""
         self._stopping = True
         self.training.stop()
+
+    def _end_early(self) -> None:
+        """The job's ``stop_when`` finishes the run, unless it ends already."""
+        training = self.training
+        if training.progress < training.total_steps and not training.phase.lifecycle.ends:
+            self.stop()
 
     def abandon(self) -> bool:
         """Wait for no disk and no evaluation any more. Whether anybody did."""

@@ -88,12 +88,15 @@ class Shutdown:
         """``failure``: what ended the run, if it failed; ``stopped``: why it was stopped, if it was."""
         (spec, _, resume), training = self._prepared, self._run.training
         checkpointing, evaluation = self._run.checkpointing, self._run.evaluation
-        finished = failure is None and training.progress >= training.total_steps
+        early = evaluation.ended_at >= 0 and training.progress < training.total_steps
+        finished = failure is None and (early or training.progress >= training.total_steps)
         outcome = "failed" if failure is not None else "finished" if finished else "stopped"
         if finished:
             await self._save()
         problem = failure or (checkpointing.save_error if finished else None) or self._deadline.error
         reason = str(failure) if failure is not None else "" if finished else stopped
+        if finished and early:
+            reason = f"stop_when, at the evaluation of step {evaluation.ended_at:,}"
         if finished and resume.step >= spec.total_steps:
             reason = "it was complete already; raise --max-steps or --epochs, or start afresh with --resume never"
         if problem is None:
