@@ -7,7 +7,7 @@ import pytest
 from w5xde_async.settings import CoordinatorSettings, WorkerSettings, flag_names
 from w5xde_async.settings.flags import Program
 
-ALWAYS = "--print-config --version --help"
+ALWAYS = "--print-config --version --help --help-all"
 COORDINATOR = """
 --max-steps --epochs --max-time --override --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
 --update --codec --downlink --feedback --no-feedback --inner-steps --outer-lr --outer-momentum --fragments --overlap

@@ -38,7 +38,9 @@ def test_every_flag_and_variable_of_the_code_is_in_the_page() -> None:
     assert len(PROGRAMS) >= 2
     for program in PROGRAMS:
         assert all(f"`{one.variable}`" in page for one in declared(program).values() if not one.setting.hidden)
-        flags = {flag for flag in flag_names(program) if flag not in ("--print-config", "--version", "--help")}
+        flags = {
+            flag for flag in flag_names(program) if flag not in ("--print-config", "--version", "--help", "--help-all")
+        }
         assert {flag for flag in flags if f"`{flag}" not in page and f", {flag}`" not in page} <= {"--exit-with-stdin"}
     for path in (ROOT / "src").rglob("*.py"):
         for variable in re.findall(r"\bW5XDE_[A-Z_]+[A-Z]\b", path.read_text(encoding="utf-8")):

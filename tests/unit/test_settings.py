@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -246,7 +247,7 @@ def test_a_join_string_is_no_server() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_names_every_flag_its_variable_and_fits_80_columns(program: type[Program]) -> None:
-    text = answer(program, "--help")
+    text = answer(program, "--help-all" if program.everyday else "--help")
     assert all(len(line) <= 80 for line in text.splitlines())
     flat = " ".join(text.split())
     for name, one in declared(program).items():
@@ -255,6 +256,16 @@ def test_help_names_every_flag_its_variable_and_fits_80_columns(program: type[Pr
         if not one.setting.positional:
             assert (f"--{name.replace('_', '-')}" in flat) == shown, name
     assert set(flag_names(program)) >= {"--help", "--version", "--print-config"}
+
+
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if program.everyday])
+def test_help_shows_what_most_runs_need_on_one_screen(program: type[Program]) -> None:
+    text = answer(program, "--help")
+    shown = set(re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE))
+    wanted = {declared(program)[name].option for name in program.everyday.split() if name != "job"}
+    always = {"--print-config", "--version", "--help", "--help-all"}
+    assert shown - {"--job"} == wanted | always
+    assert len(text.splitlines()) <= 70
 
 
 def test_version() -> None:

@@ -54,6 +54,7 @@ class Program(Config):
     usage: ClassVar[str]
     about: ClassVar[str]
     ending: ClassVar[str]
+    everyday: ClassVar[str] = ""  # what --help shows, where that is not all
     parts: ClassVar[tuple[type, ...]]
     first: ClassVar[str]
     defaults: ClassVar[Mapping[str, object]] = {}
@@ -233,7 +234,9 @@ class _Formatter(argparse.HelpFormatter):
         return text
 
 
-def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
+def _parser(program: type[Program], prog: str, *, everyday: bool = False) -> argparse.ArgumentParser:
+    """``everyday``: with a help of those settings alone that most runs need."""
+    few = program.everyday.split() if everyday else []
     parser = Parser(
         prog=prog, usage=f"{prog} {program.usage}", description=program.about, epilog=program.ending, add_help=False,
         allow_abbrev=False, formatter_class=_Formatter, argument_default=argparse.SUPPRESS,
@@ -245,7 +248,7 @@ def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
             groups[told.group] = parser.add_argument_group(told.group)
         group = groups[told.group]
         meaning = f"{told.meaning} [{one.shown}; {one.variable}]".replace("%", "%%")
-        text = argparse.SUPPRESS if told.hidden else meaning
+        text = argparse.SUPPRESS if told.hidden or (few and name not in few) else meaning
         if told.positional:
             group.add_argument(name, metavar=one.option, nargs="?", help=text)
         elif told.kind is YES_OR_NO:
@@ -257,6 +260,8 @@ def _parser(program: type[Program], prog: str) -> argparse.ArgumentParser:
     last.add_argument("--print-config", action="store_true", help="print the resolved settings as TOML and exit")
     last.add_argument("--version", action="store_true", help="print the version and exit")
     last.add_argument("--help", "-h", action="store_true", help="this text")
+    if program.everyday:
+        last.add_argument("--help-all", action="store_true", help="the same with every flag")
     return parser
 
 
@@ -279,6 +284,8 @@ def _parse(program: type[Program], arguments: Sequence[str], prog: str) -> dict[
         near = difflib.get_close_matches(flag, known, 1, 0.6)
         raise UsageError(f"there is no {flag}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
     if values.pop("help", False):
+        raise Answer(_parser(program, prog, everyday=True).format_help().rstrip("\n"))
+    if values.pop("help_all", False):
         raise Answer(parser.format_help().rstrip("\n"))
     if values.pop("version", False):
         raise Answer(f"w5xde-async {w5xde_async.__version__}")

@@ -48,6 +48,7 @@ class CoordinatorSettings(Program):
         f"{_SECRETS}\n\nCtrl-C or SIGTERM stops in good order with a checkpoint; the same command goes\n"
         f"on from there. SIGUSR1 writes a checkpoint.\n\n{_EXIT_CODES}"
     )
+    everyday = "job max_steps epochs host port workers name resume override dashboard_address config"
     parts = (CoordinatorConfig, ProgressConfig)
     first = (
         "job max_steps epochs max_time update norm_gate audit_fraction audit_tolerance host port workers name "
@@ -111,6 +112,7 @@ class WorkerSettings(Program):
         f"{_PRECEDENCE}"
     )
     ending = f"{_SECRETS}\n\nCtrl-C or SIGTERM leaves in good order after the lease under way.\n\n{_EXIT_CODES}"
+    everyday = "join_file server job name device threads lifetime config"
     parts = (WorkerConfig, ProgressConfig)
     first = "server job name token_file tls_cert device loop log log_format"
     defaults: ClassVar = {"inline_block": 0.0005}
