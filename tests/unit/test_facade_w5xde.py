@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import NodeLines, where_to_join
 from w5xde_async.facade.neighbours import is_here, join_file_here
-from w5xde_async.facade.reading import BatchLoss, class_loss, token_loss
+from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode
 from w5xde_async.net.join import Invitation, new_secret, write_private_line
 from w5xde_async.net.outbox import Outbox
@@ -734,11 +734,30 @@ def test_how_a_batch_is_read() -> None:
 def test_classes_are_the_second_axis_or_the_last() -> None:
     words, labels = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
     assert class_loss(words, labels) == F.cross_entropy(words.reshape(6, 5), labels.reshape(6))
-    for shape, of in (((2, 5), (2,)), ((2, 5, 3), (2, 3)), ((2, 5, 4, 4), (2, 4, 4)), ((5,), ()), ((2, 3, 3), (2, 3))):
+    for shape, of in (((2, 5), (2,)), ((2, 5, 3), (2, 3)), ((2, 5, 4, 4), (2, 4, 4)), ((5,), ()), ((3, 3, 2), (3, 2))):
         output, target = torch.randn(shape), torch.randint(3, of)
         assert torch.equal(class_loss(output, target), F.cross_entropy(output, target))
     likely = torch.rand(2, 5)
     assert torch.equal(class_loss(words[:, 0], likely), F.cross_entropy(words[:, 0], likely))
+
+
+@pytest.mark.parametrize(("output", "target"), [((2, 3, 3), (2, 3)), ((2, 3, 3, 3), (2, 3, 3)), ((4, 4, 4), (4, 4))])
+def test_shapes_that_fit_classes_on_two_axes_are_refused(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+    """A sequence as long as the vocabulary: either guess would train another objective without a word."""
+    logits, labels = torch.randn(output), torch.randint(2, target)
+    with pytest.raises(ValueError, match=r"two ways: give criterion=torch\.nn\.CrossEntropyLoss\(\) .* last") as raised:
+        class_loss(logits, labels)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).endswith(
+        "criterion=lambda output, target: torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())"
+    )
+
+
+def test_one_class_axis_is_one_whatever_the_other_axes() -> None:
+    last, second = torch.randn(2, 7, 5), torch.randn(2, 5, 7)
+    labels = torch.randint(5, (2, 7))
+    assert class_loss(last, labels) == F.cross_entropy(last.flatten(0, 1), labels.flatten())
+    assert class_loss(second, labels) == F.cross_entropy(second, labels)
 
 
 class Words(Dataset[dict[str, Tensor]]):
@@ -779,9 +798,3 @@ def test_a_server_takes_a_timeout_and_shows_a_dashboard(calls: Any) -> None:
     running.result(15)
     working.result(10)
     assert server._config.silence_s == 2.0
-
-
-def test_a_loss_of_every_token() -> None:
-    logits, labels = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
-    assert token_loss(logits, labels) == F.cross_entropy(logits.reshape(6, 5), labels.reshape(6))
-    assert token_loss(logits[0], labels[0]) == F.cross_entropy(logits[0], labels[0])

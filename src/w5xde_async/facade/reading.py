@@ -53,14 +53,17 @@ def _pair(batch: Any) -> Any:
 
 
 def class_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy with the class axis second, as ``CrossEntropyLoss`` has it, or last, as language models have it."""
-    if target.is_floating_point() or output.shape[2:] == target.shape[1:]:
+    """Cross entropy with the class axis second, as ``CrossEntropyLoss`` has it, or last, as language models have it.
+
+    Raises ValueError where the shapes fit both: the wrong guess would train something else without a word.
+    """
+    if target.is_floating_point() or output.dim() < 3 or output.dim() != target.dim() + 1:
         return F.cross_entropy(output, target)
-    return token_loss(output, target)
-
-
-def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy; over every token where the output has a class axis beyond the target's (batch, sequence)."""
-    if output.dim() > 2 and output.dim() == target.dim() + 1:
-        return F.cross_entropy(output.flatten(0, -2), target.flatten())
-    return F.cross_entropy(output, target)
+    last, second = output.shape[:-1] == target.shape, output.shape[2:] == target.shape[1:]
+    if last and second:
+        raise ValueError(
+            f"an output of {tuple(output.shape)} fits a target of {tuple(target.shape)} in two ways: give criterion="
+            "torch.nn.CrossEntropyLoss() for classes on the second axis, or, for classes on the last one, criterion="
+            "lambda output, target: torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())"
+        )
+    return F.cross_entropy(output.flatten(0, -2), target.flatten()) if last else F.cross_entropy(output, target)

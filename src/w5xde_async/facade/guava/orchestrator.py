@@ -32,7 +32,7 @@ from w5xde_async.facade.guava.config import WORDS, WORDS_IN_PIECES, DistributedC
 from w5xde_async.facade.guava.loaders import Reading, check_again_and_again, reading_of
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
-from w5xde_async.facade.reading import BatchLoss, token_loss
+from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.job import Job
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.rundir import export_model
@@ -85,20 +85,21 @@ class Orchestrator:
         self._token, self._seed, self._resume = token, seed, resume
         self._dashboard = page_at(dashboard)
         self._model: nn.Module | None = None
-        self._criterion: Callable[[Any, Any], Tensor] = token_loss
+        self._criterion: Callable[[Any, Any], Tensor] = class_loss
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, Coordinator] | None = None
         self._awaited: list[_Waiting] = []
         self._memory: tuple[MemoryReport, Path] | None = None
 
     def register_model(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
-        """What to train, in place; ``criterion(output, target) -> mean loss``, default: cross entropy, of every token.
+        """What to train, in place; ``criterion(output, target) -> mean loss``, default: cross entropy, with
+        the class axis second, or last as language models have it.
 
         Raises UsageError for what is no module.
         """
         if not isinstance(model, nn.Module):
             raise UsageError(f"register_model takes a torch.nn.Module, not {type(model).__name__}")
-        self._model, self._criterion = model, criterion or token_loss
+        self._model, self._criterion = model, criterion or class_loss
 
     @WORDS.said()
     def start_training(
