@@ -242,12 +242,12 @@ def _publish_early(put: Put) -> None:
         before[id(self)], now[id(self)] = now[id(self)], [bytes(piece) for piece in self._state.bucket_bytes]
         real_send(self, sessions, version, pieces, idle=idle)
 
-    def frame(self: LivePublisher, number: int, num_buckets: int) -> Any:
+    def frame(self: LivePublisher, number: int, num_buckets: int, shard: Any) -> Any:
         state = self._state
         stale = before[id(self)]
         self._state = SimpleNamespace(bucket_bytes=[memoryview(piece) for piece in stale])  # type: ignore[assignment]
         try:
-            return real_frame(self, number, num_buckets)
+            return real_frame(self, number, num_buckets, shard)
         finally:
             self._state = state
 
