@@ -161,8 +161,8 @@ def test_a_label_out_of_range_ends_the_run_and_names_the_samples(tmp_path: Path)
         )
         assert program.finish() == ExitCode.ERROR
     failed = program.last("run_finished")
-    assert "step 2, leaf 1 failed" in failed["reason"]
-    assert "sample indices [20, 21, 22, 23]" in failed["reason"]
+    assert "step 2, leaf 1: " in failed["reason"]
+    assert "samples 20, 21, 22, 23" in failed["reason"]
     assert "Target 7 is out of bounds" in failed["reason"]
     again = f"ended with exit code {int(ExitCode.DEVICE_LOST)} and is started again"
     log = [event["message"] for event in program.events if event["event"] == "log"]

@@ -280,8 +280,8 @@ def test_a_worker_that_lost_its_device_is_started_again_and_the_coordinator_name
     assert any(f"ended with exit code {int(ExitCode.DEVICE_LOST)} and is started again" in text for text in log), log
     failed = program.last("run_finished")
     assert failed["outcome"] == "failed"
-    assert "step 2, leaf 1 failed" in failed["reason"]
-    assert "sample indices [20, 21, 22, 23]" in failed["reason"]
+    assert "step 2, leaf 1: " in failed["reason"]
+    assert "samples 20, 21, 22, 23" in failed["reason"]
     assert "Target 7 is out of bounds" in failed["reason"]
 
 

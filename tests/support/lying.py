@@ -71,6 +71,7 @@ _SAMPLES: dict[str, tuple[Any, ...]] = {
     "Bye": (3, "leaving"),
     "ProgramRequest": (1, b""),
     "Probe": (0, b""),
+    "Volunteer": ("dp=2", 2, "", 1),
 }
 
 
