@@ -89,13 +89,15 @@ def fell(found: list[re.Match[str]]) -> bool:
 def test_w5xdes_server_and_nodes(script: Callable[..., Script], tmp_path: Path) -> None:
     for _ in range(2):  # the same again, in the same directory
         port = str(free_port())
-        server = script("w5xde/server.py", "--port", port, "--epochs", "3")
+        server = script("w5xde/server.py", "--port", port, "--epochs", "40")  # long enough for both to come
         nodes = [script("w5xde/node.py", "--server", f"localhost:{port}") for _ in range(2)]
         assert [process.finish() for process in (server, *nodes)] == [0, 0, 0], "".join(server.lines[-30:])
-        assert "finished after 45 batches" in server.lines[-1]
+        assert "finished after 600 batches" in server.lines[-1]
         assert all("MB sent" in node.lines[-1] for node in nodes)
-        losses = [node.found(r"^Batch \d+_batch\d+: loss = ([\d.]+)") for node in nodes]
-        assert fell(max(losses, key=len))
+        # Nodes take turns, and each tells of some of its batches: the first and the last that any has told of.
+        found = [match for node in nodes for match in node.found(r"^Batch (\d+)_batch(\d+): loss = ([\d.]+)")]
+        told = sorted((int(match[1]), int(match[2]), float(match[3])) for match in found)
+        assert told[-1][2] < 0.9 * told[0][2], told
     assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
 
 
