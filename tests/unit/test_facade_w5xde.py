@@ -798,3 +798,25 @@ def test_a_server_takes_a_timeout_and_shows_a_dashboard(calls: Any) -> None:
     running.result(15)
     working.result(10)
     assert server._config.silence_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "accumulation", "dropped"),
+    [
+        (1797, 16, 1, False),
+        (17, 16, 1, True),
+        (33, 16, 1, True),
+        (16, 16, 1, False),
+        (65, 16, 2, True),
+        (80, 16, 2, False),
+    ],
+)
+def test_batch_norm_sees_whole_batches_and_never_one_sample(
+    samples: int, batch: int, accumulation: int, dropped: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    data = TensorDataset(torch.randn(samples, 4), torch.zeros(samples, dtype=torch.int64))
+    server = CentralServer(model, data, batch, checkpoint_dir=None, gradient_accumulation=accumulation)
+    assert (server._job.microbatch_samples, server._job.drop_last) == (batch, dropped)
+    plain = CentralServer(nn.Linear(4, 2), data, batch, checkpoint_dir=None, gradient_accumulation=accumulation)
+    assert (plain._job.microbatch_samples < batch, plain._job.drop_last) == (True, False)

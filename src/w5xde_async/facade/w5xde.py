@@ -166,8 +166,18 @@ class CentralServer:
         self._log: LogMode = log
         kwargs = dict(optimizer_kwargs or {})
         microbatch = None
+        # Its statistics are those of a whole batch, as a node there computed them.
+        normalizes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        if normalizes and _counts(batch_size):
+            microbatch = batch_size
         if gradient_accumulation != 1 and _counts(batch_size) and _counts(gradient_accumulation):
-            microbatch, batch_size = -(-batch_size // 8), batch_size * gradient_accumulation
+            microbatch, batch_size = microbatch or -(-batch_size // 8), batch_size * gradient_accumulation
+        drop_last = microbatch is not None and normalizes and _leaves_one_over(dataset, batch_size, microbatch)
+        if drop_last:
+            logger.warning(
+                "the last batch of an epoch is left out: it would end with one sample alone, of which batch "
+                "normalisation has no statistics"
+            )
         self._job = Job(
             model=model,
             dataset=dataset,
@@ -176,6 +186,7 @@ class CentralServer:
             batch_size=batch_size,
             microbatch_size=microbatch,
             accumulate_grad_batches=gradient_accumulation,
+            drop_last=drop_last,
             epochs=num_epochs,
             max_steps=ENDLESS if num_epochs is None and max_steps is None else max_steps,
             seed=seed,
@@ -469,6 +480,12 @@ class TrainingNode:
         given = self._given  # it may be the server's, which trains it in place in another thread
         self._replica = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
         return self._replica
+
+
+def _leaves_one_over(dataset: Any, batch_size: int, microbatch: int) -> bool:
+    """Whether an epoch's last batch ends with a microbatch of one sample, and is not the only one."""
+    samples = len(dataset) if hasattr(dataset, "__len__") else 0
+    return microbatch > 1 and samples > batch_size and samples % batch_size % microbatch == 1
 
 
 def _counts(value: object) -> bool:
