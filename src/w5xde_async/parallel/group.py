@@ -31,7 +31,7 @@ _TCPStore: Any = vars(dist)["TCPStore"]  # torch's stubs do not export it
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _PATIENCE = timedelta(days=365)
 LANES = 3  #: between two ranks
-_MEETING = timedelta(minutes=5)  # for all ranks to come
+_MEETING = timedelta(minutes=1)  # for all ranks to come
 
 
 class Announcement(NamedTuple):
@@ -48,7 +48,7 @@ def open_store(host: str, port: int = 0) -> Any:
 
 
 def join_store(host: str, port: int) -> Any:
-    """The store that another process serves. Raises RuntimeError where nobody does within five minutes."""
+    """The store that another process serves. Raises RuntimeError where nobody does within a minute."""
     return _TCPStore(host, port, None, False, timeout=_MEETING, wait_for_workers=False)
 
 
@@ -74,7 +74,7 @@ class Group:
     ) -> None:
         """Returns when all ranks are there. ``interface``: for the group's traffic (default: the loopback one).
 
-        Raises RuntimeError (torch's DistError and DistStoreError) where they do not come within five minutes.
+        Raises RuntimeError (torch's DistError and DistStoreError) where they do not come within a minute.
         """
         self.rank, self.size, self.device = rank, size, torch.device(device)
         name = interface or loopback()
