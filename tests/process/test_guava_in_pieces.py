@@ -90,9 +90,7 @@ def test_on_this_machine_the_bits_are_those_of_as_many_batches_in_parallel(calls
     assert pieces.digest == whole.digest
 
 
-@pytest.mark.parametrize(
-    ("fields", "batches", "islands"), [({"model_parallel": True}, 1, 1), ({"pipeline_parallel": True}, 2, 1)]
-)
+@pytest.mark.parametrize(("fields", "batches", "islands"), [({"model_parallel": True}, 1, 1)])
 def test_workers_that_know_an_address_alone_hold_a_model_together(
     fields: dict[str, bool], batches: int, islands: int, calls: Call, tmp_path: Path
 ) -> None:
