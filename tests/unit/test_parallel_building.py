@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from tests.support import island_jobs, island_programs, islands
 from tests.unit import test_parallel_pipeline as jobs
 from tests.unit.test_atoms import Again, Convolutions, Random, Transformer
 
 from w5xde_async.compute.block import LeafSpec
+from w5xde_async.compute.program.atoms import Atoms
 from w5xde_async.compute.program.interpreter import example, measure
 from w5xde_async.errors import LocalError, ProgramRefused, UsageError
 from w5xde_async.job import Job
@@ -130,13 +133,47 @@ def _casts_again(group: Group) -> None:
     _alike(in_full, group, ("fsdp", "pp"), (4, 4, 4))
 
 
+def _unlike(group: Group) -> None:
+    """Ranks that would wait for each other for good are told in what they differ, all of them."""
+    job = island_jobs.mlp()
+    shape, spec = IslandShape("fsdp", group.size), LeafSpec.of(job)
+    others = ", ".join(map(str, range(1, group.size)))
+
+    def refused(text: str, build: Callable[[], Any]) -> None:
+        with pytest.raises(UsageError, match=text):
+            build()
+
+    def odd(ours: Any, theirs: Any) -> Any:
+        return theirs if group.rank else ours
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", odd("2.13", "2.12"))
+        refused(rf"differ in torch: 2.13 on 0; 2.12 on {others}", lambda: island_engine(shape, job, spec, group))
+    refused("differ in the model", lambda: island_engine(shape, odd(job, island_jobs.normed()), spec, group))
+    refused("differ in the run", lambda: island_engine(shape, job, spec, group, bucket_bytes=odd(4096, 8192)))
+    refused(
+        f"differ in --checkpoint-activations: False on 0; True on {others}",
+        lambda: island_engine(shape, job, spec, group, checkpoint_activations=odd(False, True)),
+    )
+    kind = partial(IslandShape, ranks=group.size)
+    refused("differ in --island: dp=", lambda: island_engine(kind(odd("dp", "fsdp")), job, spec, group))
+    job = jobs._job(Transformer, jobs._tokens(), jobs._words)
+    atoms = island_programs.atoms_of(job, group)
+    traced, spec = Traced(atoms.program, atoms.layout, MEMORY), LeafSpec.of(job)
+    refused("differ in --job: the coordinator's program on 0", lambda: island_engine(shape, odd(traced, job), spec,
+                                                                                     group))  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:  # as where another version of torch counts other operations
+        patch.setattr(Atoms, "stages", lambda self, count: [range(odd(1, 2)), range(odd(1, 2), len(self))])
+        refused("differ in its parts", lambda: island_engine(kind("pp"), traced, spec, group))
+
+
 CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "convolutions": _convolutions, "jobs": _of_jobs, "refusals": _refuses,
     "accumulation": _accumulates, "half precision": _half, "checkpoints": _checkpoints, "random nets": _random,
     "odd parameters": _odd, "memory": _too_large_for_one,
-    "cast again": _casts_again,
+    "cast again": _casts_again, "unlike": _unlike,
 }  # fmt: skip
-FAST = ("transformer", "convolutions", "jobs", "refusals")
+FAST = ("transformer", "convolutions", "jobs", "refusals", "unlike")
 
 
 @pytest.fixture(scope="module")

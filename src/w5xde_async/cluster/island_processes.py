@@ -21,7 +21,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from w5xde_async.errors import ExitCode, RefusalCode, Refused
-from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.parallel.shape import STORE_FD, IslandShape
+from w5xde_async.wire.messages import Rendezvous, Volunteer
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +44,18 @@ class Place(NamedTuple):
     port: int
 
 
-def free_port() -> int:
-    """One that nobody listened on just now."""
-    with socket.create_server(("", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 class IslandProcesses:
     """Worker processes with the same ``arguments``, one for each rank that is here. Rank 0 is the head."""
 
     def __init__(
         self, shape: IslandShape, arguments: Sequence[str], *, threads: int,
-        meet: Callable[[], Awaitable[Place]] | None = None, environment: Mapping[str, str] = os.environ,
+        meet: Callable[[Volunteer], Awaitable[Rendezvous]] | None = None, host: str = "",
+        environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
-        """``threads``: torch's, of each rank. ``meet``: finds the ranks of other machines (default: all are here)."""
+        """``threads``: torch's, of each rank. ``meet``: finds the others, of which each is started by somebody else
+        (default: all ranks are here). ``host``: this machine's address for what ranks say (default: loopback)."""
         self._shape, self._arguments, self._threads, self._meet = shape, arguments, threads, meet
-        self._environment = environment
+        self._host, self._environment = host or "127.0.0.1", environment
         self._processes: list[Process] = []
         self._left = asyncio.Event()
 
@@ -100,13 +96,17 @@ class IslandProcesses:
 
     async def _once(self) -> tuple[int, str]:
         """From the start of all ranks to the end of one."""
-        place: Place | None = Place(range(self._shape.ranks), "127.0.0.1", free_port())
-        if self._meet is not None:
-            place = await self._met(self._meet)
-        if place is None:
-            return ExitCode.OK, ""
-        for rank in place.ranks:
-            self._processes.append(await self._start(rank, place))
+        # Rank 0 is given the port with somebody listening on it: one that were only known to be free could be another's
+        # by then, and ranks would come to a stranger's.
+        with socket.create_server((self._host, 0)) as listening:
+            host, port = listening.getsockname()
+            place: Place | None = Place(range(self._shape.ranks), host, port)
+            if self._meet is not None:
+                place = await self._met(self._meet, Volunteer(str(self._shape), self._shape.ranks, host, port))
+            if place is None:
+                return ExitCode.OK, ""
+            for rank in place.ranks:
+                self._processes.append(await self._start(rank, place, listening))
         waits = {
             asyncio.create_task(process.wait()): rank
             for rank, process in zip(place.ranks, self._processes, strict=True)
@@ -127,22 +127,26 @@ class IslandProcesses:
         worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
         return (worst[0] if worst else ExitCode.OK), said
 
-    async def _met(self, meet: Callable[[], Awaitable[Place]]) -> Place | None:
+    async def _met(self, meet: Callable[[Volunteer], Awaitable[Rendezvous]], volunteer: Volunteer) -> Place | None:
         """Where the ranks meet; None where this one is asked to leave before, or the run is finished."""
-        meeting = asyncio.ensure_future(meet())
+        meeting = asyncio.ensure_future(meet(volunteer))
         leaving = asyncio.create_task(self._left.wait())
         try:
             await asyncio.wait((meeting, leaving), return_when=asyncio.FIRST_COMPLETED)
-            return await meeting if meeting.done() else None
+            if not meeting.done():
+                return None
+            met = await meeting
+            return Place([met.rank], met.host, met.port)
         except Refused as error:
             if error.code is RefusalCode.RUN_FINISHED:
+                logger.info("left reason=the run is finished")
                 return None
             raise
         finally:
             meeting.cancel()
             leaving.cancel()
 
-    async def _start(self, rank: int, place: Place) -> Process:
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Process:
         environment = {
             **self._environment, "RANK": str(rank), "LOCAL_RANK": str(place.ranks.index(rank)),
             "WORLD_SIZE": str(self._shape.ranks), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
@@ -150,9 +154,12 @@ class IslandProcesses:
             "MALLOC_MMAP_THRESHOLD_": self._environment.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
         }  # fmt: skip
         environment.setdefault("W5XDE_THREADS", str(self._threads))
+        serves = () if rank else (listening.fileno(),)
+        if serves:
+            environment[STORE_FD] = str(serves[0])
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE,
-            env=environment, start_new_session=True,
+            env=environment, start_new_session=True, pass_fds=serves,
         )  # fmt: skip
 
     async def _kill(self) -> None:

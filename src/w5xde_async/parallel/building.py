@@ -12,10 +12,12 @@ from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import LocalError, UsageError
 from w5xde_async.job import Job
+from w5xde_async.parallel.agreement import fingerprint_of, require_alike
 from w5xde_async.parallel.data_parallel import DataParallelEngine
 from w5xde_async.parallel.engine import IslandEngine, Traced
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.params.layout import Layout
 
 
 def island_engine(
@@ -31,14 +33,25 @@ def island_engine(
 ) -> IslandEngine:
     """Build it; all ranks do at the same time. ``bucket_bytes``: of a job's layout.
 
-    Raises UsageError for what the mode cannot compute, ProgramRefused, LocalError for a group of another size.
+    Raises UsageError for what the mode cannot compute, and for ranks that would not compute the same; ProgramRefused,
+    LocalError for a group of another size.
     """
     if group.size != shape.ranks:
         raise LocalError(f"an island {shape} of {group.size} ranks")
+    told = {
+        "torch": str(torch.__version__), "--island": str(shape), "--pp-schedule": schedule,
+        "--checkpoint-activations": str(checkpoint_activations), "the run": fingerprint_of(spec, bucket_bytes),
+        "--job": "the coordinator's program" if isinstance(source, Traced) else "a job",
+    }  # fmt: skip
+
+    def alike(layout: Layout, *parts: object) -> None:
+        require_alike(group, {**told, "the model": layout.fingerprint.hex()[:16], "its parts": fingerprint_of(*parts)})
+
     if shape.mode == "dp":
         if checkpoint_activations:
             raise UsageError("activations are checkpointed in islands that share a model: fsdp or pp")
         engine = whole_engine(source, spec, group.device, bucket_bytes=bucket_bytes, clock=clock)
+        alike(engine.layout)
         return DataParallelEngine(engine, group)
     # What these import takes seconds.
     from w5xde_async.compute.program.atoms import cut
@@ -52,6 +65,7 @@ def island_engine(
             replica = replica_of_program(atoms, group.device, spec.precision)
         else:
             replica = replica_of(source, bucket_bytes)
+        alike(replica.layout, [[(n, p.shape) for n, p in unit.named_parameters()] for unit in replica.units])
         return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint_activations, clock=clock)
     if not isinstance(source, Traced):
         raise UsageError(
@@ -61,9 +75,11 @@ def island_engine(
     from w5xde_async.parallel.pipeline import PipelineEngine
 
     memory_bytes = shape.ranks * source.memory_bytes  # what a step makes lies on all ranks together
+    atoms = cut(source.program, source.layout, memory_bytes=memory_bytes)
+    stages = atoms.stages(shape.ranks) if len(atoms) >= shape.ranks else []
+    alike(atoms.layout, atoms.fingerprint, stages)
     return PipelineEngine(
-        cut(source.program, source.layout, memory_bytes=memory_bytes), spec, group, schedule=schedule,
-        checkpoint_activations=checkpoint_activations, clock=clock,
+        atoms, spec, group, schedule=schedule, checkpoint_activations=checkpoint_activations, clock=clock
     )  # fmt: skip
 
 

@@ -42,9 +42,13 @@ class Announcement(NamedTuple):
     b: int
 
 
-def open_store(host: str, port: int = 0) -> Any:
-    """Where ranks meet, a ``TCPStore`` served by this process; its ``port`` is a free one where 0 is asked for."""
-    return _TCPStore(host, port, None, True, timeout=_MEETING, wait_for_workers=False)
+def open_store(host: str, port: int = 0, listening: int | None = None) -> Any:
+    """Where ranks meet, a ``TCPStore`` served by this process; its ``port`` is a free one where 0 is asked for.
+
+    ``listening``: the file number of a socket that listens there already, which the store then owns. Raises
+    RuntimeError (torch's DistNetworkError) where the port is another's.
+    """
+    return _TCPStore(host, port, None, True, timeout=_MEETING, wait_for_workers=False, master_listen_fd=listening)
 
 
 def join_store(host: str, port: int) -> Any:

@@ -11,6 +11,9 @@ from w5xde_async.wire.messages import MOST_RANKS
 
 #: What each divides: leaves, parameters, layers.
 MODES = {"dp": "data parallel", "fsdp": "fully sharded", "pp": "pipeline"}
+#: In the environment of a rank 0: the file number of a socket that listens where the ranks meet. Without it the rank
+#: listens there itself, as torchrun's do.
+STORE_FD = "ISLAND_STORE_FD"
 _PART = re.compile(r"([a-z]+)=([1-9][0-9]{0,5})")
 
 

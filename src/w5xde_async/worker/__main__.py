@@ -15,12 +15,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import DeviceLost, ExitCode, Refused, Unreachable, UsageError
 from w5xde_async.process import attach, launch, memory_reports, signals
 
 if TYPE_CHECKING:
     from w5xde_async.parallel.shape import IslandShape
     from w5xde_async.settings import WorkerSettings
+    from w5xde_async.wire.messages import Rendezvous, Volunteer
     from w5xde_async.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -181,11 +182,10 @@ def _supervise(
     arguments: Sequence[str], settings: WorkerSettings, config: WorkerConfig, server: str, shape: IslandShape
 ) -> Callable[[], Coroutine[Any, Any, int]]:
     """Start the ranks of an island that are on this machine, and keep them together."""
-    from w5xde_async.cluster.island_processes import IslandProcesses, Place, free_port
+    from w5xde_async.cluster.island_processes import IslandProcesses
     from w5xde_async.net.interfaces import address_of
     from w5xde_async.runtime import Runtime
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
-    from w5xde_async.wire.messages import Volunteer
     from w5xde_async.worker.connection.dialing import Dialer
 
     member = settings.island is None
@@ -203,22 +203,15 @@ def _supervise(
     logging.getLogger("stamina").setLevel(logging.ERROR)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    async def meet() -> Place:
+    async def meet(volunteer: Volunteer) -> Rendezvous:
         logger.info("waiting for the other members of an island shape=%s", shape)
-        met = await dialer.meet(Volunteer(str(shape), shape.ranks, host, free_port()))
-        return Place([met.rank], met.host, met.port)
+        return await dialer.meet(volunteer)
 
     async def supervise() -> int:
         threads = cores if member else max(1, cores // shape.ranks)
-        processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None)
+        processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None, host=host)
         with signals(processes.leave):
-            try:
-                return await processes.run()
-            except Refused as error:
-                if error.code is not RefusalCode.RUN_FINISHED:
-                    raise
-                logger.info("left reason=the run is finished")
-                return ExitCode.OK
+            return await processes.run()
 
     return supervise
 

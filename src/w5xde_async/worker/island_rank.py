@@ -20,7 +20,7 @@ from w5xde_async.job import Job
 from w5xde_async.parallel.building import island_engine
 from w5xde_async.parallel.engine import IslandEngine, Traced
 from w5xde_async.parallel.group import Group, join_store, open_store
-from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.parallel.shape import STORE_FD, IslandShape
 from w5xde_async.worker.executors.island import Rank
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,11 @@ def join_group(
         raise UsageError(f"--island {shape} has {shape.ranks} ranks, and {ranks} were started (WORLD_SIZE)")
     logger.info("rank %d of %d waits for the others at=%s:%d", number, ranks, host, port)
     served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Any = open_store(host, port) if not number and not served else join_store(host, port)
+    listening = environment.get(STORE_FD)
+    if not number and not served:
+        store: Any = open_store(host, port, None if listening is None else int(listening))
+    else:
+        store = join_store(host, port)
     if served:  # the same store after a restart
         store = PrefixStore(f"w5xde {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     group = Group(store, number, ranks, device, interface=interface)

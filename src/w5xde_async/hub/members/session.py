@@ -364,7 +364,7 @@ class Session:
             filler = bytes(received.message.wanted)
             await self.link.send(encode(Probed(self._wall(), num_values, leaf_s, update, filler, island)))
         if isinstance(received.message, Volunteer):
-            await self._say(encode(await self._admission.volunteer(self, received.message)))
+            await self._bring_together(received.message)
             return False
         if not isinstance(received.message, Introduction):
             raise UnexpectedMessage(type(received.message).__name__, f"{self.state.value}, after so many of them")
@@ -390,6 +390,21 @@ class Session:
         message, buffers = self._admission.welcome()
         await self.link.send(encode(message, buffers))
         return True
+
+    async def _bring_together(self, volunteer: Volunteer) -> None:
+        """Tell a volunteer where the others are. One that goes before is nobody's partner. Raises LinkLost,
+        RemoteError."""
+        meeting = asyncio.ensure_future(self._admission.volunteer(self, volunteer))
+        reading = asyncio.ensure_future(self.link.recv())
+        try:
+            await asyncio.wait((meeting, reading), return_when=asyncio.FIRST_COMPLETED)
+            if not meeting.done():
+                raise UnexpectedMessage(type(reading.result().message).__name__, "waiting for the other ranks")
+            await self._say(encode(meeting.result()))
+        finally:
+            meeting.cancel()
+            reading.cancel()
+            await asyncio.gather(meeting, reading, return_exceptions=True)
 
     async def _serve(self) -> None:
         writer = asyncio.create_task(self._write(), name=f"write {self.name}")

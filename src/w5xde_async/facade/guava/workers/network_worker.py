@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from w5xde_async.cluster.island_processes import IslandProcesses, Place, free_port
+from w5xde_async.cluster.island_processes import IslandProcesses
 from w5xde_async.errors import ExitCode, UsageError, W5xdeError
 from w5xde_async.facade.calling import (
     LogMode,
@@ -32,7 +32,7 @@ from w5xde_async.facade.guava.config import WORDS, DistributedConfig
 from w5xde_async.net.interfaces import address_of
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.runtime import Runtime
-from w5xde_async.wire.messages import Volunteer, Welcome
+from w5xde_async.wire.messages import Rendezvous, Volunteer, Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.hooks import WorkerHooks
@@ -135,15 +135,16 @@ class NetworkWorker:
                 'with it (interface="NAME")'
             )
 
-        async def meet() -> Place:
+        async def meet(volunteer: Volunteer) -> Rendezvous:
             lines.meeting(str(shape))
-            met = await dialer.meet(Volunteer(str(shape), shape.ranks, self._host, free_port()))
-            return Place([met.rank], met.host, met.port)
+            return await dialer.meet(volunteer)
 
         server = await asyncio.to_thread(self._place.now, self._config)  # it may not have been there before
         arguments, environment = self._of_rank(shape, server)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = IslandProcesses(shape, arguments, threads=cores, meet=meet, environment=environment)
+        processes = IslandProcesses(
+            shape, arguments, threads=cores, meet=meet, host=self._host, environment=environment
+        )  # fmt: skip
         running = asyncio.create_task(processes.run(), name="island")
         try:
             await asyncio.shield(running)

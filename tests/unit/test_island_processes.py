@@ -1,0 +1,185 @@
+"""Where the ranks of an island meet, and what becomes of its members, with processes that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.support import jobs
+from tests.support.circle import Circle
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+
+from w5xde_async.cluster.island_processes import IslandProcesses, Place
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import ExitCode
+from w5xde_async.hub.members import roster
+from w5xde_async.parallel.group import join_store, open_store
+from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.plan.shares import Share
+from w5xde_async.runtime import Runtime
+from w5xde_async.wire.messages import Rendezvous, Volunteer
+from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.connection.dialing import Dialer
+from w5xde_async.worker.service import Worker
+
+SHAPE = IslandShape("dp", 2)
+
+
+class Told:
+    """A process that is none: it ends when it is told to, or ``ends``."""
+
+    pid, stdin = 0, None
+
+    def __init__(self, ends: asyncio.Task[int] | None = None) -> None:
+        self.returncode: int | None = None
+        self._end: asyncio.Future[int] = ends or asyncio.get_running_loop().create_future()
+        self._end.add_done_callback(self._note)
+
+    def _note(self, end: asyncio.Future[int]) -> None:
+        self.returncode = -signal.SIGKILL if end.cancelled() else end.result()
+
+    async def wait(self) -> int:
+        await asyncio.wait((self._end,))
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        self._end.cancel()
+
+    def send_signal(self, number: int) -> None:
+        self._end.cancel()
+
+
+class Starting(IslandProcesses):
+    """Says which ranks it starts, and where."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, threads=1, **kwargs)
+        self.started: list[tuple[int, Place, int]] = []
+
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+        self.started.append((rank, place, listening.fileno()))
+        assert listening.getsockname()[1]
+        process = Told()
+        asyncio.get_running_loop().call_soon(process._end.set_result, 0)
+        return process
+
+
+@pytest.mark.allow_leaks  # libuv keeps a pipe for the process
+def test_a_port_that_is_taken_is_given_with_who_listens_on_it() -> None:
+    """Rank 0 serves on the socket that it is given, though nobody else could have that port any more."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+        store = open_store("127.0.0.1", port, os.dup(listening.fileno()))
+    join_store("127.0.0.1", port).set("key", "value")
+    assert (store.port, store.get("key")) == (port, b"value")
+
+
+async def test_a_members_port_is_its_own_from_the_first_word_to_the_coordinator_on() -> None:
+    """However long it waits for the others."""
+    told: list[Volunteer] = []
+
+    async def meet(volunteer: Volunteer) -> Rendezvous:
+        told.append(volunteer)
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((volunteer.host, volunteer.port))
+        return Rendezvous(0, volunteer.host, volunteer.port)
+
+    member = Starting(SHAPE, (), meet=meet)
+    assert await member.run() == ExitCode.OK
+    ((rank, place, _),) = member.started
+    assert (rank, place.host, place.port) == (0, told[0].host, told[0].port)
+    assert told[0].host == "127.0.0.1"
+
+
+async def test_all_ranks_of_this_machine_meet_at_one_that_listens() -> None:
+    island = Starting(SHAPE, ())
+    assert await island.run() == ExitCode.OK
+    assert [rank for rank, _, _ in island.started] == [0, 1]
+    ((_, place, _), (_, other, _)) = island.started
+    assert place == other
+
+
+def dialer(address: str) -> Dialer:
+    return Dialer(address, QUICK_WORKER, Runtime())
+
+
+async def test_a_volunteer_that_goes_is_nobodys_partner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "_MEETING_S", 1e6)  # it is not that nobody waits that long
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=1, handshake_s=1e6)) as coordinator:
+        gone = asyncio.create_task(dialer(coordinator.address).meet(Volunteer("dp=2", 2, "gone", 1)))
+        meeting = coordinator._training.roster._meeting  # type: ignore[union-attr]
+        async with asyncio.timeout(20):
+            while not meeting.num_waiting("dp=2", 2):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            gone.cancel()  # and with it its link
+            while meeting.num_waiting("dp=2", 2):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+class Member(IslandProcesses):
+    """One whose rank is a worker of this process. Those who meet at one address are one island."""
+
+    def __init__(self, address: str, circles: dict[tuple[str, int], Circle]) -> None:
+        self.formed = 0
+        super().__init__(SHAPE, (), threads=1, meet=self._meets)
+        self._address, self._circles = address, circles
+        self._worker: Worker | None = None
+
+    async def _meets(self, volunteer: Volunteer) -> Rendezvous:
+        return await dialer(self._address).meet(volunteer)
+
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+        circle = self._circles.setdefault((place.host, place.port), Circle(2, Share.BLOCK, seed=place.port))
+        self._worker = Worker(self._address, job=jobs.mlp_sgd(), config=QUICK_WORKER, rank=circle.rank(rank))
+        self.formed += 1
+        return _Rank(self._worker, circle)
+
+
+class _Rank(Told):
+    def __init__(self, worker: Worker, circle: Circle) -> None:
+        self._worker = worker
+        super().__init__(asyncio.create_task(self._work(worker, circle)))
+
+    async def _work(self, worker: Worker, circle: Circle) -> int:
+        """As the program says how it has ended."""
+        try:
+            departure = await worker.run()
+        except Exception:
+            return ExitCode.ISLAND_LOST
+        finally:
+            circle.end()
+        lost = departure is Departure.DRAINED and not worker.was_asked_to_leave
+        return ExitCode.ISLAND_LOST if lost else ExitCode.OK
+
+    def send_signal(self, number: int) -> None:
+        self._worker.drain("told")
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+async def test_a_member_that_waits_takes_the_place_of_one_that_leaves(leaving: int) -> None:
+    expected = await train(jobs.mlp_sgd)
+    commits, circles = Commits(), dict[tuple[str, int], Circle]()
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=1), bus=commits.bus) as coordinator:
+        members: Sequence[Member] = [Member(coordinator.address, circles) for _ in range(3)]
+        first = [asyncio.create_task(member.run()) for member in members[:2]]
+        while not all(member.formed for member in members[:2]):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(members[2].run())
+        meeting = coordinator._training.roster._meeting  # type: ignore[union-attr]
+        while not meeting.num_waiting("dp=2", 2):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await commits.reach(2)
+        members[leaving].leave("told")
+        assert await first[leaving] == ExitCode.OK
+        result = await coordinator.wait()
+        assert await asyncio.gather(first[1 - leaving], waiting) == [ExitCode.OK] * 2
+    assert result.digest == expected.digest
+    assert [member.formed for member in members] == [2 - (n == leaving) for n in range(2)] + [1]
