@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from w5xde_async.compute.batch import flatten, map_tensors
+from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.footprint import (
     activations_of,
     activations_of_stages,
@@ -26,6 +28,8 @@ from w5xde_async.compute.footprint import (
 )
 from w5xde_async.compute.program.atoms import Atoms, cut
 from w5xde_async.compute.program.converting import NotTraceable
+from w5xde_async.compute.program.form import Program
+from w5xde_async.compute.program.interpreter import example
 from w5xde_async.compute.program.tracing import outline, probe_batches
 from w5xde_async.config import Parser
 from w5xde_async.coordinator.config import CoordinatorConfig
@@ -35,6 +39,7 @@ from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
 from w5xde_async.params.layout import Entry, Layout
 from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp
+from w5xde_async.plan.island_choice import ALONE, USABLE, Devices, Option, choose, wanted
 from w5xde_async.telemetry import wording
 
 _SHOWN = ("dp=2", "fsdp=2", "fsdp=4", "fsdp=8", "pp=2", "pp=4")  # without --island
@@ -55,21 +60,76 @@ class Row(NamedTuple):
     need: Need | str
 
 
-class Survey:
-    """A job, measured once. Raises JobError for one whose model or batch cannot be had without memory."""
+class Measured(ABC):
+    """What a model and a microbatch take, measured once: ``model`` and ``layout``."""
+
+    model: Model
+    layout: Layout
+    precision: str
+    tensors: Sequence[Tensor]  #: a microbatch's
+
+    @abstractmethod
+    def atoms(self) -> Atoms | NotTraceable:
+        """The step in atoms, or why there are none."""
+
+    def needs(self, mode: str, ranks: int, *, with_job: bool = False) -> list[Need] | str:
+        """Of each rank of an island, or of a worker ALONE; or why it cannot be. ``with_job``: fsdp by the job's code,
+        whose units are others than a program's."""
+        if mode == ALONE:
+            return [alone(self.model)]
+        if mode == "dp":
+            return dp(self.model, ranks, self.layout.bucket_bytes)
+        if mode == "fsdp" and with_job:
+            return fsdp(self.model, ranks)
+        atoms = self.atoms()
+        if isinstance(atoms, NotTraceable):
+            return f"the step cannot be cut: {atoms}"
+        if mode == "fsdp":
+            replica = replica_of_program(atoms, torch.device("cpu"), self.precision)
+            return fsdp(replace(self.model, largest_unit=_largest(replica.units, replica.model)), ranks)
+        try:
+            runs = atoms.stages(ranks)
+        except ValueError as error:
+            return str(error)
+        each = activations_of_stages(atoms, runs, self.tensors, self.precision)
+        return pp(self.model, [self._stage(atoms, *pair) for pair in zip(runs, each, strict=True)])
+
+    def _stage(self, atoms: Atoms, run: range, activations: Activations) -> Stage:
+        held = {index for number in run for index in atoms.atoms[number].entries}
+        entries = [self.layout.entries[index] for index in sorted(held)]
+        return Stage(
+            sum(entry.numel * entry.dtype.itemsize for entry in entries),
+            sum(4 * entry.numel for entry in entries if entry.role == "grad"),
+            _native(entries),
+            activations,
+        )
+
+    def rows(self, islands: Iterable[IslandShape]) -> Iterator[Row]:
+        """One for each kind of process."""
+        yield Row("coordinator", coordinator(self.model))
+        yield Row("a worker alone", alone(self.model))
+        for island in islands:
+            yield from rows_of(str(island), self.needs(island.mode, island.ranks), of_program=island.mode == "fsdp")
+            if island.mode == "fsdp":
+                yield Row(f"{island}, with --job", fsdp(self.model, island.ranks)[0])
+
+
+class Survey(Measured):
+    """A job. Raises JobError for one whose model or batch cannot be had without memory."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.precision = job, job.precision
         self._model = model_without_memory(job)
         self.layout = Layout.of(self._model, bucket_bytes=CoordinatorConfig().bucket_bytes)
         self._batch = probe_batches(job, [job.microbatch_samples])[0]
+        self.tensors = flatten(self._batch)[1]
         optimizer = optimizer_bytes(job, self._model)
         self.optimizer_known = optimizer is not None
-        microbatch = sum(t.numel() * t.element_size() for t in flatten(self._batch)[1])
+        microbatch = _bytes(self.tensors)
         self.model = Model(
             parameters=self.layout.state_bytes,
             gradients=self.layout.vector_bytes,
-            native=self._native(self.layout.entries),
+            native=_native(self.layout.entries),
             largest_unit=_largest(units_of(self._model), self._model),
             optimizer=optimizer or 0,
             activations=activations_of(self._model, step_function(job), self._batch, job.precision),
@@ -79,61 +139,7 @@ class Survey:
         )
         self._atoms: Atoms | NotTraceable | None = None
 
-    @staticmethod
-    def _native(entries: Iterable[Entry]) -> int:
-        trained = (entry for entry in entries if entry.role == "grad" and entry.dtype != torch.float32)
-        return sum(entry.numel * entry.dtype.itemsize for entry in trained)
-
-    def rows(self, islands: Iterable[IslandShape]) -> Iterator[Row]:
-        """One for each kind of process."""
-        yield Row("coordinator", coordinator(self.model))
-        yield Row("a worker alone", alone(self.model))
-        for island in islands:
-            if island.mode == "pp":
-                yield from self._pipeline(island)
-            elif island.mode == "dp":
-                yield Row(f"{island}, a rank", dp(self.model, island.ranks, self.layout.bucket_bytes)[0])
-            else:
-                yield from self._sharded(island)
-
-    def _sharded(self, island: IslandShape) -> Iterator[Row]:
-        """Units are the program's own where a worker has no code."""
-        atoms = self.atoms()
-        if isinstance(atoms, Atoms):
-            replica = replica_of_program(atoms, torch.device("cpu"), self.job.precision)
-            of_program = replace(self.model, largest_unit=_largest(replica.units, replica.model))
-            yield Row(f"{island}, a rank", fsdp(of_program, island.ranks)[0])
-        yield Row(f"{island}, with --job", fsdp(self.model, island.ranks)[0])
-
-    def _pipeline(self, island: IslandShape) -> Iterator[Row]:
-        atoms = self.atoms()
-        if isinstance(atoms, NotTraceable):
-            yield Row(str(island), f"the step cannot be cut: {atoms}")
-            return
-        try:
-            runs = atoms.stages(island.ranks)
-        except ValueError as error:
-            yield Row(str(island), str(error))
-            return
-        stages = []
-        each = activations_of_stages(atoms, runs, flatten(self._batch)[1], self.job.precision)
-        for run, activations in zip(runs, each, strict=True):
-            stages.append(self._stage(atoms, run, activations))
-        for rank, needed in enumerate(pp(self.model, stages)):
-            yield Row(f"{island}, rank {rank}", needed)
-
-    def _stage(self, atoms: Atoms, run: range, activations: Activations) -> Stage:
-        held = {index for number in run for index in atoms.atoms[number].entries}
-        entries = [self.layout.entries[index] for index in sorted(held)]
-        return Stage(
-            sum(entry.numel * entry.dtype.itemsize for entry in entries),
-            sum(4 * entry.numel for entry in entries if entry.role == "grad"),
-            self._native(entries),
-            activations,
-        )
-
     def atoms(self) -> Atoms | NotTraceable:
-        """The job's step in atoms, or why there are none."""
         if self._atoms is None:
             with faked(self._model) as (model, _):
                 batch = map_tensors(self._batch, lambda tensor: torch.empty_like(tensor, device="cpu"))
@@ -144,6 +150,70 @@ class Survey:
                     return error
             self._atoms = cut(program, self.layout, memory_bytes=1 << 62)
         return self._atoms
+
+
+class ProgramSurvey(Measured):
+    """A coordinator's program, to one of its workers: of the optimizer, and of a whole step, nothing is known."""
+
+    def __init__(self, program: Program, layout: Layout, spec: LeafSpec) -> None:
+        self.layout, self.precision = layout, spec.precision
+        self._atoms = cut(program, layout, memory_bytes=1 << 62)
+        shapes = example(program.graphs[0].inputs)
+        self.tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes]
+        (activations,) = activations_of_stages(self._atoms, [range(len(self._atoms))], self.tensors, self.precision)
+        self.model = Model(
+            parameters=layout.state_bytes, gradients=layout.vector_bytes, native=_native(layout.entries),
+            largest_unit=0, optimizer=0, activations=activations, microbatch=_bytes(self.tensors),
+            microbatches=spec.accumulate, step=0,
+        )  # fmt: skip
+
+    def atoms(self) -> Atoms:
+        return self._atoms
+
+
+def rows_of(name: str, needs: Sequence[Need] | str, *, of_program: bool = False) -> Iterator[Row]:
+    """Of one way to compute: one row where its ranks are alike. ``of_program``: none where that cannot be cut."""
+    if isinstance(needs, str):
+        if not of_program:
+            yield Row(name, needs)
+    elif len(set(needs)) == 1:
+        yield Row(name if len(needs) == 1 else f"{name}, a rank", needs[0])
+    else:
+        for rank, each in enumerate(needs):
+            yield Row(f"{name}, rank {rank}", each)
+
+
+def fitting(measured: Measured, devices: Devices, *, with_job: bool, islands: bool = True) -> tuple[Option | None, str]:
+    """What fits on a worker's devices, and the arithmetic by which that was found, for people.
+
+    ``islands``: whether the run takes any.
+    """
+    tried: list[Option] = []
+
+    def options() -> Iterator[Option]:
+        for mode, ranks in wanted(devices) if islands else [(ALONE, 1)]:
+            tried.append(Option(mode, ranks, measured.needs(mode, ranks, with_job=with_job)))
+            yield tried[-1]
+
+    found = choose(options(), devices)
+    rows = [row for option in tried for row in rows_of(option.name, option.needs)]
+    unit, size = _unit(devices.nbytes)
+    each = "for all ranks together" if devices.shared else f"on {_devices(devices.number)}"
+    said = f"{devices.nbytes / size:.1f} {unit} {each}, of which {USABLE:.0%} may be needed"
+    return found, f"{table(rows)}\n{said}: {'nothing fits' if found is None else found.name}"
+
+
+def _devices(number: int) -> str:
+    return "one device" if number == 1 else f"each of {number} devices"
+
+
+def _native(entries: Iterable[Entry]) -> int:
+    trained = (entry for entry in entries if entry.role == "grad" and entry.dtype != torch.float32)
+    return sum(entry.numel * entry.dtype.itemsize for entry in trained)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _largest(units: Iterable[nn.Module], model: nn.Module) -> int:
@@ -161,8 +231,8 @@ def _largest(units: Iterable[nn.Module], model: nn.Module) -> int:
 def table(rows: Iterable[Row]) -> str:
     """Lines of text, in GiB or MiB, as the largest sum asks for."""
     rows = list(rows)
-    largest = max(row.need.together for row in rows if isinstance(row.need, Need))
-    unit, size = ("GiB", 1 << 30) if largest >= 2 << 30 else ("MiB", 1 << 20)
+    largest = max((row.need.together for row in rows if isinstance(row.need, Need)), default=0)
+    unit, size = _unit(largest)
     wide = max(len(row.name) for row in rows)
     lines = [f"{unit:<{wide}}" + "".join(f"{column:>13}" for column in _COLUMNS)]
     for name, needed in rows:
@@ -172,6 +242,10 @@ def table(rows: Iterable[Row]) -> str:
             cells = (getattr(needed, column) / size for column in _COLUMNS)
             lines.append(f"{name:<{wide}}" + "".join(f"{_shown(cell):>13}" for cell in cells))
     return "\n".join(lines)
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    return ("GiB", 1 << 30) if nbytes >= 2 << 30 else ("MiB", 1 << 20)
 
 
 def _shown(cell: float) -> str:

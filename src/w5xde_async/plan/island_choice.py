@@ -11,6 +11,10 @@ from w5xde_async.plan.footprint import Need
 USABLE = 0.9
 
 
+#: The mode of one that is no island.
+ALONE = "alone"
+
+
 class Devices(NamedTuple):
     """``number`` of ``nbytes`` each; ``shared``: all of them have that memory together, as processes on a CPU do."""
 
@@ -34,6 +38,11 @@ class Option(NamedTuple):
     needs: Sequence[Need] | str
 
     @property
+    def name(self) -> str:
+        """As a user writes it."""
+        return "a worker alone" if self.mode == ALONE else f"{self.mode}={self.ranks}"
+
+    @property
     def most(self) -> int | None:
         """Bytes of the rank that needs the most; None where it cannot be."""
         return None if isinstance(self.needs, str) else max(need.together for need in self.needs)
@@ -42,9 +51,6 @@ class Option(NamedTuple):
         """Whether every rank has a device, and room on it."""
         ranks_fit = self.ranks <= devices.number or devices.shared
         return ranks_fit and self.most is not None and self.most <= devices.usable(self.ranks)
-
-
-ALONE = "alone"
 
 
 def wanted(devices: Devices) -> list[tuple[str, int]]:

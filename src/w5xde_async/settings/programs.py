@@ -138,12 +138,12 @@ class WorkerSettings(Program):
     )  # fmt: skip
     island: str | None = setting(
         None, "compute with several processes or devices as one worker: dp=N (each has leaves of its own), fsdp=N "
-        "(each holds a part of every layer), pp=N (each holds some of the layers)",
-        text("dp=N, fsdp=N or pp=N", "SHAPE"), "machine", shown="one device",
+        "(each holds a part of every layer), pp=N (each holds some of the layers), or auto: what the model's size and "
+        "this machine's devices ask for", text("dp=N, fsdp=N, pp=N or auto", "SHAPE"), "machine", shown="one device",
     )  # fmt: skip
     island_member: str | None = setting(
         None, "the same, as one rank: the coordinator brings those together that say the same shape, from any machines",
-        text("as for --island", "SHAPE"), "machine", shown="no",
+        text("as for --island, but auto", "SHAPE"), "machine", shown="no",
     )  # fmt: skip
     island_interface: str | None = setting(
         None, "network interface for what an island's ranks tell each other, without any protection: one that you "

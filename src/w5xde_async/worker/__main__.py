@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from w5xde_async.errors import DeviceLost, ExitCode, Refused, Unreachable, UsageError
+from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.process import attach, launch, memory_reports, signals
 
 if TYPE_CHECKING:
+    from w5xde_async.job import Job
     from w5xde_async.parallel.shape import IslandShape
     from w5xde_async.settings import WorkerSettings
     from w5xde_async.wire.messages import Rendezvous, Volunteer
@@ -51,32 +52,48 @@ def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> 
 
     config = settings.make(WorkerConfig, token=token)
     server = settings.where()
-    shape = None
+    _show_log(settings)
+    if settings.island == "auto":
+        if "RANK" in os.environ:
+            raise UsageError("--island auto says how many ranks to start, and these are started: give their shape")
+        return _choose(arguments, settings, config, server)
     if (text := settings.island or settings.island_member) is not None:
         from w5xde_async.parallel.shape import IslandShape
 
         shape = IslandShape.parse(text)
         if "RANK" not in os.environ:
             return _supervise(arguments, settings, config, server, shape)
+        return _work(settings, config, server, shape)
+    return _work(settings, config, server, None)
 
+
+def _show_log(settings: WorkerSettings) -> None:
+    from w5xde_async.telemetry.progress import Progress, ProgressConfig
+
+    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    handler = Progress(settings.make(ProgressConfig, color=color)).handler()
+    level = _LEVELS[settings.values["log"]]
+    if level == logging.INFO and os.environ.get("RANK", "0") != "0":
+        level = logging.WARNING  # an island's head says it for all
+    handler.setLevel(level)
+    attach(handler, level)
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
+
+
+def _work(
+    settings: WorkerSettings, config: WorkerConfig, server: str, shape: IslandShape | None, job: Job | None = None
+) -> Callable[[], Coroutine[Any, Any, int]]:
+    """One worker, or one rank of an island. ``job``: where it is loaded already."""
     import torch
 
     from w5xde_async.compute.engine import choose_device
     from w5xde_async.job import load_job
     from w5xde_async.net.endpoint import format_address
-    from w5xde_async.telemetry.progress import Progress, ProgressConfig
     from w5xde_async.worker.connection.connection import Departure, RunFailed
     from w5xde_async.worker.service import Worker
 
-    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    handler = Progress(settings.make(ProgressConfig, color=color)).handler()
-    level = _LEVELS[settings.values["log"]]
-    if shape is not None and level == logging.INFO and os.environ["RANK"] != "0":
-        level = logging.WARNING  # the head says it for all
-    handler.setLevel(level)
-    attach(handler, level)
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # an attempt to connect is no news
-    job = None if settings.job is None else load_job(settings.job)
+    if settings.job is not None and job is None:
+        job = load_job(settings.job)
 
     rank = None
     if shape is not None:
@@ -178,6 +195,60 @@ def _interruptibly(call: Callable[[], _T]) -> _T:
     return found[0]
 
 
+def _choose(
+    arguments: Sequence[str], settings: WorkerSettings, config: WorkerConfig, server: str
+) -> Callable[[], Coroutine[Any, Any, int]]:
+    """Find what the machine's devices and the model's size ask for, say by which arithmetic, and do it."""
+    from w5xde_async.job import load_job
+    from w5xde_async.memory import Measured, ProgramSurvey, Survey, fitting
+    from w5xde_async.parallel.shape import IslandShape
+    from w5xde_async.plan.island_choice import ALONE
+    from w5xde_async.runtime import Runtime
+    from w5xde_async.worker.connection.dialing import Dialer
+    from w5xde_async.worker.connection.looking import look
+    from w5xde_async.worker.devices import devices_of
+
+    job = None if settings.job is None else load_job(settings.job)
+    dialer = Dialer(server, config, Runtime(), join_file=settings.join_file)
+    if job is None and (config.sandbox == "on" or (config.sandbox == "auto" and not dialer.is_here)):
+        raise UsageError(
+            "--island auto measures the coordinator's program without a sandbox: give --sandbox off where you trust "
+            "the coordinator, or --job, or the island's shape"
+        )
+
+    async def measured() -> tuple[Measured, bool]:
+        """And whether the run takes islands, as far as is known."""
+        if job is not None:
+            return await asyncio.to_thread(Survey, job), True
+        seen = await look(dialer)
+        return await asyncio.to_thread(ProgramSurvey, seen.program, seen.layout, seen.spec), seen.takes_islands
+
+    async def choose() -> int:
+        try:
+            survey, islands = await measured()
+            found, said = await asyncio.to_thread(
+                fitting, survey, devices_of(config.device), with_job=job is not None, islands=islands
+            )
+        except Refused as error:
+            if error.code is not RefusalCode.RUN_FINISHED:
+                raise
+            logger.info("left reason=the run is finished")
+            return ExitCode.OK
+        if found is None:
+            raise UsageError(f"--island auto: the model does not fit on this machine's devices\n{said}")
+        for line in said.splitlines():
+            logger.info("%s", line)
+        if found.mode == ALONE:
+            body = await asyncio.to_thread(_work, settings, config, server, None, job)
+        else:
+            shape = IslandShape(found.mode, found.ranks)
+            given = [*arguments, "--island", str(shape)]
+            body = await asyncio.to_thread(_supervise, given, settings, config, server, shape)
+        return await body()
+
+    return choose
+
+
 def _supervise(
     arguments: Sequence[str], settings: WorkerSettings, config: WorkerConfig, server: str, shape: IslandShape
 ) -> Callable[[], Coroutine[Any, Any, int]]:
@@ -185,7 +256,6 @@ def _supervise(
     from w5xde_async.cluster.island_processes import IslandProcesses
     from w5xde_async.net.interfaces import address_of
     from w5xde_async.runtime import Runtime
-    from w5xde_async.telemetry.progress import Progress, ProgressConfig
     from w5xde_async.worker.connection.dialing import Dialer
 
     member = settings.island is None
@@ -198,9 +268,6 @@ def _supervise(
             "trust with it (--island-interface)"
         )
 
-    handler = Progress(settings.make(ProgressConfig, color=False)).handler()
-    attach(handler, _LEVELS[settings.values["log"]])
-    logging.getLogger("stamina").setLevel(logging.ERROR)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     async def meet(volunteer: Volunteer) -> Rendezvous:
