@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
+import reprlib
 from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -23,6 +25,8 @@ _PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
 _MOST = 2**63 - 1
+_LONGEST_PATH = 4096  # bytes
+_LONGEST_DAYS = 10_000  # a message holds up to 1e9 seconds
 _YES, _NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 
 
@@ -45,6 +49,10 @@ class Kind(NamedTuple):
         if value is not None and not self.holds(value):
             raise ValueError(f"give {self.accepts}")
         return value
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError, in one line, where ``value`` of an argument or field ``name`` will not do."""
+        need(self.holds(value), f"{name} is {_as_told(value)}; give {self.in_python or self.accepts}")
 
     def value_at(self, where: str, told: object, shown: str = "") -> Any:
         """As ``value``, of what was told at ``where`` and is ``shown`` as it stands there. Raises UsageError."""
@@ -99,9 +107,8 @@ class Config:
         """Raises UsageError."""
         for one in dataclasses.fields(self):  # type: ignore[arg-type]
             value, declared = getattr(self, one.name), setting_of(one)
-            if declared is not None and value != one.default:
-                wanted = declared.kind.in_python or declared.kind.accepts
-                need(declared.kind.holds(value), f"{one.name} is {value!r}; give {wanted}")
+            if declared is not None and (type(value) is not type(one.default) or value != one.default):
+                declared.kind.check(one.name, value)
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,7 +137,7 @@ def one_of(*names: str, metavar: str = "HOW") -> Kind:
     """One of these words."""
     few = f"{', '.join(names[:-1])} or {names[-1]}"
     accepts = few if len(names) < 4 else f"one of {', '.join(names)}"
-    return Kind(accepts, metavar, str, lambda value: value in names)
+    return Kind(accepts, metavar, str, lambda value: isinstance(value, str) and value in names)
 
 
 def text(accepts: str, metavar: str, pattern: str = r"(?s).+") -> Kind:
@@ -175,7 +182,10 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def _is_text(value: object) -> bool:
@@ -197,17 +207,35 @@ def _folder(text: str) -> Path:
 
 
 def _is_path(value: object) -> bool:
-    return isinstance(value, str | PurePath)
+    try:
+        written = os.fsencode(value) if isinstance(value, str | PurePath) else b""
+        return 0 < len(written) < _LONGEST_PATH and min(written) >= 0x20
+    except UnicodeError:
+        return False
+
+
+def _is_time(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= _LONGEST_DAYS * _SECONDS["d"]  # type: ignore[operator]
+
+
+_TELLS = reprlib.Repr()
+_TELLS.maxstring = _TELLS.maxother = 200
+
+
+def _as_told(value: object) -> str:
+    """In one line, a long one cut in the middle."""
+    return " ".join(_TELLS.repr(value).split())
 
 
 YES_OR_NO = Kind("true or false", "", _yes_or_no, lambda value: isinstance(value, bool))
 TIME = Kind(
-    "a time above 0, like 90, 90s, 5m or 2h", "TIME", duration_s, lambda value: _is_number(value) and value > 0,
-    "seconds > 0",
+    f"a time above 0, like 90, 90s, 5m or 2h, at most {_LONGEST_DAYS}d", "TIME", duration_s,
+    lambda value: _is_time(value) and value > 0, f"seconds > 0, at most {_LONGEST_DAYS * 86400}",
 )  # fmt: skip
 TIME_OR_0 = Kind(
-    "a time like 0, 10s or 5m", "TIME", duration_s, lambda value: _is_number(value) and value >= 0, "seconds >= 0"
-)
+    f"a time like 0, 10s or 5m, at most {_LONGEST_DAYS}d", "TIME", duration_s, _is_time,
+    f"seconds >= 0, at most {_LONGEST_DAYS * 86400}",
+)  # fmt: skip
 PATH = Kind("a path", "FILE", Path, _is_path)
 NAME = text("a text of 1 to 100 characters without '/'", "NAME", r"[^/\x00-\x1f]{1,100}")
 FOLDER = Kind("a directory, which need not exist yet", "DIR", _folder, _is_path)

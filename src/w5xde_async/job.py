@@ -135,6 +135,11 @@ def shown_end(total_steps: int) -> int:
     return 0 if total_steps >= ENDLESS else total_steps
 
 
+def shown_progress(step: int, total_steps: int) -> str:
+    """Where a run is, in words."""
+    return f"step {step}" + (f" of {end}" if (end := shown_end(total_steps)) else "")
+
+
 def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     """The job's model in train mode; a factory runs with all seeds set and the caller's random state kept.
 
@@ -142,16 +147,21 @@ def build_model(job: Job, *, replica: bool = False) -> nn.Module:
     """
     if isinstance(job.model, nn.Module):
         return (copy.deepcopy(job.model) if replica else job.model).train()
+    return made_model(job.model, job.seed).train()
+
+
+def made_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """What a function or class makes with all seeds set; the caller's random state is kept. Raises JobError."""
     with random_state():
-        seed_all(job.seed)
+        seed_all(seed)
         hint = ""
-        if isinstance(job.model, type) and issubclass(job.model, nn.Module):
-            where = "torch.nn." if job.model.__module__.startswith("torch.nn.") else ""
-            hint = f"write model=lambda: {where}{job.model.__name__}(...)"
-        model = made_by("model", job.model, hint=hint)
+        if isinstance(make, type) and issubclass(make, nn.Module):
+            where = "torch.nn." if make.__module__.startswith("torch.nn.") else ""
+            hint = f"write model=lambda: {where}{make.__name__}(...)"
+        model = made_by("model", make, hint=hint)
     if not isinstance(model, nn.Module):
         raise JobError("model", f"the model function returned {type(model).__name__}, not a torch.nn.Module")
-    return model.train()
+    return model
 
 
 def made_by(part: str, make: Callable[[], _T], *, hint: str = "") -> _T:

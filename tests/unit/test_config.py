@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import runpy
 import tomllib
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from msgspec import msgpack
 
-from w5xde_async.config import TIME, Config, duration_s, setting, size_bytes, whole
+from w5xde_async.config import TIME, Config, Kind, duration_s, setting, setting_of, size_bytes, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError
 from w5xde_async.net.tls import TlsFiles
 from w5xde_async.settings import Answer, flag_names, read
 from w5xde_async.settings.flags import Program
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import HEARTBEAT_S, SILENCE_S, Drain, Welcome
 from w5xde_async.worker.config import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +63,7 @@ def test_what_is_no_size(text: str) -> None:
         (CoordinatorConfig, {"port": 65536}, "port is 65536; give a whole number from 0 to 65535"),
         (CoordinatorConfig, {"port": "80"}, "port is '80'; give a whole number"),
         (CoordinatorConfig, {"checkpoint_every": True}, "checkpoint_every is True; give a whole number >= 1"),
-        (CoordinatorConfig, {"silence_s": 0.0}, "silence_s is 0.0; give seconds > 0"),
+        (CoordinatorConfig, {"silence_s": 0.0}, "silence_s is 0.0; give seconds from 0.001 to 1000000"),
         (CoordinatorConfig, {"max_time_s": float("nan")}, "max_time_s is nan; give seconds > 0"),
         (CoordinatorConfig, {"durability": "none"}, "durability is 'none'; give checkpoint or journal"),
         (CoordinatorConfig, {"min_workers": 3, "max_workers": 2}, "--min-workers 3 is more than --max-workers 2"),
@@ -80,6 +83,54 @@ def test_a_config_says_what_is_out_of_range(kind: type[Any], wrong: dict[str, An
     with pytest.raises(UsageError) as caught:
         kind(**wrong)
     assert said in str(caught.value)
+
+
+def _configs(kind: type[Config]) -> Iterator[type[Config]]:
+    for one in kind.__subclasses__():
+        yield from (one, *_configs(one))
+
+
+DURATIONS = sorted({
+    (kind, one.name, declared.kind)
+    for kind in _configs(Config) if kind.__module__.startswith("w5xde_async.")
+    for one in fields(kind)  # type: ignore[arg-type]
+    if one.name.endswith(("_s", "_timeout", "probe_interval")) and (declared := setting_of(one)) is not None
+}, key=str)  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "name", "kind"), DURATIONS, ids=[f"{c.__name__}.{n}" for c, n, _ in DURATIONS])
+def test_every_duration_has_an_end(config: type[Any], name: str, kind: Kind) -> None:
+    """Neither messages nor clocks hold any number."""
+    for value in (1e10, float("inf"), 10**400, -1.0, "90", True):
+        with pytest.raises(UsageError, match=rf"^{name} is "):
+            config(**{name: value})
+    assert kind.holds(1.0) or name == "inline_block_s"
+
+
+def test_a_duration_is_declared() -> None:
+    """Else nothing looks at it."""
+    bare = [
+        f"{kind.__name__}.{one.name}"
+        for kind in _configs(Config) if kind.__module__.startswith("w5xde_async.")
+        for one in fields(kind)  # type: ignore[arg-type]
+        if one.name.endswith("_s") and setting_of(one) is None
+    ]  # fmt: skip
+    assert not bare
+
+
+def test_messages_hold_the_longest_durations_that_configs_take() -> None:
+    config = CoordinatorConfig(heartbeat_s=HEARTBEAT_S[1], silence_s=SILENCE_S[1])
+    welcome = Welcome("0" * 16, "r", 1, 0, "fp32", 1, 1, 64, b"0" * 16, config.heartbeat_s, config.silence_s)
+    drain = Drain("r", WorkerConfig(grace_s=864e6).grace_s)
+    for message in (welcome, drain):
+        assert type(message).parse(msgpack.encode(message)) == message
+    with pytest.raises(UsageError, match="heartbeat_s is 200000"):
+        CoordinatorConfig(heartbeat_s=2e5, silence_s=1e6)
+
+
+def test_a_field_of_another_type_is_not_its_default() -> None:
+    with pytest.raises(UsageError, match=r"^port is 5555\.0; give a whole number"):
+        CoordinatorConfig(port=5555.0)  # type: ignore[arg-type]
 
 
 def test_a_default_that_would_not_be_accepted_stands_for_not_set() -> None:
@@ -149,7 +200,7 @@ def test_a_declared_setting_is_in_arguments_environment_toml_help_and_documents(
     assert told("--config", str(file), "--nap", "1m").nap == Nap(nap_s=60.0, dreams=7)
     with pytest.raises(UsageError, match=r"^--nap: 'never' will not do; give a time above 0"):
         told("--nap", "never")
-    with pytest.raises(UsageError, match=r"^nap_s is -1; give seconds > 0$"):
+    with pytest.raises(UsageError, match=r"^nap_s is -1; give seconds > 0, at most 864000000$"):
         Nap(nap_s=-1)
     with pytest.raises(UsageError, match=r"^depth is -1; give a whole number >= 0$"):
         Nap(depth=-1)
@@ -160,7 +211,8 @@ def test_a_declared_setting_is_in_arguments_environment_toml_help_and_documents(
     assert {"--nap", "--dreams"} <= set(flag_names(Sleeper))
     assert "nap_s  how long it sleeps" in (Nap.__doc__ or "")
     page = "".join(runpy.run_path(str(ROOT / "docs" / "make_settings.py"))["tables"]((Sleeper,)))
-    row = "| `--nap TIME`<br>`W5XDE_NAP`<br>`nap` | 2s | how long it sleeps | a time above 0, like 90, 90s, 5m or 2h |"
+    accepts = "a time above 0, like 90, 90s, 5m or 2h, at most 10000d"
+    row = f"| `--nap TIME`<br>`W5XDE_NAP`<br>`nap` | 2s | how long it sleeps | {accepts} |"
     assert row in page
 
 

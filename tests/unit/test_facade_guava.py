@@ -147,7 +147,8 @@ def test_a_variable_that_cannot_be_read(variable: str, text: str) -> None:
     "wrong",
     [{"batch_size": 0}, {"d_model": 0}, {"dropout": 1.0}, {"learning_rate": 0.0}, {"num_workers": -1},
      {"master_port": 65536}, {"resend_probe_interval": 0.0}, {"batch_size": "8"}, {"use_amp": 1}, {"max_resends": True},
-     {"ack_timeout": -1.0}, {"save_interval": 0}],
+     {"ack_timeout": -1.0}, {"ack_timeout": 1e7}, {"resend_probe_interval": 1e6}, {"activation_timeout": 1e10},
+     {"save_interval": 0}, {"checkpoint_dir": ""}],
 )  # fmt: skip
 def test_a_field_that_cannot_be(wrong: dict[str, Any]) -> None:
     (name,) = wrong
@@ -697,14 +698,21 @@ def test_memory_is_profiled_while_it_trains(tmp_path: Path) -> None:
     [
         (lambda: Orchestrator(DistributedConfig(), mode="both"), UsageError, "give local or orchestrator"),  # type: ignore[arg-type]
         (lambda: Orchestrator(DistributedConfig()).start_training(dataset()), UsageError, "call register_model"),
-        (lambda: Orchestrator(DistributedConfig()).register_model("gpt"), UsageError, "not str"),  # type: ignore[arg-type]
+        (
+            lambda: Orchestrator(DistributedConfig()).register_model("gpt"),
+            UsageError,
+            "^model is 'gpt'; give a ",
+        ),  # type: ignore[arg-type]
         (lambda: NetworkWorker(-1), UsageError, "gpu_id is -1"),
         (lambda: NetworkWorker("0"), UsageError, "gpu_id is '0'"),  # type: ignore[arg-type]
         (lambda: NetworkWorker(0, DistributedConfig(), sandbox="maybe"), UsageError, "sandbox is 'maybe'"),
-        (lambda: NetworkWorker(0, DistributedConfig(), master_port="29500"), UsageError, "server address is"),  # type: ignore[arg-type]
+        (lambda: NetworkWorker(0, DistributedConfig(), master_port="29500"), UsageError, "^master_port is '29500'"),  # type: ignore[arg-type]
         (lambda: NetworkWorker(0, DistributedConfig(), timeout_s=-1.0), UsageError, "^timeout_s is -1.0"),
         (lambda: NetworkWorker(0, DistributedConfig(), log="loud"), UsageError, "log is 'loud'"),  # type: ignore[arg-type]
         (lambda: started(num_epochs=0), UsageError, "num_epochs is 0"),
+        (lambda: started(val_dataloader=[]), UsageError, "^val_dataloader is empty"),
+        (lambda: started(val_dataloader=DataLoader(TensorDataset(torch.zeros(0)))), UsageError, "is empty"),
+        (lambda: started(val_dataloader=5), UsageError, "^val_dataloader is a int"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], error: type[Exception], said: str) -> None:

@@ -27,11 +27,12 @@ from w5xde_async.facade.calling import NodeLines, where_to_join
 from w5xde_async.facade.neighbours import is_here, join_file_here
 from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode
+from w5xde_async.job import ENDLESS, shown_progress
 from w5xde_async.net.join import Invitation, new_secret, write_private_line
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.net.own_addresses import own_addresses
 from w5xde_async.plan.sampler import Sampler
-from w5xde_async.telemetry.events import CheckpointSaved, RunStarted, StepCommitted, WorkerJoined
+from w5xde_async.telemetry.events import CheckpointSaved, RunStarted, StepCommitted, Warned, WorkerJoined
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, decode_header
 from w5xde_async.wire.messages import Done, Lease, Message, Params, Result, Welcome
 from w5xde_async.worker.config import WorkerConfig
@@ -597,6 +598,60 @@ def test_a_criterion_of_the_server_needs_a_word_from_the_nodes(calls: Any) -> No
     assert running.result(10).step == 2
 
 
+def _constant(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.detach(), target)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "said"),
+    [
+        (lambda output, target: 1 / 0, "ZeroDivisionError"),
+        (lambda output, target: 1.0, "the criterion gave float, not the mean loss"),
+        (lambda output, target: (output - target[:, None]) ** 2, r"the criterion gave a tensor of shape \[2, 2\]"),
+        (_constant, "does not depend on any trainable parameter"),
+    ],
+)  # fmt: skip
+def test_a_node_whose_criterion_computes_nothing_ends_and_the_server_computes_nothing_for_it(
+    criterion: Callable[[Any, Any], Any], said: str, calls: Any
+) -> None:
+    server = server_of(None, max_steps=3)
+    running, events = serve(calls, server)
+    with pytest.raises(UsageError, match=rf"this node cannot compute .*{said}.*criterion="):
+        node_for(server, criterion=criterion).train()
+    assert not any(isinstance(event, StepCommitted) for event in events)
+    node_for(server).train()
+    assert running.result(10).step == 3
+
+
+class Broken(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("mine")
+
+
+def test_a_node_whose_model_computes_nothing_ends_too(calls: Any) -> None:
+    """Not at the first leaf, which may be the data's fault: then the server ends the run and names the sample."""
+    server = server_of(None, max_steps=1000)
+    running, _ = serve(calls, server)
+    with pytest.raises(UsageError, match=r"this node cannot compute .*mine .*look at its model"):
+        node_for(server, model=Broken).train()
+    server.stop()
+    assert running.result(10).outcome == "stopped"
+
+
+def test_a_node_that_fetches_the_servers_criterion_joins_without_a_warning(calls: Any) -> None:
+    server = server_of(None, criterion=nn.CrossEntropyLoss(label_smoothing=0.5), max_steps=2)
+    running, events = serve(calls, server)
+    node_for(server).train()
+    assert running.result(20).step == 2
+    assert not [event.text for event in events if isinstance(event, Warned)]
+
+
+def test_without_an_end_no_end_is_told() -> None:
+    """Not what stands for it within (``job.ENDLESS``)."""
+    assert shown_progress(7, ENDLESS) == "step 7"
+    assert shown_progress(7, 9) == "step 7 of 9"
+
+
 def test_a_nodes_criterion_counts(calls: Any) -> None:
     server = server_of(None, max_steps=1)
     running, events = serve(calls, server)
@@ -648,7 +703,7 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: TrainingNode(3), "neither a module nor"),  # type: ignore[arg-type]
+        (lambda: TrainingNode(3), "^model is 3; give a torch.nn.Module, or"),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, "host:x"), "no valid port"),
         (lambda: TrainingNode(Model, device="abacus"), "device is 'abacus'"),
         (lambda: TrainingNode(Model, device=torch.device("meta")), "device is 'meta'"),
@@ -664,7 +719,10 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
         (lambda: CentralServer(Model(), Data(), batch_size="8"), "batch_size is '8'"),  # type: ignore[arg-type]
         (lambda: CentralServer(Model(), Data(), checkpoint_interval="5"), "checkpoint_interval is '5'"),  # type: ignore[arg-type]
         (lambda: CentralServer(Model(), Data(), num_epochs=0), "num_epochs is 0"),
-        (lambda: CentralServer(Model(), Data(), compression="zip"), "^compression is 'zip'; give one of raw, "),
+        (
+            lambda: CentralServer(Model(), Data(), compression="zip"),
+            "^compression is 'zip'; give auto, or one of",
+        ),
         (lambda: CentralServer(Model(), Data(), compression="topk:0.1", error_feedback=False), "error feedback"),
         (lambda: CentralServer(Model(), Data(), compression="auto", asynchronous_updates=True), "leave out"),
         (lambda: CentralServer(Model(), Data(), gradient_accumulation=0), "gradient_accumulation is 0"),
@@ -677,9 +735,18 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
             r'adaptive_batch="auto": .* under asynchronous_updates=False alone',
         ),
         (lambda: CentralServer(Model(), Data(), adaptive_batch="yes"), "^adaptive_batch is 'yes'; give auto or"),  # type: ignore[arg-type]
-        (lambda: TrainingNode(Model, ("localhost",)), r"server address is \('localhost',\); give \(host, port\)"),  # type: ignore[arg-type]
-        (lambda: TrainingNode(Model, ("localhost", "5555")), "server address is "),  # type: ignore[arg-type]
+        (lambda: TrainingNode(Model, ("localhost",)), r"^server_address is \('localhost',\); give \(host, port\)"),  # type: ignore[arg-type]
+        (lambda: TrainingNode(Model, ("localhost", "5555")), "^server_address is "),  # type: ignore[arg-type]
         (lambda: TrainingNode(Model, timeout_s=-1.0), "^timeout_s is -1.0"),
+        (lambda: TrainingNode(Model, token=b"abc"), "^token is of type bytes; give a text"),  # type: ignore[arg-type]
+        (lambda: TrainingNode(Model, criterion=nn.CrossEntropyLoss), r"give an instance: CrossEntropyLoss\(\)"),
+        (lambda: TrainingNode(Model, criterion=nn.CrossEntropyLoss(reduction="none")), 'reduction="none"'),
+        (lambda: TrainingNode(Model, criterion="mse"), "^criterion is 'mse'"),  # type: ignore[arg-type]
+        (lambda: CentralServer(Model(), Data(), criterion=nn.MSELoss), "give an instance"),
+        (lambda: CentralServer(Model(), Data(), timeout_s=4e6), "^timeout_s is 4000000.0; .* to 1000000$"),
+        (lambda: CentralServer(Model(), Data(), timeout_s=-1), "^timeout_s is -1;"),
+        (lambda: CentralServer(Model(), Data(), checkpoint_dir=""), "^checkpoint_dir is ''; give a path"),
+        (lambda: CentralServer(nn.Linear, Data()), r"the function raised TypeError: .* write model=lambda: torch.nn"),
         (lambda: TrainingNode(Model, log="loud"), "log is 'loud'"),  # type: ignore[arg-type]
     ],
 )
@@ -739,6 +806,14 @@ def test_classes_are_the_second_axis_or_the_last() -> None:
         assert torch.equal(class_loss(output, target), F.cross_entropy(output, target))
     likely = torch.rand(2, 5)
     assert torch.equal(class_loss(words[:, 0], likely), F.cross_entropy(words[:, 0], likely))
+
+
+def test_batches_without_labels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    step, words = BatchLoss(class_loss), torch.arange(6).reshape(2, 3)
+    echo = nn.Embedding(8, 8)
+    for batch in ({"input_ids": words, "labels": words}, {"input_ids": words}, {"input_ids": words}):
+        step(echo, batch)
+    assert [record.getMessage()[:31] for record in caplog.records] == ["the batches have no labels: inp"]
 
 
 @pytest.mark.parametrize(("output", "target"), [((2, 3, 3), (2, 3)), ((2, 3, 3, 3), (2, 3, 3)), ((4, 4, 4), (4, 4))])

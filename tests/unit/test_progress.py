@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from w5xde_async.errors import UsageError
 from w5xde_async.job import ENDLESS, shown_end
 from w5xde_async.telemetry.events import (
     BatchGrown,
@@ -432,7 +433,7 @@ async def test_showing_is_fit_for_an_event_loop() -> None:
 
 
 def test_a_config_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ValueError, match="refresh_s"):
+    with pytest.raises(UsageError, match="refresh_s"):
         ProgressConfig(refresh_s=0)
 
 

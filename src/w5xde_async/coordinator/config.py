@@ -17,7 +17,7 @@ from w5xde_async.updates.config import UpdateConfig
 _SAMPLES = whole(1)
 _BATCH = Kind(
     f"auto or {_SAMPLES.accepts}", "N", lambda told: told if told == "auto" else _SAMPLES.read(told),
-    lambda value: value == "auto" or _SAMPLES.holds(value),
+    lambda value: (isinstance(value, str) and value == "auto") or _SAMPLES.holds(value),
 )  # fmt: skip
 
 

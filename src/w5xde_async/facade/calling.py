@@ -22,7 +22,9 @@ from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm
 
+from w5xde_async.config import Kind
 from w5xde_async.errors import UsageError
+from w5xde_async.facade.arguments import PORT, TEXT
 from w5xde_async.facade.neighbours import join_file_here
 from w5xde_async.facade.words import Words
 from w5xde_async.net.endpoint import format_address, parse_address, valid_host
@@ -43,12 +45,6 @@ _T = TypeVar("_T")
 _EXIT_S = 30.0  #: how long a program that ends waits for calls in daemon threads
 _FIRST_LINE_S = 5.0  #: from joining to a node's first line about its work
 LogMode = Literal["silent", "normal", "verbose"]
-
-
-def check_log(log: str) -> None:
-    """Raises UsageError for what is no LogMode."""
-    if log not in ("silent", "normal", "verbose"):
-        raise UsageError(f"log is {log!r}; give silent, normal or verbose")
 
 
 def beats_for(timeout_s: float) -> float:
@@ -286,6 +282,8 @@ class _Told(logging.Handler):
 
 def token_of(token: str) -> str:
     """``token``, or where it is looked for without one (``net.token``). Raises UsageError."""
+    if not isinstance(token, str):
+        raise UsageError(f"token is of type {type(token).__name__}; give a text")
     named = os.environ.get("W5XDE_TOKEN_FILE", "")
     return token or find_token(Path(named) if named else None, given_as_argument=False, environment=os.environ)
 
@@ -319,15 +317,16 @@ class Place:
 
 
 def where_to_join(
-    address: tuple[str, int] | str | None, default: tuple[str, int], *, join_file: Path | str | None, secure: bool
-) -> Place:
+    address: tuple[str, int] | str | None, default: tuple[str, int], *, join_file: Path | str | None, secure: bool,
+    argument: str = "server_address",
+) -> Place:  # fmt: skip
     """The server by its address and, where there is one, a join string: ``join_file``, W5XDE_JOIN_FILE, W5XDE_JOIN, or
     what a server of this machine leaves. The string's secret and certificate count, its address only where ``address``
-    is None.
+    is None. ``argument``: where the address was given.
 
     Raises UsageError for a bad address or join string.
     """
-    given = None if address is None else parse_address(address) if isinstance(address, str) else _pair(address)
+    given = None if address is None else _parsed(address, argument)
     text, place = os.environ.get("W5XDE_JOIN", ""), "W5XDE_JOIN"
     if named := join_file or os.environ.get("W5XDE_JOIN_FILE", ""):
         text, place = read_secret_file(Path(named), kind="join file"), f"join file {named}"
@@ -341,9 +340,15 @@ def where_to_join(
     return Place(address, address, join_file_here(host, port), plain)
 
 
-def _pair(address: object) -> tuple[str, int]:
-    """Raises UsageError for what is no ``(host, port)``."""
-    match address:
-        case (str(host), int(port)) if 0 < port < 65536 and not isinstance(port, bool):
-            return valid_host(host), port
-    raise UsageError(f"server address is {address!r}; give (host, port) with a port from 1 to 65535, or 'host:port'")
+_ADDRESS = Kind(
+    "(host, port) with a port from 1 to 65535, or 'host:port'", "", str,
+    lambda value: isinstance(value, tuple) and len(value) == 2 and TEXT.holds(value[0]) and PORT.holds(value[1]),
+)  # fmt: skip
+
+
+def _parsed(address: Any, argument: str) -> tuple[str, int]:
+    """Host and port. Raises UsageError, which begins with ``argument``."""
+    if isinstance(address, str):
+        return parse_address(address, place=argument)
+    _ADDRESS.check(argument, address)
+    return valid_host(address[0], place=argument), int(address[1])

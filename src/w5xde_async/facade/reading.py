@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from w5xde_async.compute.block import described
 from w5xde_async.job import loss_of
+
+logger = logging.getLogger(__name__)
 
 Criterion = Callable[[Any, Any], Tensor]
 #: What the target is called in a sample of two parts, whatever the other is called.
@@ -27,15 +31,28 @@ class BatchLoss:
     def __init__(self, criterion: Criterion) -> None:
         self._criterion = criterion
         self._masked: dict[type, bool] = {}
+        self._told = False
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, dict) or "input_ids" not in batch:
-            return loss_of(model, _pair(batch), self._criterion)
+            return loss_of(model, _pair(batch), self._mean)
         inputs, target = batch["input_ids"], batch.get("labels")
         mask = batch.get("attention_mask")
         output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
         output = getattr(output, "logits", output)
-        return self._criterion(output, inputs.long() if target is None else target)
+        if target is None and not self._told:
+            self._told = True
+            logger.warning(
+                "the batches have no labels: input_ids are the target, and the model learns to repeat its input; give "
+                "labels (of a language model: input_ids shifted by one)"
+            )
+        return self._mean(output, inputs.long() if target is None else target)
+
+    def _mean(self, output: Any, target: Any) -> Tensor:
+        loss = self._criterion(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"the criterion gave {described(loss)}, not the mean loss: a tensor with one element")
+        return loss
 
     def _takes_mask(self, model: nn.Module) -> bool:
         kind = type(model)

@@ -24,17 +24,19 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from w5xde_async.compute.engine import choose_device
+from w5xde_async.config import NAME, PATH, TIME, YES_OR_NO
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import RefusalCode, Refused, Unreachable, UsageError
+from w5xde_async.facade import arguments
+from w5xde_async.facade.arguments import or_none, takes
 from w5xde_async.facade.calling import (
     LogMode,
     NodeLines,
     beats_for,
     block_on,
-    check_log,
     page_at,
     shown,
     token_of,
@@ -44,16 +46,15 @@ from w5xde_async.facade.calling import (
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
 from w5xde_async.facade.words import Words
-from w5xde_async.job import ENDLESS, Job
+from w5xde_async.job import ENDLESS, Job, made_model
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.plan.pacing import PacingConfig
-from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.telemetry.events import Bus
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.config import WorkerConfig
-from w5xde_async.worker.hooks import LeaseAnswered, WorkerHooks
+from w5xde_async.worker.hooks import LeaseAnswered, LeaseFailed, WorkerHooks
 from w5xde_async.worker.service import Worker
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ _WORDS = Words(
      "accumulate_grad_batches": "gradient_accumulation", "host": "ip", "prefetch_leaves": "queue_size",
      "epochs": "num_epochs", "connect_timeout_s": "timeout_s", "silence_s": "timeout_s", "heartbeat_s": "timeout_s"},
 )  # fmt: skip
+_MOST_FAILED = 12  # leases in a row: several parts of batches, each tried as often as a server lets it fail
 _OWN_CRITERION = ", criterion "  # in the run's name: nodes without one of their own need the server's
 
 
@@ -113,6 +115,16 @@ class CentralServer:
     dashboard            ``HOST`` or ``HOST:PORT`` of a page that shows the run (docs/dashboard.md); True: on loopback
     """
 
+    @takes(
+        model=arguments.MODEL, batch_size=arguments.COUNT, ip=arguments.HOST, port=arguments.PORT_TO_LISTEN,
+        checkpoint_dir=or_none(PATH), checkpoint_interval=arguments.MINUTES, secure=YES_OR_NO,
+        queue_size=arguments.COUNT,
+        criterion=arguments.CRITERION, optimizer_class=arguments.CALLABLE, optimizer_kwargs=arguments.SETTINGS,
+        compression=arguments.CODEC, error_feedback=YES_OR_NO, asynchronous_updates=YES_OR_NO,
+        gradient_accumulation=arguments.COUNT, num_epochs=arguments.COUNT, max_steps=arguments.COUNT,
+        seed=arguments.SEED, resume=arguments.TEXT, log=arguments.LOG, timeout_s=arguments.SILENCE,
+        dashboard=arguments.DASHBOARD,
+    )  # fmt: skip
     @_WORDS.said()
     def __init__(
         self,
@@ -144,20 +156,15 @@ class CentralServer:
         dashboard: str | bool = False,
     ) -> None:
         """Raises UsageError, JobError for what cannot work; nothing is opened before ``start``."""
-        if not isinstance(checkpoint_interval, int | float) or not checkpoint_interval > 0:
-            raise UsageError(f"checkpoint_interval is {checkpoint_interval!r}; give minutes > 0")
-        check_log(log)
         if compression == "auto" and asynchronous_updates:
             raise UsageError('compression="auto" chooses the rule too: leave out asynchronous_updates')
         if secure and checkpoint_dir is None:
             raise UsageError("secure=True needs a checkpoint_dir: the join file and the certificate lie there")
         token = token_of(token)
         if checkpoint_dir is None and not token and not is_loopback(ip):
-            raise UsageError(f"nodes cannot join {ip} without a secret: give a token or a checkpoint_dir")
+            raise UsageError(f"nodes cannot join ip={ip} without a secret: give a token or a checkpoint_dir")
         if not isinstance(model, nn.Module):
-            with random_state():
-                seed_all(seed)
-                model = model()
+            model = made_model(model, seed)
         self.model, self.dataset = model, dataset
         self.port = port  #: where it listens; with port 0, the one that was picked once it listens
         self.listening = threading.Event()  #: set while nodes can connect
@@ -246,6 +253,7 @@ class CentralServer:
         """
         return _WORDS.of_result(block_on(self._serve, instead="w5xde_async.Coordinator", words=_WORDS))
 
+    @takes(nodes=arguments.COUNT)
     @_WORDS.said()
     def predict(self, nodes: int = 1) -> Prediction:
         """What a run with so many nodes, each like this machine, will need: memory, bytes, time; ``print`` it.
@@ -254,6 +262,7 @@ class CentralServer:
         """
         return predict(self._job, self._config, workers=nodes)
 
+    @takes(reason=arguments.TEXT)
     def stop(self, reason: str = "stopped") -> None:
         """End after the batch under way. Returns at once; from any thread."""
         with self._lock:
@@ -325,6 +334,11 @@ class TrainingNode:
     log                 normal, or silent: nothing but warnings on stderr
     """
 
+    @takes(
+        model=arguments.MODEL, secure=YES_OR_NO, collect_metrics=YES_OR_NO, compress_gradients=YES_OR_NO,
+        batch_gradients=YES_OR_NO, device=arguments.DEVICE, criterion=arguments.CRITERION, join_file=PATH,
+        timeout_s=TIME, name=NAME, log=arguments.LOG,
+    )  # fmt: skip
     @_WORDS.said()
     def __init__(
         self,
@@ -343,10 +357,7 @@ class TrainingNode:
         name: str = "",
         log: LogMode = "normal",
     ) -> None:
-        """Raises UsageError: a bad address, join file or device."""
-        if not callable(model):
-            raise UsageError(f"model is a {type(model).__name__}, neither a module nor something that makes one")
-        check_log(log)
+        """Raises UsageError: a bad address, join file, device or criterion."""
         self._log: LogMode = log
         self._place = where_to_join(server_address, _DEFAULT_ADDRESS, join_file=join_file, secure=secure)
         self.server_address = self._place.server  #: ``host:port`` or a join string
@@ -382,6 +393,7 @@ class TrainingNode:
         _, before, worker = self._traffic
         return before if worker is None else before + worker.bytes_received
 
+    @takes(loss_callback=arguments.CALLABLE, network_callback=arguments.CALLABLE)
     def train(self, loss_callback: LossCallback | None = None, network_callback: NetworkCallback | None = None) -> None:
         """Work until the server has finished, or has gone and not come back within ``timeout_s``.
 
@@ -437,13 +449,19 @@ class TrainingNode:
             if report is not None:
                 report(answer)
 
+        def on_failed(failed: LeaseFailed) -> None:
+            # The server would compute everything that fails here itself, and both would seem to work.
+            if failed.in_a_row >= _MOST_FAILED or not (failed.ever or self._criterion is None):
+                own = "its model" if self._criterion is None else "its criterion= and model"
+                raise UsageError(f"this node cannot compute what the server sends: {failed.error}; look at {own}")
+
         async def work() -> None:
             nonlocal worker
             worker = make()
             await self._work(worker, lines)
 
         hears = report is not None or self._log != "silent"  # else nothing need be counted
-        hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered if hears else None)
+        hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered if hears else None, on_failed=on_failed)
         config = replace(self._config, gather_frames=self.batch_gradients)
         with lines.shown():
             lines.looking(self._place)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from w5xde_async.config import PATH, TIME, TIME_OR_0, YES_OR_NO, setting, size, text, whole
+from w5xde_async.config import PATH, TIME, TIME_OR_0, YES_OR_NO, Kind, number, setting, size, text, whole
 from w5xde_async.errors import need
 from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host
 from w5xde_async.net.join import check_strength
@@ -14,6 +14,16 @@ from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import SecurityConfig, is_loopback
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import HEARTBEAT_S, SILENCE_S
+
+
+def _time_within(least: float, most: float) -> Kind:
+    """A time that WELCOME can tell (``wire.messages.Welcome``): beyond its bounds nobody could join."""
+    seconds = number(f"from {least:g} to {most:.0f}", lambda value: least <= value <= most)
+    return TIME._replace(
+        accepts=f"a time from {least:g}s to {most:.0f}s, like 90, 90s or 5m", holds=seconds.holds,
+        in_python=f"seconds from {least:g} to {most:.0f}",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +49,11 @@ class NetworkConfig(SecurityConfig):
         "forwarded; several with commas between", text("HOST[:PORT] or [IPv6][:PORT]", "HOST[:PORT]"), "network",
         shown="where it listens",
     )  # fmt: skip
-    heartbeat_s: float = setting(3.0, "how often each side says that it lives", TIME, "network", flag="heartbeat")
+    heartbeat_s: float = setting(
+        3.0, "how often each side says that it lives", _time_within(*HEARTBEAT_S), "network", flag="heartbeat"
+    )
     silence_s: float = setting(
-        12.0, "a peer that is silent for so long counts as gone", TIME, "network", flag="silence"
+        12.0, "a peer that is silent for so long counts as gone", _time_within(*SILENCE_S), "network", flag="silence"
     )
     handshake_s: float = setting(10.0, "an unauthenticated connection has that long", TIME)
     join_s: float = setting(900.0, "a worker that was let in has that long to build its model", TIME)

@@ -27,7 +27,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from w5xde_async.config import Config, setting, whole
+from w5xde_async.config import TIME, TIME_OR_0, Config, number, setting, whole
 from w5xde_async.errors import need
 from w5xde_async.plan.sharing import Cost
 
@@ -52,26 +52,25 @@ class PacingConfig(Config):
     may be backed up.
     """
 
-    target_lease_s: float = 0.03
-    min_lease_s: float = 0.005
-    whole_step_s: float = 0.0
+    target_lease_s: float = setting(0.03, "", TIME_OR_0)
+    min_lease_s: float = setting(0.005, "", TIME_OR_0)
+    whole_step_s: float = setting(0.0, "", TIME_OR_0)
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
         whole(1), "workers",
     )  # fmt: skip
     smoothing: float = 0.3
     deadline_factor: float = 8.0
-    min_deadline_s: float = 5.0
-    max_deadline_s: float = 3600.0
-    first_deadline_s: float = 600.0
-    window: int = 64
-    backup_factor: float = 1.5
-    min_backup_s: float = 0.2
+    min_deadline_s: float = setting(5.0, "", TIME)
+    max_deadline_s: float = setting(3600.0, "", TIME)
+    first_deadline_s: float = setting(600.0, "", TIME)
+    window: int = setting(64, "", whole(1))
+    backup_factor: float = setting(1.5, "", number(">= 1", lambda x: x >= 1))
+    min_backup_s: float = setting(0.2, "", TIME_OR_0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need(0 < self.min_deadline_s <= self.max_deadline_s, "min_deadline_s lies between 0 and max_deadline_s")
-        need(self.window >= 1 and self.backup_factor >= 1, "window and backup_factor are at least 1")
+        need(self.min_deadline_s <= self.max_deadline_s, "min_deadline_s is longer than max_deadline_s")
 
 
 class _Window:

@@ -22,7 +22,7 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from w5xde_async.config import Config, one_of, setting
+from w5xde_async.config import TIME, Config, one_of, setting
 from w5xde_async.telemetry import events, wording
 from w5xde_async.telemetry.events import Event, RunFinished, RunStarted, StepCommitted
 from w5xde_async.telemetry.records import to_line, to_record
@@ -49,14 +49,9 @@ class ProgressConfig(Config):
     #: False where NO_COLOR is set; colours appear on terminals alone in any case.
     color: bool = True
     #: Shortest time between two paintings of the bar.
-    refresh_s: float = 0.1
+    refresh_s: float = setting(0.1, "", TIME)
     #: Shortest time between two lines about steps in verbose mode.
-    phases_s: float = 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.refresh_s <= 0 or self.phases_s <= 0:
-            raise ValueError("refresh_s and phases_s must be above 0")
+    phases_s: float = setting(0.3, "", TIME)
 
 
 class Progress:

@@ -25,6 +25,8 @@ PROBE_BYTES = 3072
 MOST_RANKS = 1024
 #: Most metrics that a job may report of a leaf, and characters of the name of one.
 MOST_METRICS, METRIC_NAME = 64, 128
+#: Least and most seconds between two signs of life, and of silence.
+HEARTBEAT_S, SILENCE_S = (1e-3, 1e5), (1e-3, 1e6)
 
 _Whole = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Wholes = tuple[_Whole, ...]
@@ -139,8 +141,8 @@ class Welcome(Message, frozen=True):
     accumulate: Annotated[int, Meta(ge=1, le=1 << 31)]
     bucket_bytes: _Whole
     fingerprint: _Data
-    heartbeat_s: Annotated[float, Meta(ge=1e-3, le=1e5)]
-    silence_s: Annotated[float, Meta(ge=1e-3, le=1e6)]
+    heartbeat_s: Annotated[float, Meta(ge=HEARTBEAT_S[0], le=HEARTBEAT_S[1])]
+    silence_s: Annotated[float, Meta(ge=SILENCE_S[0], le=SILENCE_S[1])]
     update: _Name = "sync"
     codec: _Name = "raw"
     downlink: _Name = "raw"

@@ -43,13 +43,29 @@ class LeaseAnswered:
         return sum(loss * count for loss, count in zip(self.losses, self.samples, strict=True)) / sum(self.samples)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseFailed:
+    """The job's code raised, and the coordinator has been told.
+
+    error    in one line: the exception, and where it was raised
+    in_a_row  leases that have failed since one was computed
+    ever     whether any has been computed on this link
+    """
+
+    error: str
+    in_a_row: int
+    ever: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerHooks:
     """Called on the event loop, between two messages: each should return soon. What one raises ends ``Worker.run``.
 
     on_welcome   gets what the coordinator says of the run; what it returns counts in its place
     on_answered  follows each lease that was computed, once its answer has left
+    on_failed    follows each lease that failed, once that has left
     """
 
     on_welcome: Callable[[Welcome], Welcome] | None = None
     on_answered: Callable[[LeaseAnswered], None] | None = None
+    on_failed: Callable[[LeaseFailed], None] | None = None

@@ -34,6 +34,7 @@ from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.hub.work.claims import Claims, seen
+from w5xde_async.job import shown_progress
 from w5xde_async.plan.leases import FailedWork, Grant
 from w5xde_async.plan.membership import Member, Standing
 from w5xde_async.plan.pacing import Pacing
@@ -187,7 +188,7 @@ class OuterTraining:
         self.schedule()
 
     def tick(self, now: float) -> None:
-        self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
+        self.roster.tick(now, shown_progress(self.progress, self.total_steps))
         self.schedule()
 
     def data_came(self) -> None:

@@ -32,6 +32,7 @@ from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
 from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
+from w5xde_async.job import shown_progress
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.audit import Auditor
 from w5xde_async.plan.leases import Grant
@@ -478,7 +479,7 @@ class SyncTraining:
         session.say_goodbye(ByeCode.LEAVING, "drained")
 
     def tick(self, now: float) -> None:
-        self.roster.tick(now, f"step {self.progress} of {self.total_steps}")
+        self.roster.tick(now, shown_progress(self.progress, self.total_steps))
         self.schedule()
         self._warn_of_idle()
         if self.lifecycle.stopping and now >= self.lifecycle.stop_at and self._recomputation is not None:

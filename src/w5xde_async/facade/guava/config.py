@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from w5xde_async.codecs.names import NAMES, is_codec
-from w5xde_async.config import YES_OR_NO, Config, Kind, Setting, number, text, whole
+from w5xde_async.config import TIME_OR_0, YES_OR_NO, Config, Kind, Setting, number, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
+from w5xde_async.facade.arguments import CODEC, SETTINGS, SILENCE, TEXT, takes
 from w5xde_async.facade.words import Words
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.messages import HEARTBEAT_S
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +29,12 @@ _FLAGS = {
     "run-dir": "checkpoint_dir", "resume": "resume", "host": "master_ip", "port": "master_port",
     "epochs": "num_epochs", "max-steps": "num_epochs", "silence": "ack_timeout", "codec": "codec",
     "downlink": "downlink", "heartbeat": "resend_probe_interval", "min-workers": "num_workers", "sandbox": "sandbox",
-    "dashboard-address": "dashboard",
+    "dashboard-address": "dashboard", "island-interface": "interface",
 }  # fmt: skip
 _FIELDS = {
     "host": "master_ip", "port": "master_port", "connect_timeout_s": "timeout_s", "epochs": "num_epochs",
-    "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval", "silence_s": "ack_timeout",
+    "dataset": "dataloader", "gradient_clip_val": "max_grad_norm", "evaluate_every": "val_interval",
+    "silence_s": "ack_timeout",
 }  # fmt: skip
 WORDS = Words(_FLAGS, _FIELDS, {
     "start the worker with the coordinator's --job": "an Orchestrator of mode=\"local\" needs none",
@@ -43,10 +46,12 @@ WORDS_IN_PIECES = Words(_FLAGS, _FIELDS, {
     "workers need --job: ": "it cannot be divided, leave out model_parallel and pipeline_parallel: ",
 })  # fmt: skip
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
-_NAMED = f"one of {', '.join(NAMES)}"
-_CODEC = Kind(f"auto, or {_NAMED}", "CODEC", str, lambda name: name == "auto" or is_codec(name))
-_DOWNLINK = Kind(_NAMED, "CODEC", str, is_codec)
-_TEXT = text("a text", "", r"(?s).*")
+_BEATS = number("from {:g} to {:.0f}".format(*HEARTBEAT_S), lambda x: HEARTBEAT_S[0] <= x <= HEARTBEAT_S[1])
+_SILENCE = SILENCE._replace(
+    accepts=f"0, or {SILENCE.accepts}", holds=lambda x: _FROM_0.holds(x) and (x == 0 or SILENCE.holds(x))
+)
+_DOWNLINK = Kind(f"one of {', '.join(NAMES)}", "CODEC", str, is_codec)
+_DIRECTORY = TEXT._replace(accepts="a path")
 #: Undocumented fields of the original, which its ``to_dict`` wrote: sockets tune themselves, a model needs no source.
 _GONE = frozenset({
     "socket_buffer_size", "tcp_nodelay", "enable_keepalive", "max_message_size_gb", "layers_per_gpu", "layer_ranges",
@@ -124,7 +129,7 @@ class DistributedConfig(Config):
     max_grad_norm: float = _knob(1.0, _FROM_0, "MAX_GRAD_NORM")
     use_amp: bool = _knob(False, YES_OR_NO, "USE_AMP")
     num_workers: int = _knob(1, whole(0), "NUM_WORKERS")
-    master_ip: str = _knob("localhost", _TEXT, "MASTER_IP")
+    master_ip: str = _knob("localhost", TEXT, "MASTER_IP")
     master_port: int = _knob(29500, whole(0, 65535), "MASTER_PORT")
     data_parallel: bool = _knob(True, YES_OR_NO, "DATA_PARALLEL")
     model_parallel: bool = _knob(False, YES_OR_NO, "MODEL_PARALLEL")
@@ -132,18 +137,18 @@ class DistributedConfig(Config):
     tensor_parallel: bool = _knob(False, YES_OR_NO, "TENSOR_PARALLEL")
     micro_batches: int = _knob(4, whole(1), "MICRO_BATCHES")
     tensor_parallel_size: int = _knob(2, whole(1), "TENSOR_PARALLEL_SIZE")
-    activation_timeout: float = _knob(60.0, _FROM_0, "ACT_TIMEOUT_SEC")
-    ack_timeout: float = _knob(30.0, _FROM_0, "ACK_TIMEOUT_SEC")
+    activation_timeout: float = _knob(60.0, TIME_OR_0._replace(read=_FROM_0.read), "ACT_TIMEOUT_SEC")
+    ack_timeout: float = _knob(30.0, _SILENCE, "ACK_TIMEOUT_SEC")
     max_resends: int = _knob(3, whole(0), "RESENDS_MAX")
-    resend_probe_interval: float = _knob(5.0, _ABOVE_0, "RESEND_PROBE_SEC")
+    resend_probe_interval: float = _knob(5.0, _BEATS, "RESEND_PROBE_SEC")
     allow_activation_reuse: bool = _knob(False, YES_OR_NO, "ALLOW_ACT_REUSE")
     activation_cache_steps: int = _knob(256, whole(0), "ACT_CACHE_STEPS")
     compact_log: bool = _knob(True, YES_OR_NO, "COMPACT_LOG")
     log_step_every: int = _knob(100, whole(0), "LOG_STEP_EVERY")
     log_activations: bool = _knob(False, YES_OR_NO, "LOG_ACT")
-    checkpoint_dir: str = _knob("./checkpoints", _TEXT)
+    checkpoint_dir: str = _knob("./checkpoints", _DIRECTORY)
     save_interval: int = _knob(1000, whole(1))
-    codec: str = _knob("raw", _CODEC, "CODEC")
+    codec: str = _knob("raw", CODEC, "CODEC")
     downlink: str = _knob("", _DOWNLINK, "DOWNLINK")
 
     def validate(self) -> None:
@@ -151,13 +156,14 @@ class DistributedConfig(Config):
         self.__post_init__()
 
     @classmethod
+    @takes(environment=SETTINGS)
     def from_env(cls, environment: Mapping[str, str] | None = None) -> Self:
         """The defaults, and what the environment (default: this process's) says of them. Raises UsageError."""
         environment = os.environ if environment is None else environment
         given: dict[str, Any] = {}
         for knob in fields(cls):
             variable = knob.metadata["env"]
-            if text := environment.get(variable, "").strip():
+            if text := str(environment.get(variable, "")).strip():
                 kind = knob.metadata["setting"].kind
                 try:
                     given[knob.name] = kind.value(text)
@@ -170,23 +176,23 @@ class DistributedConfig(Config):
         return asdict(self)
 
     @classmethod
+    @takes(values=SETTINGS)
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """From ``to_dict``, the original's too, whose undocumented fields are left out. Raises UsageError."""
         known = {knob.name for knob in fields(cls)}
-        if unknown := sorted(set(values) - known - _GONE):
+        if unknown := sorted(map(str, set(values) - known - _GONE)):
             raise UsageError(f"DistributedConfig has no {', '.join(unknown)}")
         if gone := sorted(set(values) & _GONE):
             logger.warning("fields without a meaning here are left out: %s", ", ".join(gone))
         return cls(**{name: value for name, value in values.items() if name in known})
 
+    @takes(num_gpus=whole(0))
     def adapt_to_gpus(self, num_gpus: int) -> None:
         """Make the run one of ``num_gpus`` workers, at least one: data parallel unless another kind was asked for.
 
         One device has nothing to split a model over: then those kinds are switched off. Raises UsageError for a
         negative number.
         """
-        if num_gpus < 0:
-            raise UsageError(f"num_gpus is {num_gpus}; give a number >= 0")
         self.num_workers = max(num_gpus, 1)
         if self.num_workers == 1:
             self.model_parallel = self.pipeline_parallel = self.tensor_parallel = False

@@ -96,6 +96,19 @@ def check_again_and_again(batches: Any) -> None:
         raise UsageError(f"a {type(batches).__name__} is no loader: {_ONCE}")
 
 
+def check_validation(batches: Any) -> None:
+    """Raises UsageError for what gives no batches, or gives them only once."""
+    if not hasattr(batches, "__iter__"):
+        raise UsageError(f"val_dataloader is a {type(batches).__name__}; give a DataLoader or a list of batches")
+    check_again_and_again(batches)
+    if (
+        not isinstance(getattr(batches, "dataset", None), IterableDataset)
+        and hasattr(batches, "__len__")
+        and not len(batches)
+    ):
+        raise UsageError("val_dataloader is empty: give one with batches, or leave it out")
+
+
 def _check_batch_size(config: DistributedConfig, batch_size: int | None) -> None:
     """Say that the config's has no effect, where somebody has set it."""
     if config.batch_size not in (DistributedConfig.batch_size, batch_size):

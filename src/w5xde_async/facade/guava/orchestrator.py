@@ -22,14 +22,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from w5xde_async.config import PATH, one_of
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run.prediction import Prediction, predict
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import StoreError, UsageError, need
+from w5xde_async.facade import arguments
+from w5xde_async.facade.arguments import of_type, takes
 from w5xde_async.facade.calling import LogMode, block_on, page_at, shown, token_of
 from w5xde_async.facade.guava.config import WORDS, WORDS_IN_PIECES, DistributedConfig
-from w5xde_async.facade.guava.loaders import Reading, check_again_and_again, reading_of
+from w5xde_async.facade.guava.loaders import Reading, check_validation, reading_of
 from w5xde_async.facade.guava.local import local_workers
 from w5xde_async.facade.neighbours import found_by_neighbours
 from w5xde_async.facade.reading import BatchLoss, class_loss
@@ -60,6 +63,10 @@ class Orchestrator:
     that shows the run (docs/dashboard.md); True: on loopback.
     """
 
+    @takes(
+        config=of_type(DistributedConfig, "a DistributedConfig"), mode=one_of("local", "orchestrator"),
+        seed=arguments.SEED, resume=arguments.TEXT, dashboard=arguments.DASHBOARD,
+    )  # fmt: skip
     @WORDS.said()
     def __init__(
         self,
@@ -72,8 +79,6 @@ class Orchestrator:
         dashboard: str | bool = False,
     ) -> None:
         """Raises UsageError, and ParallelismMissing for a kind of parallelism that is not there."""
-        if mode not in ("local", "orchestrator"):
-            raise UsageError(f"mode is {mode!r}; give local or orchestrator")
         config.validate()
         config.require_possible()
         if mode == "local" and config.island:
@@ -82,6 +87,7 @@ class Orchestrator:
         self.bus = Bus()  #: the run's events (telemetry.events), for those who want more than the screen
         self.port = config.master_port  #: where it listens; with port 0, the one that was picked once it listens
         self.listening = threading.Event()  #: set while workers can connect
+        token_of(token)  # it is looked for again when training starts
         self._token, self._seed, self._resume = token, seed, resume
         self._dashboard = page_at(dashboard)
         self._model: nn.Module | None = None
@@ -91,16 +97,16 @@ class Orchestrator:
         self._awaited: list[_Waiting] = []
         self._memory: tuple[MemoryReport, Path] | None = None
 
+    @takes(model=arguments.MODULE, criterion=arguments.CRITERION)
     def register_model(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
         """What to train, in place; ``criterion(output, target) -> mean loss``, default: cross entropy, with
         the class axis second, or last as language models have it.
 
-        Raises UsageError for what is no module.
+        Raises UsageError for what is no module, and for a criterion that gives no mean.
         """
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"register_model takes a torch.nn.Module, not {type(model).__name__}")
         self._model, self._criterion = model, criterion or class_loss
 
+    @takes(num_epochs=arguments.COUNT, val_interval=arguments.COUNT)
     @WORDS.said()
     def start_training(
         self,
@@ -131,6 +137,7 @@ class Orchestrator:
         ended = block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS)
         return WORDS.of_result(ended)
 
+    @takes(num_epochs=arguments.COUNT)
     @WORDS.said()
     def predict(self, dataloader: Any, num_epochs: int = 1) -> Prediction:
         """What ``start_training`` of these will need: memory, bytes, time, with ``config.num_workers`` workers that are
@@ -146,6 +153,7 @@ class Orchestrator:
         )
         return predict(job, self.config.coordinator_config(), workers=max(self.config.num_workers, 1))
 
+    @takes(reason=arguments.TEXT)
     def stop(self, reason: str = "stopped") -> None:
         """End after the step under way. Returns at once; from any thread. Nothing where nothing runs."""
         with self._lock:
@@ -153,6 +161,7 @@ class Orchestrator:
                 loop, coordinator = self._running
                 loop.call_soon_threadsafe(coordinator.request_stop, reason)
 
+    @takes(path=PATH)
     def save_checkpoint(self, path: Path | str | None = None) -> Path:
         """The model's weights in a safetensors file (default: ``model.safetensors`` in ``checkpoint_dir``); its path.
 
@@ -190,6 +199,7 @@ class Orchestrator:
             export_model(model, target)
         return target
 
+    @takes(directory=PATH)
     def enable_memory_profiling(self, directory: Path | str | None = None) -> None:
         """Note what allocates memory in this process while ``start_training`` trains; it leaves a report when it ends.
 
@@ -219,11 +229,11 @@ class Orchestrator:
         config.require_possible()
         if self._model is None:
             raise UsageError("no model is registered: call register_model(model) first")
-        if type(num_epochs) is not int or num_epochs < 1:
-            raise UsageError(f"num_epochs is {num_epochs!r}; give a whole number >= 1")
         given = reading_of(dataloader, config, seed=self._seed, epochs=num_epochs)
         if val_dataloader is not None:
-            check_again_and_again(val_dataloader)
+            check_validation(val_dataloader)
+        elif val_interval is not None:
+            logger.warning("val_interval=%s has no effect without a val_dataloader", val_interval)
         return self._job(self._model, given, num_epochs, val_dataloader, val_interval), given
 
     def _job(

@@ -75,6 +75,7 @@ class Connection:
         self._meter: Meter | None = None
         if hooks is not None and hooks.on_answered is not None:
             self._meter = Meter(link, self._outbox, hooks.on_answered, thread.clock)
+        self._on_failed = None if hooks is None else hooks.on_failed
         self._receive: Receive = link.recv if self._meter is None else self._meter.recv
         self._state = State.JOINING
         self._executor: LeaseExecutor | None = None
@@ -156,8 +157,9 @@ class Connection:
             raise
         self._executor = executor
         self.leases = leases = Leases(
-            executor, self._thread, self._outbox, self._meter, on_failure=self._failed, unsent=self._earlier
-        )
+            executor, self._thread, self._outbox, self._meter, on_failure=self._failed, on_failed=self._on_failed,
+            unsent=self._earlier,
+        )  # fmt: skip
         if self._stopping:
             leases.stop()
         self._outbox.post(encode(ready), sent=self._announced.set)

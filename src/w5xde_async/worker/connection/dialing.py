@@ -10,6 +10,7 @@ import os
 import random
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,8 +31,9 @@ from w5xde_async.errors import (
 from w5xde_async.net.link import Link
 from w5xde_async.net.racing import NoneWorked, first_that_works
 from w5xde_async.runtime import Runtime
+from w5xde_async.wire.frame import encode
 from w5xde_async.wire.handshake import member_id
-from w5xde_async.wire.messages import Rendezvous, Volunteer, Welcome
+from w5xde_async.wire.messages import Bye, ByeCode, Rendezvous, Volunteer, Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.handshake import Joined, ask, join, meet
 from w5xde_async.worker.connection.metering import Traffic
@@ -45,6 +47,7 @@ _Found = TypeVar("_Found")
 _TLS_ALERT = 0x1503  # how a TLS record that says "not understood" begins, read as the length of a header
 _HUNG_UP = 3
 #: While it looks for a coordinator it says so no more often than that.
+_GOODBYE_S = 2.0
 _SAID_EVERY_S = 30.0
 #: Before it connects again after links that ended, one after the other, without a lease that was applied.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0
@@ -248,7 +251,7 @@ class Dialer:
             self._hung_up = 0
             self.traffic.add(link)
             if self._on_welcome is not None:
-                joined = joined._replace(welcome=self._on_welcome(joined.welcome))
+                joined = joined._replace(welcome=await self._welcomed(joined))
             return joined
         except BaseException as error:
             link.abort()
@@ -258,6 +261,18 @@ class Dialer:
                 raise LinkLost(link.peer, "it accepted the connection and then said nothing") from None
             if given is None and isinstance(error, Refused) and error.code in _TRY_AGAIN:
                 raise _NotNow(error.reason) from None
+            raise
+
+    async def _welcomed(self, joined: Joined) -> Welcome:
+        """What counts in place of the WELCOME. Where the application does not want the run, leave in good order."""
+        assert self._on_welcome is not None
+        try:
+            return self._on_welcome(joined.welcome)
+        except Exception as error:
+            with suppress(LinkLost, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await joined.link.send(encode(Bye(ByeCode.LEAVING, str(error)[:500])))
+                    await joined.link.aclose()
             raise
 
     async def _reach(self, timeout_s: float) -> Link:

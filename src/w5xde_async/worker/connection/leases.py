@@ -28,6 +28,7 @@ from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Unsent
 from w5xde_async.worker.executors.island import IslandExecutor
+from w5xde_async.worker.hooks import LeaseFailed
 from w5xde_async.worker.uplink.result_encoder import BucketResult
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,10 @@ class Leases:
         meter: Meter | None = None,
         *,
         on_failure: Callable[[BaseException], None],
+        on_failed: Callable[[LeaseFailed], None] | None = None,
         unsent: Sequence[Unsent] = (),
     ) -> None:
-        """``unsent``: what an earlier link has left."""
+        """``unsent``: what an earlier link has left. ``on_failure`` hears that the compute thread broke off."""
         self._executor, self._thread, self._outbox, self._meter = executor, thread, outbox, meter
         self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact)
         self._queue: ComputeQueue | FollowerQueue
@@ -59,6 +61,7 @@ class Leases:
         else:
             self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
         self._earlier = list(unsent)
+        self._on_failed, self._failed_in_a_row = on_failed, 0
         self._told_of: set[str] = set()  # causes of failed leaves: each is logged once
         self._results: dict[int, list[BucketResult]] = {}  # of leases whose DONE was not given yet
         self._there: dict[int, frozenset[int]] = {}  # of leases of begun blocks: buckets that have come
@@ -208,6 +211,7 @@ class Leases:
         self._answer(held.message, computed, wait_s)
         self._revoked.discard(lease)  # it was computed for nothing; that it was tells that we are still here
         self.num_done += 1
+        self._failed_in_a_row = 0
 
     def _note_splits(self, splits: int) -> None:
         """Tell a person where lack of memory cuts microbatches into other pieces than before."""
@@ -235,8 +239,13 @@ class Leases:
             logger.warning("leaf failed leaf=%d error=%s", error.leaf, cause)
         self._results.pop(lease, None)
         self._there.pop(lease, None)
+        self._failed_in_a_row += 1
         failed = messages.Failed(lease, error.leaf, error.error, error.traceback)
-        self._outbox.post(encode(failed), sent=partial(self._executor.release, error.vectors))
+        sent: Callable[[], None] = partial(self._executor.release, error.vectors)
+        if self._on_failed is not None:
+            told = LeaseFailed(error=cause, in_a_row=self._failed_in_a_row, ever=self.num_done > 0)
+            sent = partial(_both, sent, partial(self._on_failed, told))
+        self._outbox.post(encode(failed), sent=sent)
 
     def not_begun(self, lease: int) -> None:
         """The lease was revoked in time."""

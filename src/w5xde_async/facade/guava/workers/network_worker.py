@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 
 from w5xde_async.cluster.island_processes import IslandProcesses
+from w5xde_async.config import NAME, PATH, TIME, one_of, whole
 from w5xde_async.errors import ExitCode, UsageError, W5xdeError
+from w5xde_async.facade import arguments
+from w5xde_async.facade.arguments import of_type, takes
 from w5xde_async.facade.calling import (
     LogMode,
     NodeLines,
     block_on,
-    check_log,
     token_of,
     where_to_join,
     working,
@@ -55,6 +57,11 @@ class NetworkWorker:
     interface that is trusted with it (loopback where the orchestrator is on this machine).
     """
 
+    @takes(
+        gpu_id=whole(0, 1023), config=of_type(DistributedConfig, "a DistributedConfig"), master_ip=arguments.HOST,
+        master_port=arguments.PORT, join_file=PATH, timeout_s=TIME, sandbox=one_of("auto", "on", "off"),
+        interface=NAME, log=arguments.LOG,
+    )  # fmt: skip
     @WORDS.said()
     def __init__(
         self,
@@ -71,17 +78,15 @@ class NetworkWorker:
         log: LogMode = "normal",
     ) -> None:
         """Raises UsageError: a device that is not there, a bad address or join file; ParallelismMissing."""
-        if type(gpu_id) is not int or gpu_id < 0:
-            raise UsageError(f"gpu_id is {gpu_id!r}; give a whole number >= 0")
-        check_log(log)
         config = config or DistributedConfig.from_env()
         config.require_known()
         self.gpu_id, self.config = gpu_id, config
         address = (master_ip or config.master_ip, config.master_port if master_port is None else master_port)
+        arguments.PORT.check("master_port", address[1])
         self._log: LogMode = log
         self._host = address_of(interface) if interface else ""
         self._interface = interface
-        self._place = where_to_join(address, address, join_file=join_file, secure=False)
+        self._place = where_to_join(address, address, join_file=join_file, secure=False, argument="master_ip")
         cuda = torch.cuda.is_available()
         if not cuda:
             logger.warning("there is no CUDA on this machine: worker %d computes on the CPU", gpu_id)
