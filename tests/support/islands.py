@@ -79,6 +79,14 @@ def outcomes(
     return {name: [of_rank.get(name, missing) for of_rank in told] for name in names}
 
 
+def run(module: str, size: int, folder: Path, names: Sequence[str] = (), timeout_s: float = 50.0, **more: str) -> None:
+    """Every case (of ``names``) on every rank, without an error."""
+    wrong = {name: said for name, said in outcomes(module, size, folder, names, timeout_s, **more).items() if any(said)}
+    assert not wrong, "\n".join(
+        f"{name}, rank {rank}: {text}" for name, said in wrong.items() for rank, text in enumerate(said)
+    )
+
+
 def _told(path: Path) -> dict[str, str]:
     return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
 

@@ -139,18 +139,19 @@ def test_a_region_that_backward_needs_counts_beside_what_was_kept_before_and_aft
 
 
 _PEAK = """
-import resource, sys
+import sys
 import torch
+from tests.support.resident import forget_peak, peak_bytes
 from tests.unit import test_checkpointing as test
 test.DEPTH, test.WIDTH = 24, 256
 model, _, layout, document = test.made(sys.argv[1])
 step = test.program_step(document, layout, memory_bytes=1 << 34)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-batch = tuple(torch.randn(8192, 256) for _ in range(2))
+before = forget_peak()
+batch = tuple(torch.randn(4096, 256) for _ in range(2))
 for _ in range(2):
     loss, _ = step(model, batch)
     loss.backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak_bytes() - before)
 """
 
 
@@ -183,7 +184,7 @@ def test_compiled_it_keeps_as_little() -> None:
 
 
 def peak(how: str) -> int:
-    """KiB that a process takes more to compute two steps of 24 blocks.
+    """Bytes that a process takes more to compute two steps of 24 blocks.
 
     Large tensors get pages of their own: what glibc keeps of freed ones would hide what is in use.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,36 +175,21 @@ CASES: dict[str, islands.Case] = {
     "cast again": _casts_again, "unlike": _unlike,
 }  # fmt: skip
 FAST = ("transformer", "convolutions", "jobs", "refusals", "unlike")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return islands.outcomes("tests.unit.test_parallel_building", 2, tmp_path_factory.mktemp("two"), FAST)
+SLOW = tuple(name for name in CASES if name not in FAST)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", FAST)
-def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
-    assert two[name] == ["", ""], "\n".join(two[name])
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
-    return {
-        size: islands.outcomes(
-            "tests.unit.test_parallel_building", size, tmp_path_factory.mktemp(str(size)), timeout_s=110
-        )
-        for size in (2, 3)
-    }
+@pytest.mark.timeout(120)
+def test_two_ranks(tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_building", 2, tmp_path, FAST, timeout_s=110)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_more_ranks(name: str, size: int, more: dict[int, dict[str, list[str]]]) -> None:
-    assert more[size][name] == [""] * size, "\n".join(more[size][name])
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("size", "names"), [(2, SLOW), (3, tuple(CASES))])
+def test_more_ranks(size: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_building", size, tmp_path, names, timeout_s=110)
 
 
 # -- shapes

@@ -197,36 +197,21 @@ CASES: dict[str, islands.Case] = {
 
 
 FAST = ("transformer", "accumulation", "convolutions", "errors", "refusals")  # tracing takes a second or two each
-
-
-def _outcomes(size: int, names: tuple[str, ...], folder: Path) -> dict[str, list[str]]:
-    return islands.outcomes("tests.unit.test_parallel_pipeline", size, folder, names, timeout_s=110)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return _outcomes(2, FAST, tmp_path_factory.mktemp("two"))
+SLOW = tuple(name for name in CASES if name not in FAST)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", FAST)
-def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
-    assert two[name] == ["", ""], "\n".join(two[name])
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
-    return {size: _outcomes(size, tuple(CASES), tmp_path_factory.mktemp(str(size))) for size in (2, 3, 4)}
+def test_two_ranks(tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_pipeline", 2, tmp_path, FAST, timeout_s=110)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(360)
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_more_ranks(name: str, size: int, more: dict[int, dict[str, list[str]]]) -> None:
-    assert more[size][name] == [""] * size, "\n".join(more[size][name])
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("size", "names"), [(2, SLOW), (4, tuple(CASES))])
+def test_more_ranks(size: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_pipeline", size, tmp_path, names, timeout_s=110)
 
 
 # -- schedules

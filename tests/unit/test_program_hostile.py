@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tests.support.programs import (
     tree,
     v,
 )
+from tests.support.resident import forget_peak, peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from w5xde_async.compute.program import program_job
@@ -404,11 +404,11 @@ def test_there_are_enough() -> None:
 @pytest.mark.slow
 def test_memory_stays_flat() -> None:
     found = [make() for make, _ in HOSTILE.values()]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     for program in found:
         refused(program)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 64 << 10, f"{grown} KiB more"
+    grown = peak_bytes() - before
+    assert grown < 64 << 20, f"{grown >> 20} MiB more"
 
 
 def test_what_may_be_a_view_of_much_takes_little_memory_to_check() -> None:
