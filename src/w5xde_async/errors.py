@@ -197,12 +197,13 @@ class LinkLost(W5xdeError):
 
 
 class Unreachable(LinkLost):
-    """Nothing answered within the deadline. ``heard``: what a coordinator that was lost did when last heard of."""
+    """Nothing answered within the deadline. ``heard``: what a coordinator that was lost did when last heard of;
+    ``advice``: what to do, where that is not to look at the address and the network."""
 
-    def __init__(self, peer: str, reason: str, waited_s: float, heard: str = "") -> None:
+    def __init__(self, peer: str, reason: str, waited_s: float, heard: str = "", advice: str = "") -> None:
         super().__init__(peer, reason)
         self.waited_s, self.heard = waited_s, heard
-        advice = "check the address, that the coordinator runs, and the firewall between"
+        advice = advice or "check the address, that the coordinator runs, and the firewall between"
         if heard:
             advice = f"when it was last heard of it was at {heard}, and it may have ended since"
         self.args = (f"no coordinator reachable at {peer} within {waited_s:.0f} s ({reason}); {advice}",)

@@ -518,6 +518,34 @@ def test_elsewhere_the_first_second_says_what_is_missing(
     running.result(10)
 
 
+def test_a_secure_server_of_another_users_is_looked_for_by_its_join_file(
+    calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No address and no firewall is the cause: at once, and at the end, the join file is what is missing."""
+    server = server_of(tmp_path / "run", secure=True)
+    running, _ = serve(calls, server)
+    monkeypatch.setenv("HOME", str(tmp_path / "of another user"))
+    with pytest.raises(Unreachable, match=r"is not there yet\); start the coordinator, .*\(join_file=, ") as raised:
+        node_for(server, secure=True, timeout_s=0.3).train()
+    assert "firewall" not in str(raised.value)
+    assert re.search(r"looking for the server at .*of another user.*join_file=", capfd.readouterr().err)
+    server.stop()
+    running.result(10)
+
+
+@pytest.mark.parametrize("given", [{}, {"secure": True}, {"ip": "0.0.0.0"}], ids=["plain", "secure", "open"])
+def test_a_server_shows_no_flag(
+    given: dict[str, Any], calls: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = server_of(tmp_path / "run", log="verbose", max_steps=3, **given)
+    running, _ = serve(calls, server)
+    node_for(server).train()
+    running.result(10)
+    shown = capfd.readouterr().err
+    assert "Start a worker" in shown
+    assert not re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown)
+
+
 def test_a_token_on_both_sides(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of(None, token="shared", max_steps=1)
     running, events = serve(calls, server)
@@ -559,7 +587,7 @@ def test_a_node_says_that_it_joined_how_far_it_is_and_how_it_ended(capfd: pytest
     now = 0.0
     lines = NodeLines("normal", _WORDS, clock=lambda: now)
     worker = Worker("localhost:5555", config=WorkerConfig(name="me", device="cpu"))
-    lines.looking(where_to_join(None, ("localhost", 5555), join_file=None, secure=False))
+    lines.looking(where_to_join(None, ("localhost", 5555), join_file=None, secure=False), worker.config)
     lines.joined(worker, WELCOME)
     for step in range(100):
         now += 1.0

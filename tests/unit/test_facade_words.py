@@ -71,6 +71,7 @@ def test_no_flag_is_left(words: Words) -> None:
          'NetworkWorkers cannot compute it, mode="local" can: the step cannot be made a program: x'),
         (W5XDE, "workers need --job: x", "workers without the model's code cannot compute it: x"),
         (GUAVA, "use --durability checkpoint", "use durability of w5xde_async.CoordinatorConfig (checkpoint)"),
+        (W5XDE, "(--host 0.0.0.0 lets others in)", '(ip="0.0.0.0" lets others in)'),
         (W5XDE, "a well-known a---b", "a well-known a---b"),
     ],
 )  # fmt: skip

@@ -44,6 +44,7 @@ from w5xde_async.worker.service import Worker
 _T = TypeVar("_T")
 _EXIT_S = 30.0  #: how long a program that ends waits for calls in daemon threads
 _FIRST_LINE_S = 5.0  #: from joining to a node's first line about its work
+_ELSE = "that of another user's is named by join_file= or W5XDE_JOIN_FILE"
 LogMode = Literal["silent", "normal", "verbose"]
 
 
@@ -167,7 +168,7 @@ def shown(bus: Bus, mode: LogMode, *, join: Callable[[], str], words: Words, res
     """
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
-    progress = Progress(ProgressConfig(mode=mode, color=color), terminal=False if dumb else None)
+    progress = Progress(ProgressConfig(mode=mode, color=color), terminal=False if dumb else None, words=words)
 
     def show(event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -229,9 +230,10 @@ class NodeLines:
         with _logging_to(handler):
             yield
 
-    def looking(self, place: Place) -> None:
+    def looking(self, place: Place, config: WorkerConfig) -> None:
         """A server is looked for."""
-        self._say(f"looking for the server at {place.address}")
+        waits = "" if place.now(config) else f", whose join string this user's servers leave at {place.found}; "
+        self._say(f"looking for the server at {place.address}{waits}{_ELSE if waits else ''}")
 
     def meeting(self, shape: str) -> None:
         """The other members of an island are waited for."""

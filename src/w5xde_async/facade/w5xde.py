@@ -464,7 +464,7 @@ class TrainingNode:
         hooks = WorkerHooks(on_welcome=on_welcome, on_answered=on_answered if hears else None, on_failed=on_failed)
         config = replace(self._config, gather_frames=self.batch_gradients)
         with lines.shown():
-            lines.looking(self._place)
+            lines.looking(self._place, self._config)
             make = self._place.worker(config, job=None if program else self._job(), hooks=hooks)
             block_on(work, instead="w5xde_async.Worker", words=_WORDS)
 

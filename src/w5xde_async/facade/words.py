@@ -97,7 +97,8 @@ class Words:
             return argument if value is None else f"{argument} ({value})"
         if value is None:
             return argument
-        return f"{argument}={value}" if value[0].isdigit() else f'{argument}="{value}"'
+        is_number = value[0].isdigit() and value.count(".") < 2
+        return f"{argument}={value}" if is_number else f'{argument}="{value}"'
 
     def _field(self, found: re.Match[str]) -> str:
         return f"{self._fields.get(found[1], found[1])} is "

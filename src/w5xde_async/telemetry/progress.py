@@ -64,17 +64,20 @@ class Progress:
         stream: TextIO | None = None,
         terminal: bool | None = None,
         columns: Callable[[], int] | None = None,
+        words: Callable[[str], str] = str,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``terminal`` None asks the stream; ``clock`` paces, ``wall`` only dates JSON lines."""
+        """``terminal`` None asks the stream; ``clock`` paces, ``wall`` only dates JSON lines. ``words`` puts what the
+        start advises in the words of an interface without flags.
+        """
         self._config = config or ProgressConfig()
         stream = stream or sys.stderr
         self._terminal = stream.isatty() if terminal is None else terminal
         self._json = self._config.log_format == "json"
         self._screen = _Screen(stream, columns or (lambda: _columns(stream)))
         self._paint = wording.colored if self._terminal and self._config.color and not self._json else wording.plain
-        self._clock, self._wall = clock, wall
+        self._words, self._clock, self._wall = words, clock, wall
         self._interval_s = self._config.refresh_s
         self._next_at = -math.inf
         self._next_step = 0
@@ -193,7 +196,7 @@ class Progress:
     def _as_text(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._screen.write("\n".join(wording.header(event, self._paint)))
+                self._screen.write("\n".join(wording.header(event, self._paint, self._words)))
                 if self._terminal:
                     self._screen.open_bar(event.total_steps, event.resumed_step, color=self._config.color)
                     self._draw()

@@ -107,8 +107,8 @@ def _row(paint: Paint, width: int, label: str, *parts: str) -> str:
 # --- the start
 
 
-def header(event: RunStarted, paint: Paint) -> list[str]:
-    """What runs, on what, how others join: shown once."""
+def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -> list[str]:
+    """What runs, on what, how others join: shown once. ``words``: as for ``Progress``."""
     row = partial(_row, paint, _LABEL)
     resumed = paint("good", f"resumed at step {event.resumed_step:,}") if event.resumed_step else ""
     batch = f"batch {event.batch_size:,}"
@@ -134,7 +134,7 @@ def header(event: RunStarted, paint: Paint) -> list[str]:
     if event.worker_command:
         # On a line of its own and undecorated, to be copied whole.
         command = paint("accent", clean(event.worker_command))
-        lines += [f"  {_where_to_start(event)}:", "", f"    {command}", ""]
+        lines += [f"  {words(_where_to_start(event))}:", "", f"    {command}", ""]
     return lines
 
 

@@ -109,9 +109,11 @@ class Dialer:
 
     def unreachable(self, waited_s: float) -> Unreachable:
         """What to raise after so long."""
-        file = "" if self._join_file is None else f"join file {self._join_file.path}"
-        where = file if self._target is None else str(self._target)
-        return Unreachable(where, self._reason or "no answer so far", waited_s, self._heard)
+        reason = self._reason or "no answer so far"
+        if self._target is not None or self._join_file is None:
+            return Unreachable(str(self._target or ""), reason, waited_s, self._heard)
+        advice = "start the coordinator, which writes it, or name the file of another (--join-file)"
+        return Unreachable(f"join file {self._join_file.path}", reason, waited_s, self._heard, advice)
 
     def link_ended(self, *, failed: bool, applied: bool, heard: str) -> None:
         """A link that ``join`` gave is over. ``failed``: it ended without a goodbye; ``applied``: a lease counted;

@@ -121,7 +121,7 @@ class NetworkWorker:
             lines.ended((await working(worker)).value, worker)
 
         with lines.shown(), WORDS.said():
-            lines.looking(self._place)
+            lines.looking(self._place, self._config)
             hooks = WorkerHooks(on_welcome=on_welcome, on_answered=lines.answered)
             server = self._place.now(self._config)
             make = self._place.worker(self._config, hooks=hooks)
