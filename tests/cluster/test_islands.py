@@ -15,11 +15,10 @@ from torch import nn
 
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import LinkLost, Refused, W5xdeError
+from w5xde_async.errors import LinkLost, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.plan.shares import Share
 from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
-from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.connection.connection import Departure
 from w5xde_async.worker.service import Worker
 
@@ -148,13 +147,6 @@ async def test_a_rank_that_does_not_come_keeps_nobody_waiting() -> None:
         (error,) = await asyncio.gather(alone, return_exceptions=True)
     assert isinstance(error, LinkLost | Departure)
     assert result.digest == expected.digest
-
-
-async def test_a_run_of_another_kind_refuses_islands_and_says_why() -> None:
-    async with Coordinator(jobs.mlp_sgd(), config=settings(update=UpdateConfig(codec="int8"))) as coordinator:
-        ranks = start(coordinator.address, Circle(2, Share.BLOCK), jobs.mlp_sgd)
-        ended = await asyncio.gather(*[rank.run() for rank in ranks], return_exceptions=True)
-    assert all(isinstance(error, Refused) and "as they lie in memory" in str(error) for error in ended)
 
 
 async def test_an_island_that_is_asked_to_leave_goes_in_good_order() -> None:

@@ -94,6 +94,13 @@ class _Lockstep:
     def union(self, numbers: Sequence[int], count: int) -> list[int]:
         return sorted(set().union(*self._circle.meet(self._rank, numbers)))
 
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        return self._circle.meet(self._rank, data)
+
+    def pass_on(self, data: torch.Tensor, source: int) -> None:
+        given = self._circle.meet(self._rank, data.clone())
+        data.copy_(given[source])
+
 
 class HeadComputes:
     """Rank 0 has the engine; the others bring their data and their pieces of the parameters, and take their results."""

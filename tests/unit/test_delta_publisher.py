@@ -35,6 +35,7 @@ class Worker:
     codec: str = "int4"
     unsent: set[int] = field(default_factory=set)
     current_version: int = -1
+    island: None = None
 
     def __post_init__(self) -> None:
         self.outbox = self

@@ -51,6 +51,35 @@ def test_the_pieces_of_all_shards_are_every_bucket_once(case: tuple[Layout, list
 
 
 @given(divided())
+def test_what_a_shard_holds_is_a_layout_of_the_same_tensors(case: tuple[Layout, list[Shard]]) -> None:
+    """Each value of the whole lies in one shard's own layout, in the bucket and the entry that it is of."""
+    made, shards = case
+    for group in made.groups:
+        values = torch.arange(group.numel)
+        for shard in shards:
+            own, runs = shard.own, [run for run in shard.runs if run.group == group.index]
+            mine = torch.cat([values[run.begin : run.end] for run in runs] or [values[:0]])
+            assert own.groups[group.index].numel == len(mine)
+            for whole, part in zip(
+                [*made.entries, *(bucket for bucket in made.buckets if bucket.group == group.index)],
+                [*own.entries, *(bucket for bucket in own.buckets if bucket.group == group.index)], strict=True,
+            ):  # fmt: skip
+                if whole.group == group.index:
+                    held = mine[part.offset : part.offset + part.numel]
+                    there = {*range(whole.offset, whole.offset + whole.numel)}
+                    assert held.tolist() == [value for value in mine.tolist() if value in there]
+            for bucket in own.buckets:
+                assert bucket.numel == shard.numel(made.buckets[bucket.index])
+
+
+def test_shards_of_one_size_have_digests_of_their_own() -> None:
+    made = layout()
+    halves = [Shard.of(made, [(0, 0, 64)]), Shard.of(made, [(0, 64, 128)])]
+    assert halves[0].own.describe() == halves[0].own.describe()
+    assert halves[0].digest != halves[1].digest
+
+
+@given(divided())
 def test_a_shard_comes_back_from_the_wire(case: tuple[Layout, list[Shard]]) -> None:
     made, shards = case
     for shard in shards:

@@ -164,6 +164,10 @@ class Group:
         rows = all_of.view(self.size, longest).numpy()
         return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 
+    def pass_on(self, data: Tensor, source: int) -> None:
+        """``data`` of rank ``source``, bytes in host memory, into everybody's."""
+        dist.broadcast(data, source, group=self._numbers)
+
     def close(self) -> None:
         """Leave. Peers that still compute with this rank get errors."""
         dist.destroy_process_group()

@@ -19,6 +19,8 @@ from w5xde_async.params.layout import ALIGN_BYTES, Bucket, Layout, named_state
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, uncopied, format ``B``."""
+    if not tensor.numel():
+        return memoryview(bytearray())  # an empty view cannot be cast
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat).cast("B")
 

@@ -7,9 +7,10 @@ comes from there.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -86,6 +87,46 @@ class Shard:
     def buckets(self) -> frozenset[int]:
         """The buckets of which it has anything."""
         return frozenset(index for index, pieces in enumerate(self._pieces) if pieces)
+
+    @cached_property
+    def own(self) -> Layout:
+        """What it holds as a layout by itself: the runs one behind the other, under the same numbers of entries, groups
+        and buckets. An entry is flat and has the values that are here, which may be none."""
+        whole = self.layout
+        before: list[list[tuple[int, int]]] = [[] for _ in whole.groups]  # begin of a run, elements before it
+        sizes = [0] * len(whole.groups)
+        for group, begin, end in self.runs:
+            before[group].append((begin, sizes[group]))
+            sizes[group] += end - begin
+        ends = {(run.group, run.begin): run.end for run in self.runs}
+
+        def at(group: int, element: int) -> int:
+            found = bisect_right(before[group], (element, sizes[group])) - 1
+            if found < 0:
+                return 0
+            begin, held = before[group][found]
+            return held + min(element, ends[group, begin]) - begin
+
+        def cut(group: int, offset: int, numel: int) -> tuple[int, int]:
+            first = at(group, offset)
+            return first, at(group, offset + numel) - first
+
+        entries = []
+        for entry in whole.entries:
+            offset, numel = cut(entry.group, entry.offset, entry.numel)
+            entries.append(replace(entry, offset=offset, numel=numel, shape=(numel,)))
+        buckets = []
+        for bucket in whole.buckets:
+            offset, numel = cut(bucket.group, bucket.offset, bucket.numel)
+            buckets.append(replace(bucket, offset=offset, numel=numel))
+        groups = tuple(replace(group, numel=size) for group, size in zip(whole.groups, sizes, strict=True))
+        return Layout(tuple(entries), groups, tuple(buckets), whole.bucket_bytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that tell it from other shards, and from those of other layouts."""
+        told = self.layout.fingerprint + ",".join(map(str, self.packed)).encode()
+        return hashlib.blake2b(told, digest_size=8).hexdigest()
 
     @cached_property
     def _pieces(self) -> list[tuple[Run, ...]]:

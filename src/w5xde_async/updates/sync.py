@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ class SyncRule:
 
     def __init__(
         self,
-        model: nn.Module,
+        tensors: Sequence[Tensor],
         layout: Layout,
         state: FlatState,
         optimizer: torch.optim.Optimizer,
@@ -85,10 +85,12 @@ class SyncRule:
         scheduler: Any = None,
         clip: float | None = None,
         scale: LossScale | None = None,
+        across: Callable[[float], float] | None = None,
     ) -> None:
-        """``clip``: the largest global norm of a gradient. ``scheduler`` is stepped after every optimizer step."""
-        self.layout, self._buffers = layout, BufferState(layout, state)
-        tensors: list[Any] = list(state_of(model, layout))
+        """``tensors``: the model's, in layout order. ``clip``: the largest global norm of a gradient. ``scheduler`` is
+        stepped after every optimizer step. ``across``: where ``layout`` is a shard, the sum over all of them.
+        """
+        self.layout, self._buffers, self._across = layout, BufferState(layout, state), across
         self._parameters = [(index, tensors[index]) for index in layout.trainable]
         self.optimizer, self.scheduler, self.clip, self.scale = optimizer, scheduler, clip, scale
         self._behind = False  # the scheduler has not made the step that belongs to the last optimizer step
@@ -100,8 +102,8 @@ class SyncRule:
             raise JobError("model", "it has no trainable parameter", "set requires_grad on what is to be trained")
         optimizer = _optimizer(job, model)
         return cls(
-            model, layout, state, optimizer, scheduler=_scheduler(job, optimizer), clip=job.gradient_clip_val,
-            scale=LossScale() if job.precision == "fp16" else None,
+            list(state_of(model, layout)), layout, state, optimizer, scheduler=_scheduler(job, optimizer),
+            clip=job.gradient_clip_val, scale=LossScale() if job.precision == "fp16" else None,
         )  # fmt: skip
 
     @property
@@ -202,9 +204,18 @@ class SyncRule:
         return all(bool(torch.isfinite(gradient).all()) for gradient in narrow)
 
     def _norm(self, root: ResultVector) -> float:
+        groups = [root.group(g.index) for g in self.layout.groups if g.role == "grad"]
+        if self._across is not None:
+            # In float64, where it makes next to no difference that shards are added and not parameters.
+            squares = [float(torch.linalg.vector_norm(group, dtype=torch.float64)) ** 2 for group in groups]
+            norm = math.sqrt(self._across(sum(squares)))
+            if self.clip is not None and math.isfinite(norm):
+                factor = min(1.0, self.clip / (norm + 1e-6))  # as ``clip_grad_norm_``
+                for group in groups:
+                    group.mul_(factor)
+            return norm
         if self.clip is not None:
             return float(nn.utils.clip_grad_norm_([p for _, p in self._parameters], self.clip))
-        groups = [root.group(g.index) for g in self.layout.groups if g.role == "grad"]
         return math.hypot(*(float(torch.linalg.vector_norm(group)) for group in groups))
 
     def _forget_gradients(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from w5xde_async.compute.block import LeafSpec
@@ -101,3 +102,11 @@ class GroupLockstep:
         for row in self._group.numbers(words):
             union = [mine | theirs for mine, theirs in zip(union, row, strict=True)]
         return [number for number in range(count) if union[number // _WORD] >> number % _WORD & 1]
+
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        """What each rank gives."""
+        return self._group.bytes_of_all(data)
+
+    def pass_on(self, data: Tensor, source: int) -> None:
+        """Bytes of rank ``source`` into everybody's."""
+        self._group.pass_on(data, source)

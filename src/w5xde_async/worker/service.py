@@ -31,7 +31,8 @@ from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.executors.coded import CodedExecutor
 from w5xde_async.worker.executors.executor import LeaseExecutor, Unsent
 from w5xde_async.worker.executors.in_place import InPlaceExecutor, is_plain
-from w5xde_async.worker.executors.island import IslandExecutor, Rank
+from w5xde_async.worker.executors.island import IslandExecutor, PiecesExecutor, Rank, sum_across
+from w5xde_async.worker.executors.shard_engine import ShardEngine
 from w5xde_async.worker.hooks import WorkerHooks
 from w5xde_async.worker.uplink.uplink import Uplink
 
@@ -329,15 +330,18 @@ class Worker:
     async def _prepare_rank(
         self, rank: Rank, joined: Joined, receive: Receive, outbox: Outbox
     ) -> tuple[LeaseExecutor, Ready]:
-        if not is_plain(joined.welcome):
-            raise Refused(
-                RefusalCode.ISLAND,
-                "this run is no work for an island: its results or parameters do not travel as they lie in memory",
-                "start single workers, or the coordinator with --update sync --codec raw --downlink raw",
-            )
-        engine = await self._engines.island_for(rank, joined.welcome, joined.layout, receive, outbox)
+        welcome = joined.welcome
+        engine = await self._engines.island_for(rank, welcome, joined.layout, receive, outbox)
         threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
-        executor = IslandExecutor(engine, rank, capacity_bytes=self.config.batch_bytes)
+        own: LeaseExecutor
+        limit = self.config.batch_bytes
+        if is_plain(welcome):
+            own = PiecesExecutor(engine, capacity_bytes=limit)
+        else:
+            encoder = await self._uplink.encoder_for(welcome, joined.layout, engine.shard)
+            sharded = ShardEngine(engine, partial(sum_across, rank.lockstep), clock=self._runtime.clock)
+            own = CodedExecutor(sharded, welcome, joined.inner, encoder, capacity_bytes=limit)
+        executor = IslandExecutor(own, rank)
         return executor, Ready(
             engine.layout.fingerprint, str(self._device), device_name(self._device), threads, torch.__version__,
             shape=rank.shape, shard=engine.shard.packed, share=engine.share,

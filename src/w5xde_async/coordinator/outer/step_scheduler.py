@@ -261,9 +261,9 @@ class StepScheduler:
         """
         if self._local:
             return []
-        receiving = self._roster.sessions[worker].receiving
+        session = self._roster.sessions[worker]
         steps = [grant for grant in self._ledger.held(worker) if grant.step >= 0]
-        return [self._ledger.give_back(grant.lease) for grant in steps[1:] if grant.lease != receiving]
+        return [self._ledger.give_back(grant.lease) for grant in steps[1:] if not session.is_receiving(grant.lease)]
 
     def was_sent(self, grant: Grant) -> bool:
         """Whether a lease was given to its worker's session; else it waits for its data."""
@@ -278,8 +278,8 @@ class StepScheduler:
         if session is None:
             return False
         if grant.step < 0:
-            return session.receiving == grant.lease  # while its bytes come it is at it, however long the line takes
-        if session.outbox.lease_bytes > 0 or not self.was_sent(grant):
+            return session.is_receiving(grant.lease)  # while its bytes come it is at it, however long the line takes
+        if session.lease_bytes > 0 or not self.was_sent(grant):
             return True
         return not self._publisher.has_left(session, self._oldest.get(grant.lease, 0))
 
@@ -308,7 +308,7 @@ class StepScheduler:
             if grant.step < 0:
                 waiting.popleft()
                 fragment = self.local_steps.of(worker).asked.get(grant.lease, 0)
-                session.post(Submit(grant.lease, self.fragments[fragment]))
+                session.post_submit(Submit(grant.lease, self.fragments[fragment]))
                 continue
             plan = self._plans[grant.step]
             data = self._context.loader.data(grant.step, Block(0, plan.num_leaves))

@@ -422,18 +422,27 @@ class OuterTraining:
         if self.scheduler.was_sent(grant):
             self.roster.revoke(grant, reason)
 
-    def place_pieces(self, session: Session, result: Result, specs: Sequence[BufferSpec]) -> tuple[None, bool]:
-        raise RemoteError("an island has no place under this rule")
-
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         self.intake.check(result, spec)  # first: what is dropped takes scratch of its size
+        authorized = self._authorized(session, result)
+        return Destination(None, authorized is not None) if not authorized else self.intake.place(session, result, spec)
+
+    def place_pieces(
+        self, session: Session, result: Result, specs: Sequence[BufferSpec]
+    ) -> tuple[list[memoryview] | None, bool]:
+        self.intake.check_pieces(session, result, specs)
+        authorized = self._authorized(session, result)
+        return (None, authorized is not None) if not authorized else self.intake.place_pieces(session, result, specs)
+
+    def _authorized(self, session: Session, result: Result) -> bool | None:
+        """Whether an open lease has this result; None where none ever had. Raises RemoteError."""
         grant = self.ledger.held_by(session.worker_id, result.lease)
-        member = self.roster.sessions.get(session.worker_id) is session
-        if grant is None or not member:
-            return Destination(None, self.ledger.past(session.worker_id, result.lease) is not None)
+        member = self.roster.sessions.get(session.worker_id)
+        if grant is None or member is None or session not in member.links:
+            return False if self.ledger.past(session.worker_id, result.lease) is not None else None
         if result.bucket not in self._wanted(grant):
             raise RemoteError(f"it sent bucket {result.bucket} of lease {result.lease}, which was not asked for")
-        return self.intake.place(session, result, spec)
+        return True
 
     def _wanted(self, grant: Grant) -> Sequence[int]:
         """Buckets that a lease's result may have."""
@@ -495,7 +504,7 @@ class OuterTraining:
             raise RemoteError(f"it sent a result for version {done.version} before that version was published")
         self.verdicts.confirmed(grant.worker, done.version)
         wanted = set(self._wanted(grant)) - set(done.absent)
-        missing = wanted - self.intake.has(done.lease)
+        missing = wanted - self.intake.has(done.lease, session.island)
         if missing:
             raise RemoteError(f"it reported lease {done.lease} done without bucket {min(missing)}")
         fragment = self.local_steps.of(grant.worker).asked.get(done.lease, 0)

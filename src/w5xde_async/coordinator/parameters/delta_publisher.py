@@ -17,6 +17,7 @@ many bytes as the model has.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +27,15 @@ import torch
 from w5xde_async.codecs.codec import BytePool, Codec
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece
+from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.updates.coded import coded_down
 from w5xde_async.wire.frame import Buffer, BufferSpec, encode
 from w5xde_async.wire.messages import Params
+
+_Frame = tuple[int, list[Buffer]]  # of a bucket; -1: of a version in which nothing has changed
 
 _MOST_QUEUED = 1024  # versions that may wait for one worker, where there is next to nothing in them
 
@@ -193,7 +197,7 @@ class DeltaPublisher:
             )
             if not way.behind and not waits and session.unsent - told <= way.newest.keys():
                 way.seen = self.sent
-                self._post(session, way, version, frames, nbytes)
+                self._post(session, way, version, frames, pieces, nbytes)
             else:
                 self._unsent(session, way)
                 self.catch_up(session)
@@ -201,17 +205,18 @@ class DeltaPublisher:
     def send_lacking(self, sessions: Iterable[Session], pieces: Sequence[Piece]) -> None:
         """Queue what those that are ``due`` lack of the newest version: ``pieces`` has it all, whole."""
         version = self._version
-        frames: dict[tuple[int, ...], list[tuple[int, list[Buffer]]]] = {}
+        frames: dict[tuple[int, ...], tuple[list[_Frame], list[Piece]]] = {}
         for session in sessions:
             way = self._ways[session]
             lacking = tuple(sorted(self._unsent(session, way)))
             if lacking not in frames:
-                frames[lacking] = self._frames(version, [piece for piece in pieces if piece.bucket in session.unsent])
+                some = [piece for piece in pieces if piece.bucket in session.unsent]
+                frames[lacking] = self._frames(version, some), some
             way.behind = False
             self._due.pop(session, None)
-            self._post(session, way, version, frames[lacking], 0)
+            self._post(session, way, version, *frames[lacking], 0)
 
-    def _frames(self, version: int, pieces: Sequence[Piece]) -> list[tuple[int, list[Buffer]]]:
+    def _frames(self, version: int, pieces: Sequence[Piece]) -> list[_Frame]:
         if not pieces:
             return [(-1, encode(Params(version, 0, 0, 1.0)))]
         frames = []
@@ -219,29 +224,66 @@ class DeltaPublisher:
             frames.append((bucket, encode(Params(version, bucket, len(pieces), 1.0, delta), [(spec, data)])))
         return frames
 
+    def _divided(self, island: Island, version: int, pieces: Sequence[Piece]) -> list[tuple[Session, _Frame]]:
+        """A version as it goes to an island's ranks. Values go to those that hold them. What a codec wrote was encoded
+        once for all workers, and cannot be cut: it goes whole to one rank, each bucket to another, which passes it on.
+        """
+        of_ranks: list[list[tuple[Piece, list[tuple[BufferSpec, Buffer]]]]] = [[] for _ in range(island.ranks)]
+        for piece in pieces:
+            if piece.spec.codec != "raw":
+                of_ranks[piece.bucket % island.ranks].append((piece, [(piece.spec, piece.data)]))
+                continue
+            bucket, data = self.layout.buckets[piece.bucket], memoryview(piece.data)
+            size = len(data) // bucket.numel
+            for session, own in zip(island.sessions, of_ranks, strict=True):
+                assert session.shard is not None
+                if runs := session.shard.pieces(bucket):
+                    buffers: list[tuple[BufferSpec, Buffer]] = []
+                    for _, begin, end in runs:
+                        part = data[(begin - bucket.offset) * size : (end - bucket.offset) * size]
+                        buffers.append((BufferSpec("", piece.spec.dtype, (end - begin,), "raw", len(part)), part))
+                    own.append((piece, buffers))
+        frames: list[tuple[Session, _Frame]] = []
+        for session, own in zip(island.sessions, of_ranks, strict=True):
+            if not own:
+                frames.append((session, (-1, encode(Params(version, 0, 0, 1.0)))))
+            for piece, buffers in own:
+                params = Params(version, piece.bucket, len(own), 1.0, piece.delta)
+                frames.append((session, (piece.bucket, encode(params, buffers))))
+        return frames
+
     def _post(
-        self, session: Session, way: _Way, version: int, frames: Sequence[tuple[int, list[Buffer]]], nbytes: int
+        self, session: Session, way: _Way, version: int, frames: Sequence[_Frame], pieces: Sequence[Piece], nbytes: int
     ) -> None:
         session.current_version = version
         way.queued[version] = nbytes
-        last = len(frames) - 1
-        for position, (bucket, chunks) in enumerate(frames):
+        posts = (
+            [(session, frame) for frame in frames]
+            if session.island is None
+            else self._divided(session.island, version, pieces)
+        )
+        open_frames, open_of = len(posts), Counter(bucket for _, (bucket, _) in posts)
+        for bucket in open_of:
             if bucket >= 0:
                 session.unsent.add(bucket)
                 way.newest[bucket] = version
 
-            def sent(bucket: int = bucket, ends: bool = position == last) -> None:
-                if way.newest.get(bucket) == version:
-                    del way.newest[bucket]
-                    session.unsent.discard(bucket)
-                if ends:
-                    del way.queued[version]
-                    way.left = version
-                    if way.behind and not way.queued and self._ways.get(session) is way:
-                        self._due[session] = way
-                        self._wake()
+        def sent(bucket: int) -> None:
+            nonlocal open_frames
+            open_frames -= 1
+            open_of[bucket] -= 1
+            if not open_of[bucket] and way.newest.get(bucket) == version:
+                del way.newest[bucket]
+                session.unsent.discard(bucket)
+            if not open_frames:
+                del way.queued[version]
+                way.left = version
+                if way.behind and not way.queued and self._ways.get(session) is way:
+                    self._due[session] = way
+                    self._wake()
 
-            session.outbox.post(chunks, sent=sent, version=version)
+        for link, (bucket, chunks) in posts:
+            link.outbox.post(chunks, sent=partial(sent, bucket), version=version)
 
 
 class CatchUp:

@@ -6,12 +6,11 @@ workers, all in the owner's thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
-from w5xde_async.coordinator.parameters.receive_buffers import Part, ReceiveBuffers
+from w5xde_async.coordinator.parameters.receive_buffers import Parts, ReceiveBuffers
 from w5xde_async.coordinator.training import RunContext
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.store.failpoints import failpoint
@@ -29,7 +28,7 @@ class Submission:
     worker: str
     steps: tuple[int, ...]
     samples: int
-    parts: Mapping[int, Part]
+    parts: Parts
     version: int
     fragment: int
     untouched: tuple[int, ...]

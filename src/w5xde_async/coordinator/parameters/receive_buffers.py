@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from w5xde_async.codecs.codec import BytePool, Codec, as_view
 from w5xde_async.errors import RemoteError
+from w5xde_async.hub.members.island import Island
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import Destination
 from w5xde_async.params.flat import ResultVector, bytes_of
@@ -26,10 +28,19 @@ from w5xde_async.wire.messages import Result
 
 
 class Part(NamedTuple):
-    """One bucket as it came. ``codec`` None: as it lies in memory."""
+    """One bucket as it came, or what an island's rank has of it. ``codec`` None: as it lies in memory.
+
+    ``runs``: where a rank's values belong, in the layout; None: they are the whole bucket.
+    """
 
     codec: Codec | None
     data: Tensor
+    rank: int = 0
+    runs: tuple[Run, ...] | None = None
+
+
+Parts = Mapping[int, Sequence[Part]]
+"""By bucket."""
 
 
 class ReceiveBuffers:
@@ -40,7 +51,7 @@ class ReceiveBuffers:
         self.pool = BytePool()
         self._codecs = {known.name: known for known in codec.alternatives if known.name != "raw"}
         self._sizes = coded_up(layout)
-        self._parts: dict[int, dict[int, Part]] = {}
+        self._parts: dict[int, dict[int, list[Part]]] = {}
         self._receiving: dict[Session, tuple[int, int, Part]] = {}
 
     def check(self, result: Result, spec: BufferSpec) -> Codec | None:
@@ -66,22 +77,29 @@ class ReceiveBuffers:
                 )
         return codec
 
-    def check_pieces(self, session: Session, result: Result, specs: Sequence[BufferSpec]) -> tuple[Run, ...]:
-        """The pieces of a rank's shard in the bucket that its result is of, which ``specs`` are.
+    def check_pieces(
+        self, session: Session, result: Result, specs: Sequence[BufferSpec]
+    ) -> tuple[tuple[Run, ...], Codec | None]:
+        """The pieces of a rank's shard in the bucket that its result is of, and the codec of what came: None for one
+        buffer for each piece, else one buffer of all of them, one behind the other.
 
-        Raises RemoteError for wrong ones.
+        Raises RemoteError, FrameTooLarge, MalformedFrame for wrong ones.
         """
         buckets = self.layout.result_buckets
         if result.bucket >= len(buckets) or session.shard is None:
             raise RemoteError(f"it sent bucket {result.bucket} of {len(buckets)}")
         bucket = buckets[result.bucket]
         pieces = session.shard.pieces(bucket)
+        codec = self._codecs.get(specs[0].codec) if len(specs) == 1 and result.bucket in self._sizes else None
+        if codec is not None and pieces and specs[0].dtype == "uint8" and specs[0].shape == (specs[0].nbytes,):
+            codec.check_nbytes(session.shard.numel(bucket), specs[0].nbytes)
+            return pieces, codec
         dtype = str(self.layout.groups[bucket.group].result_dtype).removeprefix("torch.")
-        if [(spec.dtype, spec.shape, spec.codec) for spec in specs] != [
+        if not pieces or [(spec.dtype, spec.shape, spec.codec) for spec in specs] != [
             (dtype, (run.end - run.begin,), "raw") for run in pieces
         ]:
             raise RemoteError(f"what it sent of bucket {result.bucket} is not what its shard has of it")
-        return pieces
+        return pieces, None
 
     def place(self, session: Session, result: Result, spec: BufferSpec) -> Destination:
         """Where an authorized result goes. Raises as ``check`` does."""
@@ -92,6 +110,17 @@ class ReceiveBuffers:
         self._receiving[session] = (result.lease, result.bucket, part)
         return Destination(as_view(part.data), True)
 
+    def place_pieces(
+        self, session: Session, result: Result, specs: Sequence[BufferSpec]
+    ) -> tuple[list[memoryview] | None, bool]:
+        """The same for what a rank has of a bucket. Raises as ``check_pieces`` does."""
+        runs, codec = self.check_pieces(session, result, specs)
+        if any(part.rank == session.rank for part in self._parts.get(result.lease, {}).get(result.bucket, ())):
+            return None, True
+        part = Part(codec, self.pool.take(sum(spec.nbytes for spec in specs)), session.rank, runs)
+        self._receiving[session] = (result.lease, result.bucket, part)
+        return [as_view(piece) for piece in torch.split(part.data, [spec.nbytes for spec in specs])], True
+
     def receives(self, session: Session) -> bool:
         """Whether something is being received for this session."""
         return session in self._receiving
@@ -99,14 +128,13 @@ class ReceiveBuffers:
     def arrived(self, session: Session) -> None:
         """What was placed for this session is complete."""
         lease, bucket, part = self._receiving.pop(session)
-        self._parts.setdefault(lease, {})[bucket] = part
+        self._parts.setdefault(lease, {}).setdefault(bucket, []).append(part)
 
-    def read(self, session: Session, target: Tensor) -> None:
-        """What was placed for this session is complete: decode it into ``target`` at once. Raises MalformedFrame."""
-        part = self._receiving.pop(session)[2]
-        assert part.codec is not None
+    def read(self, session: Session, vector: ResultVector) -> None:
+        """What was placed for this session is complete: decode it into ``vector`` at once. Raises MalformedFrame."""
+        _, bucket, part = self._receiving.pop(session)
         try:
-            part.codec.decode(part.data, target)
+            self._decode(part, bucket, vector)
         finally:
             self.pool.give(part.data)
 
@@ -116,11 +144,16 @@ class ReceiveBuffers:
         if receiving is not None:
             self.pool.give(receiving[2].data)
 
-    def has(self, lease: int) -> frozenset[int]:
-        """Buckets of a lease that have come."""
-        return frozenset(self._parts.get(lease, ()))
+    def has(self, lease: int, island: Island | None = None) -> frozenset[int]:
+        """Buckets of a lease that have come; of an island, from all ranks that have anything of them."""
+        parts = self._parts.get(lease, {})
+        if island is None:
+            return frozenset(parts)
+        return frozenset(
+            bucket for bucket, some in parts.items() if {part.rank for part in some} == island.holders(bucket)
+        )
 
-    def take(self, lease: int) -> dict[int, Part]:
+    def take(self, lease: int) -> dict[int, list[Part]]:
         """All that came for a lease; ``release`` it afterwards."""
         return self._parts.pop(lease, {})
 
@@ -128,23 +161,50 @@ class ReceiveBuffers:
         """The lease is void."""
         self.release(self._parts.pop(lease, {}))
 
-    def release(self, parts: Mapping[int, Part]) -> None:
+    def release(self, parts: Parts) -> None:
         """The bytes are not needed any more. Any thread."""
-        for part in parts.values():
-            self.pool.give(part.data)
+        for some in parts.values():
+            for part in some:
+                self.pool.give(part.data)
 
-    def decode(self, parts: Mapping[int, Part], vector: ResultVector) -> list[bool]:
+    def decode(self, parts: Parts, vector: ResultVector) -> list[bool]:
         """Read parts into ``vector``; per result bucket whether it is there. In the aggregator's thread.
 
         Raises MalformedFrame. Buckets that are not there are zero (the neutral element for maxima).
         """
         vector.reset()
         present = [False] * len(self.layout.result_buckets)
-        for number, part in parts.items():
-            target = vector.buckets[number]
+        for number, some in parts.items():
+            for part in some:
+                self._decode(part, number, vector)
+            present[number] = True
+        return present
+
+    def _decode(self, part: Part, bucket: int, vector: ResultVector) -> None:
+        """Read a part into its place in ``vector``. Raises MalformedFrame."""
+        target = vector.buckets[bucket]
+        if part.runs is None:
             if part.codec is None:
                 bytes_of(target)[:] = as_view(part.data)
             else:
                 part.codec.decode(part.data, target)
-            present[number] = True
-        return present
+            return
+        numel = sum(run.end - run.begin for run in part.runs)
+        if part.codec is None:
+            values = torch.frombuffer(as_view(part.data), dtype=target.dtype)
+            _scatter(values, part.runs, vector)
+            return
+        values = self.pool.take_floats(numel)
+        try:
+            part.codec.decode(part.data, values)
+            _scatter(values, part.runs, vector)
+        finally:
+            self.pool.give(values)
+
+
+def _scatter(values: Tensor, runs: Sequence[Run], vector: ResultVector) -> None:
+    """Values that lie one behind the other, each to its place."""
+    for (group, begin, end), piece in zip(
+        runs, torch.split(values, [run.end - run.begin for run in runs]), strict=True
+    ):
+        vector.group(group)[begin:end].copy_(piece)

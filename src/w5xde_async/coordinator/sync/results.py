@@ -92,7 +92,7 @@ class Results:
         self, session: Session, result: Result, specs: Sequence[BufferSpec]
     ) -> tuple[list[memoryview] | None, bool]:
         """Where the pieces of a rank's shard go that lie in a bucket. Raises as ``place`` does."""
-        pieces = self._receive_buffers.check_pieces(session, result, specs)
+        pieces, codec = self._receive_buffers.check_pieces(session, result, specs)
         island, grant = session.island, self._ledger.held_by(session.worker_id, result.lease)
         if grant is None or island is None:
             return None, self._ledger.past(session.worker_id, result.lease) is not None
@@ -112,12 +112,18 @@ class Results:
                 self._turn_away(grant)
             return None, True
         gathered.writing.add(session)
+        if codec is not None:
+            return self._receive_buffers.place_pieces(session, result, specs)
         memory, at = self._store.vector(key.of).bucket_bytes[result.bucket], self._layout.buckets[result.bucket].offset
         size = len(memory) // max(self._layout.buckets[result.bucket].numel, 1)
         return [memory[(run.begin - at) * size : (run.end - at) * size] for run in pieces], True
 
     def _piece_arrived(self, session: Session, result: Result, grant: BlockGrant | None) -> None:
         gathered = self._pieces[result.lease, result.bucket]
+        if grant is None:
+            self._receive_buffers.left(session)
+        elif self._receive_buffers.receives(session):
+            self._receive_buffers.read(session, self._store.vector(gathered.key.of))
         gathered.writing.discard(session)
         gathered.missing.discard(session.rank)
         if grant is None:
@@ -144,6 +150,7 @@ class Results:
             if link.receiving == lease:
                 if not link.divert():
                     return False
+                self._receive_buffers.left(link)
                 for one in gathered:
                     one.writing.discard(link)
         for one in gathered:
@@ -188,7 +195,7 @@ class Results:
             target = self._store.vector(of).buckets[bucket]
             if self._receive_buffers.receives(session):
                 # On the loop: a bucket is decoded about as fast as it is received, and then it is in the cache.
-                self._receive_buffers.read(session, target)
+                self._receive_buffers.read(session, self._store.vector(of))
             else:
                 bytes_of(target)[:] = session.scratch(target.nbytes)
             self._store.put(key, supplier)

@@ -36,6 +36,7 @@ class Island:
         self._shares: dict[int, Share] = {}
         self._shards: dict[int, Shard] = {}
         self._done: dict[int, dict[int, Done]] = {}  # lease -> rank -> what it said
+        self.submits: set[int] = set()  #: leases by which it was asked to submit
         self.gone: set[int] = set()  #: ranks whose sessions have ended
         self.reason = ""  #: why the first of them ended
         self.vanished = False  #: it did without a word
@@ -107,14 +108,18 @@ class Island:
 
         Of a lease that was revoked before it was begun the head alone says something.
         """
-        if not session.rank and not done.losses:
+        if not session.rank and not done.losses and done.lease not in self.submits:
             self._done.pop(done.lease, None)
             return done
         said = self._done.setdefault(done.lease, {})
         said[session.rank] = done
         if len(said) == self.ranks:
             del self._done[done.lease]
-            return said[0]
+            self.submits.discard(done.lease)
+            return structs.replace(
+                said[0], encode_s=max(one.encode_s for one in said.values()),
+                raw_bytes=sum(one.raw_bytes for one in said.values()),
+            )  # fmt: skip
         while len(self._done) > _MOST_OPEN:
             del self._done[next(iter(self._done))]
         return None

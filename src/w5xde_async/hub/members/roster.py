@@ -50,11 +50,6 @@ _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
 _MEETING_S = 5.0  # that a volunteer is kept waiting for others before it has to say again that it is there
-_NO_ISLANDS = Refusal(
-    RefusalCode.ISLAND,
-    "this run takes no islands: they send and receive everything as it lies in memory, under sync",
-    "start single workers, or the coordinator with --update sync --codec raw --downlink raw",
-)
 _SHARE_HINT = "one name or address may have a quarter of --max-workers, or 8; raise it at the coordinator"
 
 
@@ -149,7 +144,7 @@ class Roster:
         """Send a message to a worker, if it is here."""
         session = self.sessions.get(worker)
         if session is not None:
-            session.post(message)
+            session.post_to_all(message)
 
     def tell_stop(self, grace_s: float) -> None:
         """Tell all members that the coordinator stops and will wait for ``grace_s`` seconds."""
@@ -223,9 +218,9 @@ class Roster:
     def note_coding(self, session: Session, member: Member, done: Done) -> None:
         """What a worker says of its codec, and what has come from it: every bucket on both sides, coded or not."""
         member.encode_s = min(member.encode_s + done.encode_s, self._clock() - member.joined_at)
-        member.encoded_bytes = session.result_bytes
+        member.encoded_bytes = sum(link.result_bytes for link in session.links)
         member.raw_bytes = (
-            session.result_bytes
+            member.encoded_bytes
             if self._config.update.plain
             else member.raw_bytes + min(done.raw_bytes, self._greeting.layout.vector_bytes)
         )
@@ -315,8 +310,6 @@ class Roster:
         """A worker wants to be a rank of an island: where the others are, once they are there."""
         if self._last_word is not None:
             return self._last_word
-        if not self._config.update.plain:
-            return _NO_ISLANDS
         host = volunteer.host or session.link.peer.rpartition(":")[0].strip("[]")
         patience_s = min(_MEETING_S, self._config.handshake_s / 2)
         found = await self._meeting.wait(volunteer.shape, volunteer.ranks, host, volunteer.port, patience_s)
@@ -371,9 +364,9 @@ class Roster:
                 "use the same job file on both sides",
             )
         if session.ranks > 1:
-            refusal = self._assembled(session, ready)
-            if refusal is not None or session.island is None:
-                return refusal
+            self._assemble(session, ready)
+            if session.island is None:
+                return None
             session = session.island.head
             assert session.ready is not None
             ready = session.ready
@@ -401,17 +394,14 @@ class Roster:
         self._scheduling.schedule()
         return None
 
-    def _assembled(self, session: Session, ready: Ready) -> Refusal | None:
+    def _assemble(self, session: Session, ready: Ready) -> None:
         """A rank of an island is ready. Its sessions know the island once all are. Raises RemoteError."""
-        if not self._config.update.plain:
-            return _NO_ISLANDS
         island = self._islands.setdefault(session.worker_id, Island(self._greeting.layout, session.ranks))
         island.add(session, ready)
         self._part_of[session] = island
         if island.complete:
             for one in island.sessions:
                 one.island = island
-        return None
 
     def _is_back(self, worker: str) -> None:
         if self._lost.pop(worker, None) is not None:

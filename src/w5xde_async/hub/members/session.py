@@ -59,6 +59,7 @@ from w5xde_async.wire.messages import (
     Rendezvous,
     Report,
     Result,
+    Submit,
     Volunteer,
     Welcome,
 )
@@ -527,6 +528,17 @@ class Session:
             return
         for session, (own, data) in zip(self.links, self.island.divided(lease, buffers), strict=True):
             session.outbox.post(encode(own, data), lease=lease.lease)
+
+    def post_submit(self, asked: Submit) -> None:
+        """Ask for what was computed; of an island, every rank for its part."""
+        if self.island is not None:
+            self.island.submits.add(asked.lease)
+        self.post_to_all(asked)
+
+    def post_to_all(self, message: Message) -> None:
+        """``post``; of an island, to every rank."""
+        for link in self.links:
+            link.post(message)
 
     def withdraw(self, lease: int) -> bool:
         """Take a lease back that is not on its way. False where it is: of an island, where it is to the head."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import DeviceLost, MalformedFrame
+from w5xde_async.wire.messages import Submit, Verdict
 from w5xde_async.worker.connection.compute_queue import ComputeThread, Item
 from w5xde_async.worker.executors.executor import HeldLease, Version
 from w5xde_async.worker.executors.island import IslandExecutor, Turn
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from w5xde_async.worker.connection.leases import Leases
 
 
-_Item = TypeVar("_Item", HeldLease, Version)
+_Item = TypeVar("_Item", HeldLease, Submit)
 
 
 class _Stopped(Exception):
@@ -37,6 +39,8 @@ class FollowerQueue:
         self._changed = threading.Condition()
         self._versions: dict[int, Version] = {}  # that came and were not loaded: bounded by what may wait, one a step
         self._leases: dict[int, HeldLease] = {}
+        self._asked: dict[int, Submit] = {}  # by lease
+        self._verdicts: deque[Verdict] = deque()
         self._stopping = False
         self._idle_since = thread.clock()
         self.activity = "waiting for the head"
@@ -57,6 +61,10 @@ class FollowerQueue:
                     self._versions[item.number] = item
                 elif isinstance(item, HeldLease):
                     self._leases[item.message.lease] = item
+                elif isinstance(item, Submit):
+                    self._asked[item.lease] = item
+                else:
+                    self._verdicts.append(item)
             self._changed.notify()
 
     def holds(self, lease: int) -> bool:
@@ -73,6 +81,9 @@ class FollowerQueue:
         """Wait for the block under way, and not for a head that is gone: see ``ComputeThread.patience_s``."""
         self.stop()
         await asyncio.wait([self._running], timeout=self._thread.patience_s)
+        while self._verdicts and self._running.done():  # what they settle may outlive this link
+            verdict = self._verdicts.popleft()
+            await self._loop.run_in_executor(self._thread.pool, self._executor.settle, verdict)
 
     def _ended(self, running: asyncio.Future[None]) -> None:
         error = None if running.cancelled() else running.exception()
@@ -85,22 +96,53 @@ class FollowerQueue:
         while True:
             turn, number, _ = self._executor.hear()
             if turn == Turn.LOAD:
-                self._executor.load(self._await(self._versions, number))
-                with self._changed:
-                    over = [lease for lease, held in self._leases.items() if held.message.version < number]
-                    for lease in over:
-                        del self._leases[lease]
-                for lease in over:
-                    self._soon(self._answers.void, lease)
+                self._load(number)
             elif turn == Turn.COMPUTE:
                 self._compute(self._await(self._leases, number))
+            elif turn == Turn.SUBMIT:
+                self._submit(self._await(self._asked, number))
+            elif turn == Turn.SETTLE:
+                with self._changed:
+                    self._wait_for(lambda: bool(self._verdicts))
+                    verdict = self._verdicts.popleft()
+                self._executor.settle(verdict)
             elif turn == Turn.END:
                 return
             else:
                 raise MalformedFrame(f"the head announced {turn}")
 
+    def _load(self, number: int) -> None:
+        """Take up a version, with those that the head's link has overtaken. One that this link has overtaken will not
+        come: a newer one is there then, nobody waits for results of the older, and nothing of it is loaded here."""
+        with self._changed:
+            self._wait_for(lambda: any(version >= number for version in self._versions))
+            come = [self._versions.pop(version) for version in sorted(self._versions) if version <= number]
+        version = come[-1] if come else Version(number, 1.0, ())
+        buckets = sorted({bucket for one in come for bucket in one.buckets})
+        updates = tuple(update for one in come for update in one.updates)
+        self._executor.load(Version(number, version.loss_scale, tuple(buckets), updates))
+        if self._executor.exact:
+            self._void(lambda held: held.message.version < number)
+
+    def _void(self, is_void: Callable[[HeldLease], bool]) -> None:
+        """Leases that the head will not come to."""
+        with self._changed:
+            over = [lease for lease, held in self._leases.items() if is_void(held)]
+            for lease in over:
+                del self._leases[lease]
+        for lease in over:
+            self._soon(self._answers.void, lease)
+
+    def _submit(self, asked: Submit) -> None:
+        self.activity = "submitting"
+        self._soon(self._answers.submitted, asked, self._executor.submit(asked))
+        self._idle_since = self._thread.clock()
+        self.activity = "waiting for the head"
+
     def _compute(self, held: HeldLease) -> None:
         lease, began = held.message, self._thread.clock()
+        if not self._executor.exact:  # they are computed in their order: the head was told that it need not
+            self._void(lambda other: other.message.lease < lease.lease)
         self.computing = lease.lease
         self.activity = f"step {lease.step}, leaves {lease.start} to {lease.start + len(lease.samples) - 1}"
         try:
@@ -116,10 +158,14 @@ class FollowerQueue:
 
     def _await(self, coming: dict[int, _Item], number: int) -> _Item:
         with self._changed:
-            self._changed.wait_for(lambda: number in coming or self._stopping)
-            if number not in coming:
-                raise _Stopped
+            self._wait_for(lambda: number in coming)
             return coming.pop(number)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """With the condition held. Raises _Stopped where it will not come."""
+        self._changed.wait_for(lambda: is_there() or self._stopping)
+        if not is_there():
+            raise _Stopped
 
     def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(self._answer, call, arguments)

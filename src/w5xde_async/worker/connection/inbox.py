@@ -30,10 +30,11 @@ class Inbox:
 
     ``exact``: a lease is computed at its very version, and one of an older version is void. Otherwise leases and
     requests to submit are taken strictly in the order in which they came, at that version or any newer one.
+    ``follows``: of an island's rank whose head says what is computed, and what is void.
     """
 
-    def __init__(self, parameters: ParameterReceiver, limit_bytes: int, *, exact: bool) -> None:
-        self._parameters, self._limit, self._exact = parameters, limit_bytes, exact
+    def __init__(self, parameters: ParameterReceiver, limit_bytes: int, *, exact: bool, follows: bool = False) -> None:
+        self._parameters, self._limit, self._exact, self._follows = parameters, limit_bytes, exact, follows
         self.version = -1  # the newest whole one
         self._torn = False  # a newer one has begun to come
         self._receiving = -1
@@ -129,6 +130,9 @@ class Inbox:
         """What can be done now, in order; void leases are forgotten. ``end`` follows for each lease."""
         if self._exact:  # a lease of the next step does not hold up what is still to be done of this one
             held = [item for item in self._waiting if isinstance(item, HeldLease)]
+            if self._follows:
+                self._waiting = [item for item in held if item.message.version > self.version]
+                return [item for item in held if item.message.version <= self.version]
             for item in held:
                 if item.message.version < self.version:
                     self.end(item.message.lease)

@@ -54,7 +54,8 @@ class Leases:
     ) -> None:
         """``unsent``: what an earlier link has left. ``on_failure`` hears that the compute thread broke off."""
         self._executor, self._thread, self._outbox, self._meter = executor, thread, outbox, meter
-        self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact)
+        follows = isinstance(executor, IslandExecutor) and executor.follows
+        self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact, follows=follows)
         self._queue: ComputeQueue | FollowerQueue
         if isinstance(executor, IslandExecutor) and executor.follows:
             self._queue = FollowerQueue(executor, thread, self, on_failure=on_failure)

@@ -22,6 +22,7 @@ from w5xde_async.wire.messages import Submit, Verdict, Welcome
 from w5xde_async.worker.executors.executor import Computed, HeldLease, Send, Version
 from w5xde_async.worker.executors.published import DeltaReceiver, Published
 from w5xde_async.worker.executors.replicas import FollowingReplica, Replica, SteppingReplica
+from w5xde_async.worker.executors.shard_engine import ShardEngine
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
 
 _NOTHING = ComputedBlock(
@@ -36,15 +37,17 @@ class CodedExecutor:
     repeatable = False  # what a codec leaves out of one result goes into the next
 
     def __init__(
-        self, engine: Computing, welcome: Welcome, inner: bytes, encoder: ResultEncoder, *, capacity_bytes: int,
-        held: bool = False,
+        self, engine: Computing | ShardEngine, welcome: Welcome, inner: bytes, encoder: ResultEncoder, *,
+        capacity_bytes: int, held: bool = False,
     ) -> None:  # fmt: skip
         """``inner``: what WELCOME said of the optimizer under rules of local steps. ``held``: what the engine has in
         ``incoming`` may be what is published first. Raises MalformedFrame.
         """
         self.layout, self.device, self.capacity_bytes = engine.layout, engine.device, capacity_bytes
         self.exact, self.newest_first = welcome.update == "sync", welcome.update == "async"
-        self.parameters = DeltaReceiver(engine.layout, _codec_of(welcome.downlink))
+        shard = engine.shard if isinstance(engine, ShardEngine) else None
+        whole = engine.layout if shard is None else shard.layout
+        self.parameters = DeltaReceiver(whole, _codec_of(welcome.downlink), shard)
         self._engine, self._encoder = engine, encoder
         self._published = published = Published(engine.layout)
         if held:
@@ -80,7 +83,8 @@ class CodedExecutor:
         encoder.begin()
 
         def emit(bucket: int, vector: ResultVector) -> None:
-            send(encoder.encode(lease.lease, bucket, vector))
+            if encoder.has(bucket):
+                send(encoder.encode(lease.lease, bucket, vector))
 
         outcome = self._replica.compute(held.task(self._published.loss_scale), lease.rates, emit)
         vectors = outcome.vectors
@@ -94,7 +98,9 @@ class CodedExecutor:
         assert isinstance(replica, SteppingReplica)
         encoder.begin()
         vector, version = replica.submission(asked.lease, asked.buckets)
-        results = [encoder.encode(asked.lease, bucket, vector) for bucket in sorted(asked.buckets)]
+        results = [
+            encoder.encode(asked.lease, bucket, vector) for bucket in sorted(asked.buckets) if encoder.has(bucket)
+        ]
         return Computed(_NOTHING, results, (), version, encoder.encode_s, encoder.raw_bytes)
 
     def settle(self, verdict: Verdict) -> None:

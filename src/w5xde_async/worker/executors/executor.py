@@ -18,6 +18,7 @@ from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.errors import MalformedFrame
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Lease, Params, Submit, Verdict
 from w5xde_async.worker.uplink.result_encoder import BucketResult
@@ -49,7 +50,8 @@ class HeldLease:
 
 
 class BucketUpdate(NamedTuple):
-    """What a version does to one bucket. ``codec`` None: ``data`` holds its values; ``delta``: to be added to them."""
+    """What a version does to one bucket. ``codec`` None: ``data`` is not encoded; ``delta``: to be added to its values,
+    which it is else."""
 
     bucket: int
     codec: Codec | None
@@ -129,6 +131,19 @@ def check_raw(layout: Layout, bucket: Bucket, spec: BufferSpec) -> None:
     dtype = str(layout.groups[bucket.group].dtype).removeprefix("torch.")
     if spec.dtype != dtype or spec.shape != (bucket.numel,) or spec.codec != "raw":
         raise MalformedFrame(f"PARAMS bucket {bucket.index} is {spec.dtype}{list(spec.shape)}, codec {spec.codec}")
+
+
+def check_pieces(shard: Shard, message: Params, specs: Sequence[BufferSpec]) -> Bucket:
+    """The bucket whose values an island's rank is sent. Raises MalformedFrame where they are not its pieces of one."""
+    buckets, number = shard.layout.buckets, message.bucket
+    if number >= len(buckets) or message.num_buckets > len(buckets):
+        raise MalformedFrame(f"PARAMS for bucket {number} of {len(buckets)}")
+    bucket = buckets[number]
+    dtype = str(shard.layout.groups[bucket.group].dtype).removeprefix("torch.")
+    wanted = [(dtype, (run.end - run.begin,), "raw") for run in shard.pieces(bucket)]
+    if not wanted or [(spec.dtype, spec.shape, spec.codec) for spec in specs] != wanted or message.delta:
+        raise MalformedFrame(f"PARAMS bucket {number} is not what this rank's shard has of it")
+    return bucket
 
 
 class LeaseExecutor(Protocol):

@@ -6,23 +6,33 @@ the same: results, parameters and data of each travel on its own link, so they a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
 from torch import Tensor
 
 from w5xde_async.compute.block import LeafSpec
-from w5xde_async.errors import LocalError, MalformedFrame
+from w5xde_async.errors import LocalError
 from w5xde_async.job import Job
 from w5xde_async.parallel.engine import IslandEngine, LoneLeafError, Traced
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Params, Submit, Verdict
-from w5xde_async.worker.executors.executor import BucketUpdate, Computed, HeldLease, Send, Version
-from w5xde_async.worker.uplink.result_encoder import BucketResult
+from w5xde_async.worker.executors.executor import (
+    BucketUpdate,
+    Computed,
+    HeldLease,
+    LeaseExecutor,
+    Send,
+    Version,
+    check_pieces,
+)
+from w5xde_async.worker.executors.published import WORDS, DeltaReceiver
+from w5xde_async.worker.uplink.result_encoder import BucketResult, piece_specs
 
 
 class Turn(IntEnum):
@@ -31,6 +41,8 @@ class Turn(IntEnum):
     LOAD = 1  #: a version, by its number
     COMPUTE = 2  #: a lease, by its number
     END = 3  #: nothing more
+    SUBMIT = 4  #: what a SUBMIT asks for, by its lease
+    SETTLE = 5  #: the next verdict
 
 
 class Lockstep(Protocol):
@@ -44,6 +56,12 @@ class Lockstep(Protocol):
 
     def union(self, numbers: Sequence[int], count: int) -> list[int]:
         """On all: which of the numbers below ``count`` any rank has."""
+
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        """On all: what each rank gives."""
+
+    def pass_on(self, data: Tensor, source: int) -> None:
+        """On all: bytes (uint8, in host memory) of rank ``source`` into everybody's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +82,20 @@ class Rank:
     build: Callable[[Job | Traced, LeafSpec, int], IslandEngine]
 
 
+def sum_across(lockstep: Lockstep, value: float) -> float:
+    """The sum of what all ranks give, added in their order: the same bits on all."""
+    return sum(array("d", b"".join(lockstep.bytes_of_all(array("d", [value]).tobytes()))))
+
+
 class PiecesReceiver:
     """Receives the pieces of a rank's shard where the engine reads them."""
 
     def __init__(self, engine: IslandEngine) -> None:
-        self._engine, self._layout, self._shard = engine, engine.layout, engine.shard
+        self._engine, self._shard = engine, engine.shard
 
     def place(self, message: Params, specs: Sequence[BufferSpec]) -> list[memoryview]:
-        number = message.bucket
-        if number >= len(self._layout.buckets) or message.num_buckets > len(self._layout.buckets):
-            raise MalformedFrame(f"PARAMS for bucket {number} of {len(self._layout.buckets)}")
-        bucket = self._layout.buckets[number]
-        dtype = str(self._layout.groups[bucket.group].dtype).removeprefix("torch.")
-        wanted = [(dtype, (run.end - run.begin,), "raw") for run in self._shard.pieces(bucket)]
-        if [(spec.dtype, spec.shape, spec.codec) for spec in specs] != wanted or message.delta:
-            raise MalformedFrame(f"PARAMS bucket {number} is not what this rank's shard has of it")
-        return self._engine.incoming(number)
+        check_pieces(self._shard, message, specs)
+        return self._engine.incoming(message.bucket)
 
     def arrived(self) -> None:
         """It lies where it belongs."""
@@ -88,40 +104,32 @@ class PiecesReceiver:
         return ()
 
 
-class IslandExecutor:
-    """A :class:`LeaseExecutor` over one rank's engine."""
+class PiecesExecutor:
+    """Exact synchronous training without codecs, on one rank: its pieces travel as they lie in memory."""
 
-    exact = True
-    repeatable = newest_first = False
-    child = 0
+    exact, repeatable, newest_first = True, False, False
+    flops_per_leaf, child = 0.0, 0
 
-    def __init__(self, engine: IslandEngine, rank: Rank, *, capacity_bytes: int) -> None:
+    def __init__(self, engine: IslandEngine, *, capacity_bytes: int) -> None:
         self.layout: Layout = engine.layout
         self.device, self.capacity_bytes = engine.device, capacity_bytes
         self.parameters = PiecesReceiver(engine)
-        self.version, self.flops_per_leaf = -1, 0.0
-        self._engine, self._rank, self._loss_scale = engine, rank, 1.0
-        self._specs = [_specs(engine, number) for number in range(len(engine.layout.result_buckets))]
+        self.version = -1
+        self._engine, self._loss_scale = engine, 1.0
+        self._specs = piece_specs(engine.shard)
 
     def admit(self, message: Verdict | Submit) -> bool:
         return False
 
     def load(self, version: Version) -> None:
-        self._turn(Turn.LOAD, version.number)
-        self._engine.load(self._rank.lockstep.union(version.buckets, len(self.layout.buckets)))
+        self._engine.load(version.buckets)
         self.version, self._loss_scale = version.number, version.loss_scale
 
     def compute(self, held: HeldLease, send: Send) -> Computed:
-        self._turn(Turn.COMPUTE, held.message.lease)
-
         def emit(bucket: int, pieces: Sequence[Tensor]) -> None:
             send(BucketResult(bucket, [*zip(self._specs[bucket], map(bytes_of, pieces), strict=True)]))
 
-        try:
-            outcome = self._engine.compute(held.task(self._loss_scale), emit)
-        except LoneLeafError as error:  # the others wait for this rank, which cannot go on
-            error.device_lost = True
-            raise
+        outcome = self._engine.compute(held.task(self._loss_scale), emit)
         return Computed(outcome, (), outcome.vectors)
 
     def submit(self, asked: Submit) -> Computed:
@@ -132,6 +140,50 @@ class IslandExecutor:
 
     def release(self, vectors: Sequence[ResultVector]) -> None:
         self._engine.release(vectors)
+
+
+class IslandExecutor:
+    """A :class:`LeaseExecutor` of one rank: what ``own`` does, done by all ranks in the order that the head says."""
+
+    repeatable = False
+    flops_per_leaf, child = 0.0, 0
+
+    def __init__(self, own: LeaseExecutor, rank: Rank) -> None:
+        """``own`` does this rank's part."""
+        self.layout, self.device, self.capacity_bytes = own.layout, own.device, own.capacity_bytes
+        self.exact, self.newest_first, self.parameters = own.exact, own.newest_first, own.parameters
+        self._own, self._rank = own, rank
+
+    @property
+    def version(self) -> int:
+        return self._own.version
+
+    def admit(self, message: Verdict | Submit) -> bool:
+        return self._own.admit(message)
+
+    def load(self, version: Version) -> None:
+        self._turn(Turn.LOAD, version.number)
+        buckets = self._rank.lockstep.union(version.buckets, len(self.layout.buckets))
+        self._own.load(replace(version, buckets=tuple(buckets), updates=self._passed_on(version.updates)))
+
+    def compute(self, held: HeldLease, send: Send) -> Computed:
+        self._turn(Turn.COMPUTE, held.message.lease)
+        try:
+            return self._own.compute(held, send)
+        except LoneLeafError as error:  # the others wait for this rank, which cannot go on
+            error.device_lost = True
+            raise
+
+    def submit(self, asked: Submit) -> Computed:
+        self._turn(Turn.SUBMIT, asked.lease)
+        return self._own.submit(asked)
+
+    def settle(self, verdict: Verdict) -> None:
+        self._turn(Turn.SETTLE, 0)
+        self._own.settle(verdict)
+
+    def release(self, vectors: Sequence[ResultVector]) -> None:
+        self._own.release(vectors)
 
     def hear(self) -> tuple[int, int, int]:
         """On a rank that is not the head: what is done next."""
@@ -150,10 +202,24 @@ class IslandExecutor:
         if not self._rank.rank:
             self._rank.lockstep.announce(turn, number, 0)
 
+    def _passed_on(self, updates: Sequence[BucketUpdate]) -> tuple[BucketUpdate, ...]:
+        """A version's updates with what other ranks have brought of it, cut to what this one holds.
 
-def _specs(engine: IslandEngine, number: int) -> list[BufferSpec]:
-    bucket = engine.layout.buckets[number]
-    dtype = engine.layout.groups[bucket.group].result_dtype
-    name = str(dtype).removeprefix("torch.")
-    sizes = [run.end - run.begin for run in engine.shard.pieces(bucket)]
-    return [BufferSpec("", name, (size,), "raw", size * dtype.itemsize) for size in sizes]
+        What a codec wrote came whole, to one rank: all have it, bucket by bucket, and keep their own part. Raises
+        MalformedFrame for what does not decode.
+        """
+        receiver, lockstep = self.parameters, self._rank.lockstep
+        if not isinstance(receiver, DeltaReceiver) or not receiver.coded:
+            return tuple(updates)
+        found = [update for update in updates if update.codec is None]
+        coded = [update for update in updates if update.codec is not None]
+        told = array("q", (number for update in coded for number in receiver.described(update))).tobytes()
+        for source, theirs in enumerate(lockstep.bytes_of_all(told)):
+            mine = iter(coded if source == self._rank.rank else ())
+            numbers = array("q", theirs)
+            for described in zip(*[iter(numbers)] * WORDS, strict=True):
+                update = next(mine, None) or receiver.awaited(described)
+                lockstep.pass_on(update.data, source)
+                if (own := receiver.own(update)) is not None:
+                    found.append(own)
+        return tuple(found)

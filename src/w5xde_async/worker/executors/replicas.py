@@ -25,6 +25,7 @@ from w5xde_async.updates.streaming import StreamingReplica
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.worker.executors.published import Published
+from w5xde_async.worker.executors.shard_engine import ShardEngine
 
 _MOST_INNER = 1 << 20  # bytes of a description
 
@@ -34,6 +35,7 @@ class _Sent(NamedTuple):
 
     fragment: int
     pseudo_gradient: Tensor
+    finite: bool
 
 
 class FollowingReplica:
@@ -41,7 +43,7 @@ class FollowingReplica:
 
     submits = False  #: results are sent with each lease
 
-    def __init__(self, engine: Computing, published: Published) -> None:
+    def __init__(self, engine: Computing | ShardEngine, published: Published) -> None:
         self.published, self.version = published, -1
         self._engine = engine
 
@@ -80,7 +82,7 @@ class SteppingReplica:
 
     submits = True  #: results are sent when the coordinator asks for them
 
-    def __init__(self, engine: Computing, published: Published, inner: bytes) -> None:
+    def __init__(self, engine: Computing | ShardEngine, published: Published, inner: bytes) -> None:
         """``inner``: what WELCOME said of the optimizer (``inner_description``). Raises MalformedFrame."""
         described, clip, streaming = _read_inner(inner)
         self._engine, self.published, self.version = engine, published, -1
@@ -89,7 +91,10 @@ class SteppingReplica:
         self._live = engine.live
         self._optimizer = build_inner(described, engine.tensors)
         self._scheduled: list[str] = described["scheduled"]
-        self._rule = SyncRule(engine.model, layout, self._live, self._optimizer, clip=clip)
+        self._across = engine.across if isinstance(engine, ShardEngine) else None
+        self._rule = SyncRule(
+            engine.tensors, layout, self._live, self._optimizer, clip=clip, across=self._across
+        )  # fmt: skip
         self._base = [group.clone() for group in self._live.groups]
         self._group = next(group.index for group in layout.groups if group.role == "grad")
         self._steps = 0  # inner steps
@@ -99,6 +104,7 @@ class SteppingReplica:
         self._anew = True  # it begins at published parameters with the next lease
         self._awaited: dict[int, _Sent] = {}  # by lease, until the verdict
         self._counted: dict[int, Tensor] = {}  # fragment -> its pseudo-gradient, which was accepted and is not mixed in
+        self._moved: set[int] = set()  # fragments in which the replica has moved other than by a step
         self._kept: set[int] = set()  # fragments whose last pseudo-gradient was refused
         self._delay, self._mixing, self._buckets, self._fragments = 0, 0.0, [], []
         if streaming is not None:
@@ -112,6 +118,9 @@ class SteppingReplica:
         """One inner step."""
         if self._anew:
             self._begin()
+        elif self._moved:
+            self._engine.refresh(sorted(number for index in self._moved for number in self._buckets[index]))
+        self._moved.clear()
         set_scheduled(self._optimizer, self._scheduled, rates)
         present = [False] * len(self._layout.result_buckets)
         vectors: list[ResultVector] = []
@@ -177,6 +186,7 @@ class SteppingReplica:
         newest = self._newest(index)
         if newest > self._sent_at[index]:
             self._streaming.rebase(index, self._values(index))
+            self._moved.add(index)
             self._sent_at[index] = self._fragment_version[index] = newest
 
     def _newest(self, index: int) -> int:
@@ -189,6 +199,7 @@ class SteppingReplica:
         return values.to(self._live.groups[self._group].device)
 
     def _mixed(self, fragments: Sequence[int]) -> None:
+        self._moved.update(fragments)
         for index in fragments:
             del self._sent_at[index]
             self._counted.pop(index, None)
@@ -209,7 +220,7 @@ class SteppingReplica:
             index = self._buckets.index(trained)
             version = self._fragment_version[index]
             pseudo_gradient = self._send(index)
-            self._awaited[lease] = _Sent(index, pseudo_gradient)
+            self._awaited[lease] = _Sent(index, pseudo_gradient, self._is_finite(pseudo_gradient))
             self._fragments[index].scatter_(vector.group(self._group), pseudo_gradient.cpu())
         else:
             self._anew = True
@@ -240,7 +251,7 @@ class SteppingReplica:
                     self._counted[index] = sent.pseudo_gradient
                     self._rebase(index)  # what has come so far was made without it
                 continue
-            if not sent.pseudo_gradient.isfinite().all():
+            if not sent.finite:
                 self._anew = True  # nothing finite would ever come of it: it begins anew
                 self._optimizer.state.clear()
                 return
@@ -248,7 +259,13 @@ class SteppingReplica:
                 self._kept.discard(index)
                 continue
             self._kept.add(index)
+            self._moved.add(index)
             streaming.keep(index, sent.pseudo_gradient)
+
+    def _is_finite(self, values: Tensor) -> bool:
+        """Whether all values are, those of the other ranks included."""
+        finite = bool(values.isfinite().all())
+        return finite if self._across is None else not self._across(float(not finite))
 
     def _send(self, index: int) -> Tensor:
         streaming = self._streaming

@@ -2,9 +2,10 @@
 
 Workers may share the directory. Each writes a file of its own, ``residual-RUN-NAME-WORKER.safetensors``, and one that
 joins takes up one file of its run: that of its own name if there is one, else the oldest, since what one worker left
-out is as good for another. A file is taken by renaming it, so that nothing is added twice. There are never more files
-of a run than workers have computed for it here at once; the run's end removes them, and those of a run of which nobody
-here saw the end go after ``_STALE_S``. Everything here blocks.
+out is as good for another. Files of an island's ranks are ``residual-RUN.SHARD-...``, for ranks of the same shard. A
+file is taken by renaming it, so that nothing is added twice. There are never more files of a run than workers have
+computed for it here at once; the run's end removes them, and those of a run of which nobody here saw the end go after
+``_STALE_S``. Everything here blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def keep(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name: st
         return
     state = feedback.state_dict()
     if data_dir is not None and state:
-        path = data_dir / f"{_of_run(run_id)}{_plain(name)}-{worker_id}{_KEPT}"
+        path = data_dir / f"{_of_run(run_id, encoder)}{_plain(name)}-{worker_id}{_KEPT}"
         partial = path.with_suffix(".partial")
         try:
             data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def take_up(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name:
     feedback = encoder.feedback
     if data_dir is None or feedback is None:
         return
-    path = _take(data_dir, run_id, name, worker_id)
+    path = _take(data_dir, _of_run(run_id, encoder), name, worker_id)
     if path is None:
         return
     try:
@@ -76,14 +77,14 @@ def take_up(encoder: ResultEncoder, data_dir: Path | None, *, run_id: str, name:
 def forget(data_dir: Path | None, run_id: str) -> None:
     """The run is finished: nobody has a use for what was left out any more."""
     if data_dir is not None:
-        for path in data_dir.glob(f"{_of_run(run_id)}*"):
+        for path in data_dir.glob(f"residual-{_plain(run_id)}[-.]*"):
             with suppress(OSError):
                 path.unlink()
 
 
-def _take(data_dir: Path, run_id: str, name: str, worker_id: str) -> Path | None:
-    own = f"{_of_run(run_id)}{_plain(name)}-"
-    kept = [(not path.name.startswith(own), age, path) for age, path in _files(data_dir, f"{_of_run(run_id)}*{_KEPT}")]
+def _take(data_dir: Path, beginning: str, name: str, worker_id: str) -> Path | None:
+    own = f"{beginning}{_plain(name)}-"
+    kept = [(not path.name.startswith(own), age, path) for age, path in _files(data_dir, f"{beginning}*{_KEPT}")]
     for *_, path in sorted(kept):
         taken = path.with_name(f"{path.stem}-{worker_id}{_TAKEN}")
         with suppress(OSError):  # another was faster
@@ -109,8 +110,9 @@ def _files(data_dir: Path, pattern: str) -> list[tuple[float, Path]]:
     return found
 
 
-def _of_run(run_id: str) -> str:
-    return f"residual-{_plain(run_id)}-"
+def _of_run(run_id: str, encoder: ResultEncoder) -> str:
+    """How the names of the files begin that are of use here."""
+    return f"residual-{_plain(run_id)}{'.' if encoder.shard else ''}{encoder.shard}-"
 
 
 def _plain(text: str) -> str:

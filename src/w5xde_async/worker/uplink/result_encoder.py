@@ -15,7 +15,8 @@ from typing import NamedTuple
 from w5xde_async.codecs.codec import BytePool, Codec
 from w5xde_async.codecs.feedback import Dropped, Feedback
 from w5xde_async.params.flat import ResultVector
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import Bucket, Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.updates.coded import coded_up
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import VerdictCode
@@ -31,16 +32,21 @@ class BucketResult(NamedTuple):
 
 def raw_specs(layout: Layout) -> list[BufferSpec]:
     """How each result bucket travels as it lies in memory."""
+    return [_raw_spec(layout, bucket, bucket.numel) for bucket in layout.result_buckets]
+
+
+def piece_specs(shard: Shard) -> list[list[BufferSpec]]:
+    """How an island's rank sends what it has of each result bucket, as it lies in memory: in a buffer for each run."""
+    layout = shard.layout
     return [
-        BufferSpec(
-            "",
-            str(layout.groups[bucket.group].result_dtype).removeprefix("torch."),
-            (bucket.numel,),
-            "raw",
-            layout.result_nbytes(bucket),
-        )
+        [_raw_spec(layout, bucket, run.end - run.begin) for run in shard.pieces(bucket)]
         for bucket in layout.result_buckets
     ]
+
+
+def _raw_spec(layout: Layout, bucket: Bucket, numel: int) -> BufferSpec:
+    dtype = layout.groups[bucket.group].result_dtype
+    return BufferSpec("", str(dtype).removeprefix("torch."), (numel,), "raw", numel * dtype.itemsize)
 
 
 class ResultEncoder:
@@ -49,9 +55,18 @@ class ResultEncoder:
     ``feedback`` is what was left out; None where the codec leaves nothing out, or feedback is off.
     """
 
-    def __init__(self, layout: Layout, codec: Codec, *, feedback: bool, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, layout: Layout, codec: Codec, *, feedback: bool, shard: Shard | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """``shard``: of an island's rank, which sends what lies in it, as ``shard.own`` has it. Then ``layout`` is not
+        looked at."""
         self.codec, self.pool = codec, BytePool()
-        self._sizes, self._raw = coded_up(layout), raw_specs(layout)
+        self.shard = "" if shard is None else shard.digest  #: which one
+        if shard is None:
+            self._sizes, self._raw = coded_up(layout), [[spec] for spec in raw_specs(layout)]
+        else:
+            self._sizes, self._raw = coded_up(shard.own), piece_specs(shard)
         self._clock, self._keeps = clock, feedback
         self.feedback = self._new_feedback()
         self._keys: set[int] = set()
@@ -81,12 +96,16 @@ class ResultEncoder:
         """A lease's results are about to be encoded."""
         self.encode_s, self.raw_bytes = 0.0, 0
 
+    def has(self, bucket: int) -> bool:
+        """Whether there is anything of a bucket: an island's rank has not something of each."""
+        return bool(self._raw[bucket])
+
     def encode(self, lease: int, bucket: int, vector: ResultVector) -> BucketResult:
         """One bucket of ``vector``, encoded; its values (in host memory) are not changed."""
         if bucket not in self._sizes or self.codec.name == "raw":
-            spec = self._raw[bucket]
-            self.raw_bytes += spec.nbytes
-            return BucketResult(bucket, ((spec, vector.bucket_bytes[bucket]),))
+            data = vector.bucket_bytes[bucket]
+            self.raw_bytes += len(data)
+            return BucketResult(bucket, _cut(data, self._raw[bucket]))
         values = vector.buckets[bucket]
         began = self._clock()
         sent = None
@@ -100,10 +119,10 @@ class ResultEncoder:
         self.encode_s += self._clock() - began
         self.raw_bytes += 4 * values.numel()
         if encoded.codec.name == "raw":  # where lz4 did not pay
-            spec = BufferSpec("", "float32", (values.numel(),), "raw", nbytes)
-        else:
-            spec = BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes)
-        return BucketResult(bucket, ((spec, encoded.view),), sent)
+            return BucketResult(bucket, _cut(encoded.view, self._raw[bucket]), sent)
+        return BucketResult(
+            bucket, ((BufferSpec("", "uint8", (nbytes,), encoded.codec.name, nbytes), encoded.view),), sent
+        )  # fmt: skip
 
     def settle(self, leases: Sequence[int], code: int, buckets: Sequence[int] = ()) -> None:
         """A verdict on results that have left. ``buckets``: those that counted, where not all did."""
@@ -127,3 +146,13 @@ class ResultEncoder:
         """Forget what was left out, and say how much it was."""
         self._keys.clear()
         return Dropped() if self.feedback is None else self.feedback.drop()
+
+
+def _cut(data: memoryview, specs: Sequence[BufferSpec]) -> list[tuple[BufferSpec, Buffer]]:
+    """Values as they lie in memory, in their buffers."""
+    found: list[tuple[BufferSpec, Buffer]] = []
+    at = 0
+    for spec in specs:
+        found.append((spec, data[at : at + spec.nbytes]))
+        at += spec.nbytes
+    return found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from w5xde_async.codecs.registry import codec
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.messages import Welcome
 from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
@@ -24,15 +25,15 @@ class Uplink:
         self._run_id = ""
         self.encoder: ResultEncoder | None = None  #: of the run served last; None where that takes results as they are
 
-    async def encoder_for(self, welcome: Welcome, layout: Layout) -> ResultEncoder:
-        """The encoder of this run: kept over its links, with what it has left out."""
+    async def encoder_for(self, welcome: Welcome, layout: Layout, shard: Shard | None = None) -> ResultEncoder:
+        """The encoder of this run: kept over its links, with what it has left out. ``shard``: of an island's rank."""
         key = (welcome.run_id, welcome.update, welcome.feedback, layout.fingerprint)
         if self.encoder is not None and self._key == key:
             self.encoder.change(codec(welcome.codec))
             return self.encoder
         self._key, self._run_id = key, welcome.run_id
         self.encoder = encoder = ResultEncoder(
-            layout, codec(welcome.codec), feedback=welcome.feedback, clock=self._clock
+            layout, codec(welcome.codec), feedback=welcome.feedback, shard=shard, clock=self._clock
         )
         take = partial(
             take_up, encoder, self._data_dir, run_id=welcome.run_id, name=self._name, worker_id=self._worker_id

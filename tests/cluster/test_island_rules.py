@@ -1,0 +1,151 @@
+"""Islands under every rule and codec: the same bits as one worker wherever one worker has bits to promise, each step
+once, whatever becomes of a rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.cluster.test_islands import run, start
+from tests.support import jobs
+from tests.support.circle import Circle, Gone
+from tests.support.cluster import QUICK_WORKER, Commits, settings, train
+
+from w5xde_async.coordinator.outer.training import OuterTraining
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import W5xdeError
+from w5xde_async.job import Job
+from w5xde_async.plan.shares import Share
+from w5xde_async.telemetry.events import Event, StepCommitted
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.service import Worker
+
+LOCAL: dict[str, Any] = {"rule": "local", "inner_steps": 3}
+RULES: dict[str, dict[str, Any]] = {
+    "async": {"rule": "async", "results_per_step": 2, "codec": "int8", "downlink": "raw"},
+    "local": {**LOCAL, "codec": "topk:0.1"},
+    "streaming": {"rule": "streaming", "inner_steps": 4, "fragments": 2, "codec": "int4"},
+    "async-local": {"rule": "async-local", "inner_steps": 3, "codec": "sparseloco"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def cnn_adamw() -> Job:
+    """Its gradients are not clipped: the norm is added in another order where shards are."""
+    return replace(jobs.cnn_adamw(), gradient_clip_val=None)
+
+
+def gpt_adamw() -> Job:
+    return replace(jobs.gpt_adamw(), gradient_clip_val=None)
+
+
+@pytest.mark.parametrize("share", [Share.BLOCK, Share.ALL], ids=lambda share: share.name)
+@pytest.mark.parametrize(
+    "make_job", [jobs.mlp_sgd, cnn_adamw, gpt_adamw], ids=lambda make: make.__name__
+)  # fmt: skip
+async def test_inner_steps_on_shards_have_the_bits_of_one_worker(make_job: Callable[[], Job], share: Share) -> None:
+    update = UpdateConfig(**LOCAL)
+    expected = await train(make_job, update=update)
+    result, departures = await run(make_job, [Circle(2, share, seed=3)], update=update)
+    assert (result.digest, result.loss) == (expected.digest, expected.loss)
+    assert departures == [Departure.FINISHED] * 2
+
+
+@pytest.mark.parametrize(
+    "update", [{"codec": "lz4"}, {"codec": "lz4-shuffle"}, {"downlink": "lz4"}, {**LOCAL, "downlink": "lz4-shuffle"}],
+    ids=str,
+)  # fmt: skip
+async def test_a_lossless_codec_keeps_the_bits(update: dict[str, Any]) -> None:
+    expected = await train(cnn_adamw, update=UpdateConfig(**update))
+    result, _ = await run(cnn_adamw, [Circle(3, Share.TURNS, seed=5)], update=UpdateConfig(**update))
+    assert (result.digest, result.loss) == (expected.digest, expected.loss)
+
+
+async def test_clipping_sees_the_whole_gradient() -> None:
+    update = UpdateConfig(**LOCAL)
+    free = await train(cnn_adamw, update=update)
+    expected = await train(jobs.cnn_adamw, update=update)
+    result, _ = await run(jobs.cnn_adamw, [Circle(3, Share.TURNS, seed=1)], update=update)
+    assert abs(free.loss - expected.loss) > 1e-3
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "topk:0.1"])
+async def test_a_lossy_codec_under_the_synchronous_rule(codec: str) -> None:
+    events: list[Event] = []
+    result, departures = await run(
+        jobs.mlp_sgd, [Circle(2, Share.BLOCK)], singles=1, events=events, update=UpdateConfig(codec=codec)
+    )  # fmt: skip
+    losses = [event.loss for event in events if isinstance(event, StepCommitted)]
+    assert len(losses) == result.step == len(losses)
+    assert losses[-1] < 0.9 * losses[0]
+    assert departures == [Departure.FINISHED] * 3
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_every_step_counts_once(update: dict[str, Any]) -> None:
+    events: list[Event] = []
+    circles = [Circle(2, Share.BLOCK, seed=1), Circle(3, Share.ALL, seed=2)]
+    result, departures = await run(jobs.mlp_sgd, circles, singles=1, events=events, update=UpdateConfig(**update))
+    steps = [event for event in events if isinstance(event, StepCommitted)]
+    assert result.outcome == "finished"
+    assert steps[-1].step == jobs.mlp_sgd().max_steps
+    assert steps[-1].loss < steps[0].loss
+    assert departures == [Departure.FINISHED] * 6
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_the_steps_of_a_lost_island_are_done_by_others(update: dict[str, Any], lost: int) -> None:
+    commits, make = Commits(), jobs.mlp_sgd
+    config = settings(update=UpdateConfig(**update), min_workers=2)
+    async with Coordinator(make(), config=config, bus=commits.bus) as coordinator:
+        circle = Circle(2, Share.BLOCK)
+        ranks = start(coordinator.address, circle, make)
+        single = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        running = [asyncio.create_task(rank.run()) for rank in ranks]
+        training = coordinator._training
+        assert isinstance(training, OuterTraining)
+        await commits.reach(3)
+        assert ranks[lost]._connection is not None
+        ranks[lost]._connection.link.abort()
+        circle.end()  # as collectives end where a rank is gone
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(error, W5xdeError | Gone) for error in ended)
+        training.ledger.validate()
+        another = Circle(2, Share.ALL, seed=7)
+        late = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, another, make)]
+        result = await coordinator.wait()
+        training.ledger.validate()
+        another.end()
+        assert await single is Departure.FINISHED
+        for rank in late:
+            rank.cancel()  # they may come when all is done, and would look for a while
+        await asyncio.gather(*late, return_exceptions=True)
+    assert result.outcome == "finished"
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_an_island_that_drains_leaves_nothing_undone(update: dict[str, Any]) -> None:
+    commits, make = Commits(), jobs.mlp_sgd
+    config = settings(update=UpdateConfig(**update), min_workers=2)
+    async with Coordinator(make(), config=config, bus=commits.bus) as coordinator:
+        circle = Circle(2, Share.BLOCK)
+        ranks = start(coordinator.address, circle, make)
+        single = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        running = [asyncio.create_task(rank.run()) for rank in ranks]
+        await commits.reach(3)
+        ranks[1].drain()
+        assert await asyncio.gather(*running) == [Departure.DRAINED] * 2
+        result = await coordinator.wait()
+        assert await single is Departure.FINISHED
+    assert result.outcome == "finished"
