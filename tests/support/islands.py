@@ -175,7 +175,8 @@ class Together:
         self, batches: Sequence[Any], samples: Sequence[int], start: int = 0, **changes: Any
     ) -> tuple[ComputedBlock, dict[int, list[Tensor]]]:
         engine = self.engine
-        mine = leaves_of(Block(start, start + len(samples)), engine.share, self.group.size)[self.group.rank]
+        block = Block(start, start + len(samples))
+        mine = leaves_of(block, engine.share, self.group.size, engine.together)[self.group.rank]
         found: dict[int, list[Tensor]] = {}
 
         def emit(bucket: int, pieces: Sequence[Tensor]) -> None:
@@ -217,6 +218,32 @@ def same_block(
     else:
         assert outcome.losses == outcome.metric_names == outcome.metrics == ()
     return outcome, expected
+
+
+def near_block(
+    together: Together, alone: Alone, batches: Sequence[Any], samples: Sequence[int], start: int = 0, **changes: Any
+) -> dict[int, list[Tensor]]:
+    """Compute a block both ways. What is given out lies within 1e-5 of what one process gives (relative L2 distance)."""
+    engine, layout = together.engine, alone.layout
+    expected, sums = alone.compute(task(batches, samples, range(start, start + len(samples)), start, **changes))
+    outcome, pieces = together.compute(batches, samples, start, **changes)
+    assert (outcome.untouched, outcome.absent) == (expected.untouched, expected.absent)
+    assert outcome.drew == expected.drew
+    assert set(pieces) == set(sums) & engine.shard.buckets
+    apart, size = [0.0] * len(layout.groups), [0.0] * len(layout.groups)
+    for bucket, found in pieces.items():
+        whole = layout.buckets[bucket]
+        for piece, (index, begin, end) in zip(found, engine.shard.pieces(whole), strict=True):
+            wanted = sums[bucket][begin - whole.offset : end - whole.offset]
+            apart[index] += float((piece - wanted).double().square().sum())
+            size[index] += float(wanted.double().square().sum())
+    assert all(one <= 1e-10 * other for one, other in zip(apart, size, strict=True)), (apart, size)
+    if together.group.rank == 0:
+        assert len(outcome.losses) == len(expected.losses)
+        assert all(abs(a - b) < 1e-5 * abs(b) for a, b in zip(outcome.losses, expected.losses, strict=True))
+    else:
+        assert outcome.losses == ()
+    return pieces
 
 
 def spread(model: nn.Module, seed: int = 5) -> None:

@@ -67,6 +67,10 @@ def island_engine(
             replica = replica_of(source, bucket_bytes)
         alike(replica.layout, [[(n, p.shape) for n, p in unit.named_parameters()] for unit in replica.units])
         return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint_activations, clock=clock)
+    if shape.mode == "tp":
+        return _tensor_parallel(shape, source, spec, group, bucket_bytes, checkpoint_activations, clock, alike)
+    if shape.mode != "pp":
+        raise UsageError(f"--island {shape}: these modes do not go together")
     if not isinstance(source, Traced):
         raise UsageError(
             "pipelines compute the coordinator's program, for a job's code does not say where a model can be cut: "
@@ -81,6 +85,28 @@ def island_engine(
     return PipelineEngine(
         atoms, spec, group, schedule=schedule, checkpoint_activations=checkpoint_activations, clock=clock
     )  # fmt: skip
+
+
+def _tensor_parallel(
+    shape: IslandShape, source: Job | Traced, spec: LeafSpec, group: Group, bucket_bytes: int, checkpoint: bool,
+    clock: Callable[[], float], alike: Callable[[Layout], None],
+) -> IslandEngine:  # fmt: skip
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from w5xde_async.parallel.composed import ComposedEngine
+    from w5xde_async.parallel.recomputing import checkpoint_units
+    from w5xde_async.parallel.replica import replica_of
+    from w5xde_async.parallel.tensor_plan import parallelized
+
+    if isinstance(source, Traced):
+        raise UsageError("tensor parallel islands compute a job's own code: give --job, or take fsdp or pp")
+    replica = replica_of(source, bucket_bytes)
+    alike(replica.layout)
+    if checkpoint:
+        checkpoint_units(replica.units)
+    axes = shape.axes
+    mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return ComposedEngine(replica, parallelized, spec, group, mesh, words=str(shape), clock=clock)
 
 
 def whole_engine(

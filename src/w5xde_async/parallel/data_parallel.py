@@ -39,7 +39,7 @@ _NOTHING, _SUM, _FAILED = range(3)  # what a rank has of a bucket
 class DataParallelEngine:
     """One rank's :class:`IslandEngine` around an engine, which is its to close."""
 
-    share, exact = Share.BLOCK, True
+    share, together, numerics = Share.BLOCK, 1, ""
 
     def __init__(self, engine: Computing, group: Group) -> None:
         self.layout, self.device = engine.layout, engine.device

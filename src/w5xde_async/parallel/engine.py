@@ -36,11 +36,17 @@ class Traced(NamedTuple):
 class LoneLeafError(LeafError):
     """A leaf failed on this rank before it could know what the others do next: the island cannot go on."""
 
+    @classmethod
+    def alone(cls, failure: LeafError) -> LeafError:
+        """Of a failure that the other ranks do not share."""
+        return cls.told(failure.leaf, failure.error, failure.traceback, ())
+
 
 class IslandEngine(Protocol):
     """One rank of an island. All methods but ``release`` run on one compute thread.
 
-    The sum of a block has the bits of one process that computes every leaf, wherever ``exact`` holds.
+    The sum of a block has the bits of one process that computes every leaf, or, where ``numerics`` is not empty, those
+    of every island of these ``numerics``.
     """
 
     layout: Layout
@@ -48,8 +54,10 @@ class IslandEngine(Protocol):
     shard: Shard
     device: torch.device
     share: Share
+    together: int
     """Which leaves of a block it needs the data of (``plan.shares.leaves_of``)."""
-    exact: bool
+    numerics: str
+    """How its sums are made, at most 64 characters; empty: as in one process."""
 
     def incoming(self, bucket: int) -> list[memoryview]:
         """Host memory for ``shard.pieces`` of a bucket of parameters, in order; it is read by the next ``load``."""

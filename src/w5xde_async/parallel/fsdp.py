@@ -22,7 +22,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +40,7 @@ from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
 from w5xde_async.parallel.replica import Replica
-from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
+from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.shard import Shard
@@ -66,7 +65,7 @@ class _Part(NamedTuple):
 class FsdpEngine:
     """One rank's :class:`IslandEngine`. All methods but ``release`` run on one compute thread."""
 
-    share, exact = Share.TURNS, True
+    share, together, numerics = Share.TURNS, 1, ""
 
     def __init__(
         self,
@@ -276,7 +275,7 @@ class FsdpEngine:
         return False
 
     def _report(self, own: Block, mine: Sequence[int], now: _Running) -> Report:
-        own.task = _only(own.task, mine)
+        own.task = only(own.task, mine)
         names, values = own.reported()
         return Report(
             leaves=list(mine),
@@ -843,7 +842,3 @@ def _rows_of(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
         width *= extent
     begin, end = min(rank * each, shape[0]), min((rank + 1) * each, shape[0])
     return begin * width, (end - begin) * width
-
-
-def _only(task: Task, leaves: Sequence[int]) -> Task:
-    return replace(task, samples=tuple(task.samples[leaf - task.start] for leaf in leaves))

@@ -144,11 +144,21 @@ class Group:
 
     # -- numbers and bytes, in host memory
 
-    def numbers(self, values: Sequence[int]) -> list[list[int]]:
-        """Each rank's ``values``, of which all give as many; int64."""
+    def numbers(self, values: Sequence[int], patience_s: float | None = None) -> list[list[int]]:
+        """Each rank's ``values``, of which all give as many; int64.
+
+        Raises TimeoutError where the others do not come within ``patience_s``; then the group cannot go on.
+        """
         mine = torch.tensor(values, dtype=torch.int64)
         all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
-        _all_gather(all_of, mine, group=self._numbers)
+        if patience_s is None:
+            _all_gather(all_of, mine, group=self._numbers)
+        else:
+            gathering = _all_gather(all_of, mine, group=self._numbers, async_op=True)
+            try:
+                gathering.wait(timedelta(seconds=patience_s))
+            except RuntimeError as error:
+                raise TimeoutError(f"the other ranks did not answer: {error}") from None
         rows: list[list[int]] = all_of.view(self.size, -1).tolist()
         return rows
 

@@ -85,7 +85,7 @@ class _Held(NamedTuple):
 class PipelineEngine:
     """One rank's :class:`IslandEngine`: the stage of its own number. All methods but ``release`` run on one thread."""
 
-    share, exact = Share.ALL, True
+    share, together, numerics = Share.ALL, 1, ""
 
     def __init__(
         self,

@@ -6,8 +6,9 @@ second one works on copies, made before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,12 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **k
         if of._buffers
     ]
     return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), _with(before)))
+
+
+def checkpoint_units(units: Iterable[nn.Module]) -> None:
+    """Have these modules compute their forward pass once more in backward."""
+    for unit in units:
+        unit.forward = partial(checkpointed, unit, unit.forward)
 
 
 @contextmanager

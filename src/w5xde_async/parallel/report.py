@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from msgspec import Struct, msgpack
 
-from w5xde_async.compute.block import ComputedBlock
+from w5xde_async.compute.block import ComputedBlock, Task
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.shard_memory import ShardMemory
@@ -55,6 +56,11 @@ class Report(Struct, frozen=True, kw_only=True, array_like=True):
         return cls(
             failed=error.leaf, error=error.error, traceback=error.traceback, device_lost=error.device_lost
         )  # fmt: skip
+
+
+def only(task: Task, leaves: Sequence[int]) -> Task:
+    """A task with the sample counts of these of its leaves alone, numbered in the step."""
+    return replace(task, samples=tuple(task.samples[leaf - task.start] for leaf in leaves))
 
 
 _decode = msgpack.Decoder(Report).decode

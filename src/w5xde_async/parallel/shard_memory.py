@@ -24,7 +24,7 @@ class ShardMemory:
     def __init__(
         self, shard: Shard, *, results: bool = False, device: torch.device | str = "cpu", pinned: bool = False
     ) -> None:
-        self.shard = shard
+        self.shard, self._results = shard, results
         groups = shard.layout.groups
         held = [not (results and groups[run.group].role == "frozen") for run in shard.runs]
         dtypes = [groups[run.group].result_dtype if results else groups[run.group].dtype for run in shard.runs]
@@ -78,21 +78,27 @@ class ShardMemory:
                     found[index] = memory[first - begin : stop - begin]
         return found
 
+    def piece(self, group: int, begin: int, end: int) -> Tensor:
+        """What is held of a group's elements ``begin`` to ``end``, which lie in one run."""
+        number = bisect_right(self._starts, (group, begin)) - 1
+        memory = self.runs[number]
+        assert memory is not None
+        first = self.shard.runs[number].begin
+        return memory[begin - first : end - first]
+
+    @cached_property
+    def _starts(self) -> list[tuple[int, int]]:
+        return [run[:2] for run in self.shard.runs]
+
     @cached_property
     def pieces(self) -> list[list[Tensor]]:
         """For each bucket ``shard.pieces`` of it; none for what is not held."""
-        starts = [run[:2] for run in self.shard.runs]
-        found: list[list[Tensor]] = []
-        for bucket in self.shard.layout.buckets:
-            pieces: list[Tensor] = []
-            for group, begin, end in self.shard.pieces(bucket):
-                number = bisect_right(starts, (group, begin)) - 1
-                memory = self.runs[number]
-                if memory is not None:
-                    first = self.shard.runs[number].begin
-                    pieces.append(memory[begin - first : end - first])
-            found.append(pieces)
-        return found
+        layout = self.shard.layout
+        left_out = "frozen" if self._results else ""
+        return [
+            [self.piece(*run) for run in self.shard.pieces(bucket) if layout.groups[run.group].role != left_out]
+            for bucket in layout.buckets
+        ]
 
     @cached_property
     def bytes(self) -> list[list[memoryview]]:

@@ -16,12 +16,14 @@ class Share(IntEnum):
     ALL = 2  #: every rank works on every leaf
 
 
-def leaves_of(block: Block, share: Share, ranks: int) -> list[Sequence[int]]:
+def leaves_of(block: Block, share: Share, ranks: int, together: int = 1) -> list[Sequence[int]]:
     """For each rank the leaves, numbered in the step, whose data it needs, in the order in which it works on them.
 
-    Under ``TURNS`` every rank takes part in every round. A rank for which the last round has no leaf works on the
+    ``together``: so many neighbours work on the same leaves, as one; it divides ``ranks``. Under ``TURNS`` every rank takes part in every round. A rank for which the last round has no leaf works on the
     round's first as well, and what it gets counts for nothing.
     """
+    if together > 1:
+        return [leaves for leaves in leaves_of(block, share, ranks // together) for _ in range(together)]
     if share is Share.ALL:
         return [range(block.start, block.stop)] * ranks
     if share is Share.BLOCK:

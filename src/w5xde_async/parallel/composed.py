@@ -1,0 +1,595 @@
+"""Islands whose model PyTorch's own parallelisms divide: tensor parallel, and what a job composes itself.
+
+The model ends with ``DTensor`` parameters (``parallelize_module``, ``fully_shard``, both). Each rank holds one box of
+every parameter, and gets it by ``Resharding``. The mesh may have an axis ``fsdp``: its ranks take leaves in turns, as
+in ``parallel.fsdp``, and ``fully_shard`` sums their gradients by the tree; on the other axes all ranks work on every
+leaf. Leaves are summed by the tree, so equal islands give equal bits however the work is dealt out (on ``fsdp`` axes of
+2, 4, 8 ranks and so on). They are not the bits of one process: a product that is split is added in another order, and
+``numerics`` says how.
+
+Random numbers: every rank seeds a leaf alike. What is replicated draws what one process draws; ranks draw the same for
+their parts of what is split.
+
+A gradient of which several ranks have a copy must be the same on all. A plan that forgets to add them up (a norm over
+the heads of one rank) is refused by the parameter's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from msgspec import msgpack
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from w5xde_async.compute.batch import leaves_of as batches_of
+from w5xde_async.compute.batch import map_tensors, rows
+from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, described
+from w5xde_async.compute.buffers import BufferMerge
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import UsageError
+from w5xde_async.parallel.data_parallel import shard_of
+from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
+from w5xde_async.parallel.group import Group
+from w5xde_async.parallel.replica import Replica
+from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
+from w5xde_async.parallel.resharding import Resharding
+from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
+from w5xde_async.params.boxes import Box, extents, numel, whole
+from w5xde_async.params.layout import ALIGN_BYTES, Layout
+from w5xde_async.plan import tree
+from w5xde_async.plan.sampler import seed_for
+from w5xde_async.plan.shares import Share, leaves_of
+from w5xde_async.plan.tree import carries
+from w5xde_async.randomness import has_drawn, random_state, seed_all
+from w5xde_async.users_code import is_interrupt
+
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
+"""Divides a model, whose parameters are on the meta device, over a mesh with named axes; it may return another."""
+
+_DATA = "fsdp"  # the axis whose ranks have leaves of their own
+_ALIKE = 1e-3  # copies of a gradient may differ by so much (relative): other devices round otherwise
+_PATIENCE_S = 20.0  # for the other ranks, who raise what this one has raised
+
+
+class ComposedEngine:
+    """One rank's :class:`IslandEngine`. All methods but ``release`` run on one compute thread."""
+
+    def __init__(
+        self,
+        source: Replica,
+        parallelize: Parallelize,
+        spec: LeafSpec,
+        group: Group,
+        mesh: DeviceMesh,
+        *,
+        words: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Takes ``source.model`` for itself. ``words``: what it is, for ``numerics``.
+
+        Raises UsageError for a model that has been divided in a way that this cannot follow.
+        """
+        self.layout, self.device, self.clock = source.layout, group.device, clock
+        self._group, self._spec, self._step = group, spec, source.step
+        self._autocast = autocast(spec.precision, self.device.type)
+        self._metric_names = MetricNames()
+        names: Sequence[str] = mesh.mesh_dim_names or ()
+        self._turns = mesh.size(names.index(_DATA)) if _DATA in names else 1
+        self._turn = mesh.get_local_rank(_DATA) if self._turns > 1 else 0
+        self.together = group.size // self._turns
+        self.share = Share.TURNS if self._turns > 1 else Share.ALL
+        self._data_group: Any = mesh.get_group(_DATA) if self._turns > 1 else None
+        self._model = self._divided(source, parallelize, mesh)
+        self._touched: set[int] = set()
+        self._hooks: list[Any] = []
+        self._valid: list[bool] = []  # of a microbatch: whose gradients count, by turn
+        self._units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._parameters = self._found(source)
+        box = {e: _box_of(self.layout.entries[e].name, p) for e, p in self._parameters.items()}
+        for entry, told in enumerate(self.layout.entries):
+            if told.role in ("mean", "max"):
+                box[entry] = whole(told.shape)
+        boxes = [_decoded(data) for data in group.bytes_of_all(msgpack.encode([[e, box[e]] for e in sorted(box)]))]
+        digest = hashlib.blake2b(msgpack.encode([sorted(one.items()) for one in boxes]), digest_size=4).hexdigest()
+        self.numerics = f"{words} {digest}"
+        shards = [shard_of(self.layout, rank, group.size) for rank in range(group.size)]
+        self.shard = shards[group.rank]
+        self._resharding = Resharding(self.layout, group, shards, boxes)
+        copies = {entry: _holders(entry, boxes) for entry in self.layout.trainable}
+        self._copies = {entry: ranks for entry, ranks in copies.items() if ranks}
+        pinned = self.device.type == "cuda"
+        self._memory = ShardMemory(self.shard, pinned=pinned)
+        self._pool = ShardPool(lambda: ShardMemory(self.shard, results=True, pinned=pinned))
+        self._local = {e: _local(parameter) for e, parameter in self._parameters.items()}
+        self._origin: list[Tensor] = []
+        for entry, told in enumerate(self.layout.entries):
+            if told.role in ("mean", "max"):
+                self._origin.append(source.tensors[entry].detach().to(self.device, copy=True))
+                self._local[entry] = self._origin[-1]
+            else:
+                self._origin.append(torch.empty(0))
+        self._buffers = BufferMerge(self.layout, source.named, self._origin, source.statistics)
+        self._boxes = {entry: one for entry, one in box.items() if self.layout.entries[entry].role != "frozen"}
+        self._spare: list[_Sums] = []
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def incoming(self, bucket: int) -> list[memoryview]:
+        """Memory for this rank's pieces of a bucket."""
+        return self._memory.bytes[bucket]
+
+    @torch.no_grad()
+    def load(self, buckets: Iterable[int]) -> None:
+        """Bring what has come to all ranks to where each computes with it."""
+        entries: set[int] = set()
+        for number in sorted(buckets):
+            bucket = self.layout.buckets[number]
+            self._resharding.to_boxes(bucket, self._memory, self._local.__getitem__)
+            entries.update(bucket.entries)
+        self._buffers.refresh(sorted(entries))
+
+    # -- a block -------------------------------------------------------------------------------------------
+
+    def compute(self, task: Task, emit: EmitPieces) -> ComputedBlock:
+        """Compute one block together. Raises LeafError on every rank; LoneLeafError on one."""
+        began = self.clock()
+        block = tree.Block(task.start, task.start + len(task.samples))
+        turns = leaves_of(block, Share.TURNS, self._turns)[self._turn]
+        mine = [leaf for number, leaf in enumerate(turns) if leaf == task.start + number * self._turns + self._turn]
+        own, now = Block(task, lambda *_: None, self._metric_names), _Running()
+        failure: LeafError | None = None
+        self._touched.clear()
+        with random_state():
+            samples = [task.samples[leaf - task.start] for leaf in turns]
+            batches = batches_of(task.structure, task.tensors, samples, task.packed)
+            for number, (count, batch) in enumerate(batches):
+                first = number * self._turns
+                leaf = _Leaf(turns[number], count, tuple(task.samples[first : first + self._turns]), task)
+                try:
+                    self._leaf(own, batch, leaf, now)
+                    self._sum(now, leaf, number, last=number == len(turns) - 1)
+                except BaseException as error:
+                    failure = self._failed(error, leaf.number)
+                    break
+        changed = self._told(now, failure)
+        report = Report() if failure is None else Report.of_failure(failure)
+        if failure is None and changed is not None:
+            report = self._report(own, mine, now, changed)
+        reports = exchange(self._group, report)
+        memory = self._pool.take()
+        raise_failure(reports, failure, (memory,))
+        assert changed is not None
+        (total,) = now.open
+        for bucket in self.layout.result_buckets:
+            if not changed.isdisjoint(bucket.entries):
+                self._resharding.to_shards(bucket, total.boxed, memory)
+        self._spare.append(total)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for bucket in self.layout.result_buckets:
+            if bucket.index in self.shard.buckets and not changed.isdisjoint(bucket.entries):
+                emit(bucket.index, memory.pieces[bucket.index])
+        return outcome_of(reports, rank=self._group.rank, compute_s=self.clock() - began, vectors=(memory,))
+
+    def release(self, vectors: Sequence[Any]) -> None:
+        """A block's pieces have been sent. Any thread."""
+        for memory in vectors:
+            self._pool.give(memory)
+
+    def close(self) -> None:
+        """Let the model go."""
+        for hook in self._hooks:
+            hook.remove()
+        self._drop_gradients()
+        self._parameters.clear()
+        self._local.clear()
+
+    def _leaf(self, own: Block, batch: Any, leaf: _Leaf, now: _Running) -> None:
+        """Forward and backward of a leaf, in as many microbatches as the largest leaf that is computed now has."""
+        samples, size = leaf.samples, self._spec.microbatch_samples
+        if self.device.type != "cpu":
+            batch = map_tensors(batch, lambda tensor: tensor.to(self.device))
+        pieces = [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
+        cut = [batch if end - begin == samples else rows(batch, samples, begin, end) for begin, end in pieces]
+        counts = [-(-count // size) for count in leaf.of_all]
+        self._begin(leaf)
+        for _ in range(max(counts) - len(pieces)):  # the others compute, and need this rank's shards
+            self._microbatch(cut[0], 0.0, last=False)
+        self._drop_gradients(whole_too=True)
+        self._begin(leaf)
+        loss_sum: Tensor | None = None
+        real = self._turn < len(counts)
+        self._valid = [turn < len(counts) for turn in range(self._turns)]
+        for piece, (begin, end) in zip(cut, pieces, strict=True):
+            count = end - begin
+            loss, metrics = self._microbatch(piece, count * leaf.loss_scale, last=end == samples)
+            share = loss if count == samples else loss * (count / samples)
+            loss_sum = share if loss_sum is None else loss_sum + share
+            if real:
+                own.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
+        assert loss_sum is not None
+        if real:
+            own.losses.append(loss_sum)
+            now.drew = now.drew or has_drawn(self.device)
+
+    def _begin(self, leaf: _Leaf) -> None:
+        seed_all(seed_for(self._spec.seed, leaf.step, leaf.number), self.device)
+        self._buffers.restore()
+
+    def _microbatch(self, piece: Any, weight: float, *, last: bool) -> tuple[Tensor, Any]:
+        if self._turns > 1:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(last, recurse=False)
+        with nullcontext() if self._autocast is None else self._autocast():
+            loss, metrics = self._step(self._model, piece)
+        if isinstance(loss, DTensor):
+            loss = loss.full_tensor()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
+        if loss.dim() or loss.dtype != torch.float32:
+            loss = loss.reshape(()).float()
+        if loss.grad_fn is None:
+            raise TypeError("the loss does not depend on any trainable parameter")
+        torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
+        return loss.detach(), metrics
+
+    @torch.no_grad()
+    def _sum(self, now: _Running, leaf: _Leaf, number: int, *, last: bool) -> None:
+        """What has been computed of this turn, onto what is open of those before."""
+        sums = self._spare.pop() if self._spare else _Sums(self.layout, self._boxes, self.device)
+        sums.reset()
+        for entry in self.layout.trainable:
+            parameter = self._parameters[entry]
+            gradient: Any = parameter.grad
+            if gradient is None:
+                continue
+            if isinstance(gradient, DTensor):
+                placements = cast(DTensor, parameter).placements
+                if gradient.placements != placements:
+                    gradient = gradient.redistribute(placements=placements)
+                gradient = gradient.to_local()
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            sums.boxed(entry).copy_(gradient)
+            if entry not in self._gathered:
+                self._touched.add(entry)
+        self._drop_gradients()
+        if self._turn < len(leaf.of_all):
+            self._buffers.collect(sums, leaf.samples, now.changed)
+        else:
+            self._buffers.collect(_Sums(self.layout, self._boxes, self.device), leaf.samples, set())
+        if self._turns > 1:
+            self._sum_buffers(sums, len(leaf.of_all))
+        now.open.append(sums)
+        for _ in range(len(now.open) - 1 if last else carries(number)):
+            right = now.open.pop()
+            now.open[-1].add(right)
+            self._spare.append(right)
+
+    def _sum_buffers(self, sums: _Sums, count: int) -> None:
+        """The changes of buffers by the leaves of one turn, which have lain on ranks of their own."""
+        if not sums.buffers.numel():
+            return
+        gathered = [torch.empty_like(sums.buffers) for _ in range(self._turns)]
+        dist.all_gather(gathered, sums.buffers, group=self._data_group)
+        sums.buffers.copy_(gathered[0])
+        stack: list[_Sums] = []
+        for number in range(count):
+            stack.append(sums.like(gathered[number]))
+            for _ in range(len(stack) - 1 if number == count - 1 else carries(number)):
+                right = stack.pop()
+                stack[-1].add_buffers(right)
+        sums.buffers.copy_(stack[0].buffers)
+
+    # -- what the ranks tell each other --------------------------------------------------------------------
+
+    def _told(self, now: _Running, failure: LeafError | None) -> set[int] | None:
+        """The entries that any leaf has changed, on all ranks the same; None where a leaf has failed.
+
+        Raises UsageError where copies of a gradient differ, LoneLeafError where only this rank has failed.
+        """
+        entries, copied = list(self._boxes), list(self._copies)
+        said = [int(failure is not None), *(0 for _ in range(len(entries) + len(copied)))]
+        if failure is None:
+            (total,) = now.open
+            known = self._touched | now.changed
+            said[1:] = [int(entry in known) for entry in entries]
+            said += struct.unpack(f"<{len(copied)}q", struct.pack(f"<{len(copied)}d", *total.norms(copied)))
+        try:
+            told = self._group.numbers(said, None if failure is None else _PATIENCE_S)
+        except TimeoutError:
+            assert failure is not None
+            raise LoneLeafError.alone(failure) from None
+        if any(row[0] for row in told):
+            return None
+        norms = [
+            struct.unpack(f"<{len(copied)}d", struct.pack(f"<{len(copied)}q", *row[1 + len(entries) :]))
+            for row in told
+        ]  # fmt: skip
+        for number, entry in enumerate(copied):
+            for ranks in self._copies[entry]:
+                found = [norms[rank][number] for rank in ranks]
+                if max(found) - min(found) > _ALIKE * max(found):
+                    raise UsageError(
+                        f"the gradient of {self.layout.entries[entry].name!r} is not the same on ranks that each hold a "
+                        "copy of it: it is applied to what is split, and nobody adds its gradients up; split it too, "
+                        "or apply it to what is whole (Job.parallelize)"
+                    )
+        return {entry for number, entry in enumerate(entries) if any(row[1 + number] for row in told)}
+
+    def _report(self, own: Block, mine: Sequence[int], now: _Running, changed: set[int]) -> Report:
+        own.task = only(own.task, mine)
+        names, values = own.reported()
+        told = not self._group.rank % self.together  # else a neighbour says the same
+        return Report(
+            leaves=list(mine) if told else [],
+            losses=[float(loss) for loss in own.losses],
+            names=list(names),
+            metrics=[float(value) for value in values],
+            untouched=[entry for entry in self.layout.trainable if entry not in changed],
+            absent=[bucket.index for bucket in self.layout.result_buckets if changed.isdisjoint(bucket.entries)],
+            drew=now.drew,
+        )
+
+    def _failed(self, error: BaseException, leaf: int) -> LeafError:
+        """Raises what is none of the job's doing, and LoneLeafError where the others compute other leaves."""
+        if is_interrupt(error) or isinstance(error, UsageError):
+            raise error
+        if self._turns > 1:
+            raise LoneLeafError(leaf, error) from error
+        self._drop_gradients()
+        return LeafError(leaf, error)
+
+    def _drop_gradients(self, *, whole_too: bool = False) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if whole_too:
+            for parameter in self._gathered.values():
+                parameter.grad = None
+
+    # -- building ------------------------------------------------------------------------------------------
+
+    def _divided(self, source: Replica, parallelize: Parallelize, mesh: DeviceMesh) -> nn.Module:
+        given = parallelize(source.model, mesh)
+        model = source.model if given is None else given
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"Job.parallelize gave {type(model).__name__}, not the model")
+        return model
+
+    def _found(self, source: Replica) -> dict[int, nn.Parameter]:
+        """Every parameter after it was divided, with memory, by entry. Raises UsageError for one that is none."""
+        made: dict[str, nn.Parameter] = {}
+        slots: dict[str, tuple[nn.Module, str]] = {}
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    slots[_plain(f"{path}.{name}" if path else name)] = (module, name)
+        for entry in self.layout.entries:
+            if entry.role not in ("grad", "frozen"):
+                continue
+            missing = [name for name in entry.names if name not in slots]
+            if missing:
+                raise UsageError(f"Job.parallelize has left no parameter {missing[0]!r} in the model")
+            module, name = slots[entry.name]
+            parameter = module._parameters[name]
+            assert parameter is not None
+            if tuple(parameter.shape) != entry.shape:
+                raise UsageError(
+                    f"parameter {entry.name!r} has the shape {list(parameter.shape)} after Job.parallelize, and "
+                    f"{list(entry.shape)} before; only DTensors divide a parameter so that its pieces can be found"
+                )
+            made[entry.name] = own = nn.Parameter(
+                torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad
+            )
+            for other in entry.names:
+                at, leaf = slots[other]
+                before = cast(Any, at._parameters[leaf])
+                if _box_of(other, before) != _box_of(entry.name, parameter):
+                    raise UsageError(f"parameters {entry.name!r} and {other!r} are tied, and are divided in two ways")
+                at._parameters[leaf] = own
+        self._gathered: dict[int, nn.Parameter] = {}  # as they are while ``fully_shard`` has them whole
+        entry_of = {id(made[entry.name]): number for number, entry in enumerate(self.layout.entries)
+                    if entry.name in made}  # fmt: skip
+        for unit in self._units:
+            self._watch(unit, entry_of)
+        found = {}
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found[_plain(f"{path}.{name}" if path else name)] = parameter
+        return {number: found[entry.name] for number, entry in enumerate(self.layout.entries)
+                if entry.role in ("grad", "frozen")}  # fmt: skip
+
+    def _watch(self, unit: Any, entry_of: Mapping[int, int]) -> None:
+        """Have a unit of ``fully_shard`` sum by the tree."""
+        unit.set_custom_reduce_scatter(_TreeReduce(self))
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_reduce_scatter_unused_params(True)
+        sharded = {name: entry_of.get(id(parameter)) for name, parameter in unit.named_parameters()}
+        unit.unshard()
+        for name, parameter in unit.named_parameters():
+            entry = sharded[name]
+            if id(parameter) not in entry_of and entry is not None:
+                self._gathered[entry] = parameter
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
+        unit.reshard()
+
+    def _landed(self, entry: int, _: Tensor) -> None:
+        self._touched.add(entry)
+
+    def summed(self, output: Tensor, given: Tensor) -> None:
+        """One leaf's gradients from each turn (rows of ``given``), of this rank's part, added by the tree."""
+        received = torch.empty_like(given)
+        dist.all_to_all_single(received, given, group=self._data_group)
+        stack: list[Tensor] = []
+        pieces = received.view(self._turns, -1)
+        count = sum(self._valid)
+        for number in range(count):
+            stack.append(pieces[number])
+            for _ in range(len(stack) - 1 if number == count - 1 else carries(number)):
+                right = stack.pop()
+                stack[-1].add_(right)
+        output.copy_(stack[0])
+
+
+class _Leaf(NamedTuple):
+    """One leaf that a rank computes; ``of_all``: the samples of those that are computed at the same time."""
+
+    number: int
+    samples: int
+    of_all: tuple[int, ...]
+    task: Task
+
+    @property
+    def step(self) -> int:
+        return self.task.step
+
+    @property
+    def loss_scale(self) -> float:
+        return self.task.loss_scale
+
+
+class _Running:
+    """One block."""
+
+    def __init__(self) -> None:
+        self.open: list[_Sums] = []
+        self.changed: set[int] = set()  # buffers
+        self.drew = False
+
+
+class _Sums:
+    """What a rank has of a block's sums: its boxes of gradients, and all of the buffers' changes."""
+
+    def __init__(self, layout: Layout, boxes: Mapping[int, Box], device: torch.device, buffers: Tensor | None = None):
+        self._layout, self._boxes, self._device = layout, boxes, device
+        self._entries: dict[int, Tensor] = {}
+        kept = {entry: numel(box) for entry, box in boxes.items()}
+        gradients = [entry for entry in boxes if layout.entries[entry].role == "grad"]
+        self._gradients, places = _flat([kept[entry] * 4 for entry in gradients], device, there=buffers is None)
+        if buffers is None:
+            for entry, at in zip(gradients, places, strict=True):
+                self._entries[entry] = self._gradients[at : at + kept[entry] * 4].view(torch.float32)
+        others = [entry for entry in boxes if layout.entries[entry].role != "grad"]
+        dtypes = [layout.groups[layout.entries[entry].group].result_dtype for entry in others]
+        memory, places = _flat([kept[e] * dtype.itemsize for e, dtype in zip(others, dtypes, strict=True)], device,
+                               there=buffers is None)  # fmt: skip
+        self.buffers = memory if buffers is None else buffers
+        for entry, dtype, at in zip(others, dtypes, places, strict=True):
+            self._entries[entry] = self.buffers[at : at + kept[entry] * dtype.itemsize].view(dtype)
+        self._others = others
+
+    def like(self, buffers: Tensor) -> _Sums:
+        """Other buffers, no gradients."""
+        return _Sums(self._layout, self._boxes, self._device, buffers)
+
+    def reset(self) -> None:
+        """Fill with nothing."""
+        for tensor in self._entries.values():
+            tensor.fill_(-0.0 if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).min)
+
+    def entry(self, index: int) -> Tensor:
+        """An entry's values, flat."""
+        return self._entries[index]
+
+    def boxed(self, index: int) -> Tensor:
+        """And in the shape of the rank's box."""
+        return self._entries[index].view(extents(self._boxes[index]))
+
+    def add(self, right: _Sums) -> None:
+        """The sum with ``right``, in its place."""
+        for index, tensor in self._entries.items():
+            add(tensor, right._entries[index])
+
+    def add_buffers(self, right: _Sums) -> None:
+        for index in self._others:
+            add(self._entries[index], right._entries[index])
+
+    def norms(self, entries: Sequence[int]) -> list[float]:
+        """The L2 norm of each; 0 where it is not finite, for then nothing can be compared."""
+        if not entries:
+            return []
+        found: list[float] = torch.stack(torch._foreach_norm([self._entries[entry] for entry in entries])).tolist()
+        return [norm if math.isfinite(norm) else 0.0 for norm in found]
+
+
+def _flat(sizes: Sequence[int], device: torch.device, *, there: bool) -> tuple[Tensor, list[int]]:
+    """Bytes for pieces of these sizes, each aligned, and where each begins."""
+    places, at = [], 0
+    for size in sizes:
+        places.append(at)
+        at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    return torch.empty(at if there else 0, dtype=torch.uint8, device=device), places
+
+
+class _TreeReduce:
+    """What ``fully_shard`` asks of a reduce-scatter."""
+
+    def __init__(self, engine: ComposedEngine) -> None:
+        self._engine = engine
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._engine.summed(output_tensor, input_tensor)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers have put into it."""
+    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _box_of(name: str, parameter: Tensor) -> Box:
+    """What of a parameter this rank holds. Raises UsageError for what is not one box."""
+    if not isinstance(parameter, DTensor):
+        return whole(parameter.shape)
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise UsageError(f"parameter {name!r} is a sum of what ranks hold ({parameter.placements}), not a part of it")
+    chunks = cast(Any, parameter).__create_chunk_list__()
+    if len(chunks) > 1:
+        raise UsageError(
+            f"a rank holds {len(chunks)} pieces of parameter {name!r} ({parameter.placements}); one box is what can be "
+            "sent to it: divide another dimension, or fewer times"
+        )
+    if not chunks:
+        return tuple((0, 0) for _ in parameter.shape)
+    return tuple((at, at + size) for at, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _decoded(data: bytes) -> dict[int, Box]:
+    rows_of: list[tuple[int, list[tuple[int, int]]]] = msgpack.decode(
+        data, type=list[tuple[int, list[tuple[int, int]]]]
+    )
+    return {entry: tuple(box) for entry, box in rows_of}
+
+
+def _holders(entry: int, boxes: Sequence[Mapping[int, Box]]) -> list[list[int]]:
+    """The ranks that have copies of one box, for each that several have."""
+    found: dict[Box, list[int]] = {}
+    for rank, theirs in enumerate(boxes):
+        found.setdefault(theirs[entry], []).append(rank)
+    return [ranks for box, ranks in found.items() if len(ranks) > 1 and numel(box)]

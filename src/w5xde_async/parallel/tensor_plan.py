@@ -1,0 +1,140 @@
+"""Tensor parallelism of a job's model: which layers are split, and how, where the job does not say.
+
+Transformers call their layers by few names. Those that project into many features and the one that projects back are
+split together, the first by columns, the other by rows (Shoeybi et al. 2019): between them each rank has a part of the
+features, or of the heads, and one sum over all ranks follows. Other linear layers are split by columns, and what they
+give is gathered; embeddings by rows. What cannot be split evenly, and everything else, is whole on every rank.
+
+A model may say it itself, as transformers' do: ``model._tp_plan`` (or the class's), from patterns of module names to
+the names of styles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from w5xde_async.errors import UsageError
+
+#: Of attention: queries, keys, values, and what follows. Between them lie heads, of which each rank computes some.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
+    (("query", "key", "value"), ("out",)),
+    (("wq", "wk", "wv"), ("wo",)),
+    (("q", "k", "v"), ("o", "out")),
+)
+#: Of feed-forward layers. Between them lie features.
+_FEED_FORWARD = (
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("up_proj",), ("down_proj",)),
+    (("gate", "up"), ("down",)),
+    (("up",), ("down",)),
+    (("w1", "w3"), ("w2",)),
+    (("fc1",), ("fc2",)),
+    (("c_fc",), ("c_proj",)),
+    (("lin1",), ("lin2",)),
+    (("linear1",), ("linear2",)),
+    (("wi_0", "wi_1"), ("wo",)),
+    (("wi",), ("wo",)),
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+)
+_LEAST = 4096  # elements: what is smaller costs more to exchange than it saves
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+def parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Split a model's layers over a mesh of one axis, in place. Raises UsageError for one in which nothing can be."""
+    declared = _declared(model)
+    plan = inferred(model, mesh.size()) if declared is None else declared
+    if not plan:
+        raise UsageError(
+            f"no layer of {type(model).__name__} can be split over {mesh.size()} ranks: tp needs linear layers or "
+            "embeddings whose sizes the number of ranks divides; use fsdp, or say in Job.parallelize what is split"
+        )
+    for name, style in plan.items():
+        parallelize_module(model.get_submodule(name), mesh, style)
+    return model
+
+
+def inferred(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
+    """Styles by module name. Pairs are taken only where every layer of theirs can be split."""
+    plan: dict[str, ParallelStyle] = {}
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    inside = {id(child) for module in model.modules() if isinstance(module, nn.MultiheadAttention)
+              for child in module.modules()}  # fmt: skip  # it uses their weights without calling them
+
+    def fits(module: nn.Module, extent: int) -> bool:
+        return id(module) not in inside and extent % ranks == 0 and all(p.numel() for p in module.parameters())
+
+    for path, module in model.named_modules():
+        linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        for columns, row in _pairs(linear):
+            if any(uses[id(linear[name].weight)] > 1 or f"{path}.{name}" in plan for name in (*columns, row)):
+                continue
+            if linear[columns[0]].out_features != linear[row].in_features:
+                continue
+            if all(fits(linear[name], linear[name].out_features) for name in columns):
+                plan |= {_joined(path, name): ColwiseParallel() for name in columns}
+                plan[_joined(path, row)] = RowwiseParallel()
+    single: dict[int, list[tuple[str, ParallelStyle]]] = {}
+    for path, module in model.named_modules():
+        if path in plan:
+            continue
+        style: ParallelStyle | None = None
+        if type(module) is nn.Linear and module.weight.numel() >= _LEAST and fits(module, module.out_features):
+            style = ColwiseParallel(output_layouts=Replicate())
+        elif type(module) is nn.Embedding and module.weight.numel() >= _LEAST and fits(module, module.num_embeddings):
+            if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
+                style = RowwiseParallel(input_layouts=Replicate())
+        if style is not None:
+            assert isinstance(module, nn.Linear | nn.Embedding)
+            single.setdefault(id(module.weight), []).append((path, style))
+    for weight, users in single.items():
+        if len(users) == uses[weight]:  # tied ones are split alike, or not at all
+            plan |= dict(users)
+    return plan
+
+
+def _pairs(linear: Mapping[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The layers of one module that belong together, each once."""
+    taken: set[str] = set()
+    for columns, rows in (*_ATTENTION, *_FEED_FORWARD):
+        row = next((name for name in rows if name in linear), None)
+        if row is not None and all(name in linear for name in columns) and taken.isdisjoint((*columns, row)):
+            taken.update((*columns, row))
+            yield columns, row
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _declared(model: nn.Module) -> dict[str, ParallelStyle] | None:
+    """Of ``model._tp_plan``; None where it has none. Raises UsageError for a style that is not known here."""
+    told = getattr(model, "_tp_plan", None)
+    if not told:
+        return None
+    plan: dict[str, ParallelStyle] = {}
+    for pattern, name in told.items():
+        if name not in _STYLES:
+            raise UsageError(
+                f"the model's _tp_plan has the style {name!r} for {pattern}; known are {', '.join(_STYLES)}: say in "
+                "Job.parallelize what is split"
+            )
+        wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        plan |= {path: _STYLES[name]() for path, _ in model.named_modules() if wanted.fullmatch(path)}
+    return plan
