@@ -72,6 +72,7 @@ class RefusalCode(IntEnum):
     RUN_FINISHED = 10
     RUN_FAILED = 11
     ISLAND = 12
+    NUMERICS = 13
 
 
 _REFUSAL_EXIT = {
@@ -80,6 +81,7 @@ _REFUSAL_EXIT = {
     RefusalCode.MODEL_MISMATCH: ExitCode.MISMATCH,
     RefusalCode.NO_PROGRAM: ExitCode.MISMATCH,
     RefusalCode.ISLAND: ExitCode.MISMATCH,
+    RefusalCode.NUMERICS: ExitCode.MISMATCH,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from torch import nn
 
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import LinkLost, W5xdeError
+from w5xde_async.errors import LinkLost, RefusalCode, Refused, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.plan.shares import Share
-from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.events import Audited, Bus, Event, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.worker.connection.connection import Departure
 from w5xde_async.worker.service import Worker
 
@@ -166,3 +167,82 @@ async def test_an_island_that_is_asked_to_leave_goes_in_good_order() -> None:
         assert await single is Departure.FINISHED
     assert result.digest == expected.digest
     assert all(event.clean for event in events if isinstance(event, WorkerLeft))
+
+
+TP = "tp=2 1f2e3d4c"
+
+
+async def test_who_makes_sums_in_another_way_than_the_first_worker_is_refused() -> None:
+    expected = await train(jobs.mlp_sgd)
+    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
+        alone = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+        circle = Circle(2, Share.ALL, numerics=TP)
+        ended = await asyncio.gather(*[rank.run() for rank in start(coordinator.address, circle, jobs.mlp_sgd)],
+                                     return_exceptions=True)  # fmt: skip
+        circle.end()
+        result = await coordinator.wait()
+        assert await alone is Departure.FINISHED
+    refused = [error for error in ended if isinstance(error, Refused) and error.code is RefusalCode.NUMERICS]
+    assert refused
+    assert all(words in str(refused[0]) for words in (TP, "exact", "--numerics any"))
+    assert result.digest == expected.digest
+
+
+async def test_a_run_that_an_island_began_refuses_single_workers() -> None:
+    circle = Circle(2, Share.ALL, numerics=TP)
+    commits = Commits()
+    async with Coordinator(jobs.mlp_sgd(), config=settings(), bus=commits.bus) as coordinator:
+        running = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, circle, jobs.mlp_sgd)]
+        await commits.reach(1)
+        with pytest.raises(Refused, match=r"\(exact\) than the run's \(tp=2 1f2e3d4c\)"):
+            await Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run()
+        await coordinator.wait()
+        assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
+
+
+@pytest.mark.parametrize("numerics", ["tp=2", "exact"])
+async def test_the_coordinator_says_whose_results_count(numerics: str) -> None:
+    async with Coordinator(jobs.mlp_sgd(), config=settings(numerics=numerics)) as coordinator:
+        with pytest.raises(Refused, match="other last bits"):
+            if numerics == "exact":
+                circle = Circle(2, Share.ALL, numerics=TP)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for rank in start(coordinator.address, circle, jobs.mlp_sgd):
+                            group.create_task(rank.run())
+                except* Refused as errors:
+                    raise errors.exceptions[0] from None
+                finally:
+                    circle.end()
+            else:
+                await Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run()
+
+
+async def test_all_kinds_are_taken_with_a_warning_and_never_compared_with_each_other() -> None:
+    expected = await train(jobs.cnn_adamw)
+    events: list[Event] = []
+    circles = [Circle(2, Share.BLOCK, seed=1, numerics=TP), Circle(2, Share.TURNS, seed=2, numerics=TP)]
+    result, _ = await run(jobs.cnn_adamw, circles, singles=1, audit_fraction=1.0, numerics="any", events=events)
+    assert result.digest == expected.digest  # these islands only say that they differ
+    islands = {event.worker_id for event in events if isinstance(event, WorkerJoined) and "test=2" in event.device}
+    compared = [event for event in events if isinstance(event, Audited)]
+    assert compared
+    assert all({event.worker_id, event.second_id} == islands for event in compared)
+    (warned,) = [event.text for event in events if isinstance(event, Warned) and "in several ways" in event.text]
+    assert f"exact, {TP}" in warned
+
+
+async def test_single_workers_go_on_where_an_island_left_off(tmp_path: Path) -> None:
+    expected = await train(jobs.mlp_sgd)
+    kept, path = settings(checkpoint_every=1), tmp_path / "run"
+    circle, commits = Circle(2, Share.ALL, numerics=TP), Commits()
+    async with Coordinator(jobs.mlp_sgd(), run_dir=path, config=kept, bus=commits.bus) as coordinator:
+        running = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, circle, jobs.mlp_sgd)]
+        await commits.reach(3)
+        coordinator.request_stop()
+        await coordinator.wait()
+        await asyncio.gather(*running, return_exceptions=True)
+    events: list[Event] = []
+    result = await train(jobs.mlp_sgd, run_dir=path, events=events)
+    assert result.digest == expected.digest
+    assert any(f"computed in these ways: {TP}" in event.text for event in events if isinstance(event, Warned))

@@ -23,6 +23,7 @@ from w5xde_async.parallel.engine import EmitPieces, Traced
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.shares import Share, leaves_of
 from w5xde_async.plan.tree import Block
 from w5xde_async.worker.executors.island import Rank
@@ -35,10 +36,13 @@ class Gone(RuntimeError):
 
 
 class Circle:
-    """What the ranks of one island share. ``deal`` gives out the layout's elements at random, by ``seed``."""
+    """What the ranks of one island share. ``deal`` gives out the layout's elements at random, by ``seed``.
 
-    def __init__(self, ranks: int, share: Share, *, seed: int = 0) -> None:
-        self.ranks, self.share, self.seed = ranks, share, seed
+    ``numerics``: what they say that they compute like.
+    """
+
+    def __init__(self, ranks: int, share: Share, *, seed: int = 0, together: int = 1, numerics: str = EXACT) -> None:
+        self.ranks, self.share, self.seed, self.together, self.numerics = ranks, share, seed, together, numerics
         self.heard: list[queue.Queue[tuple[int, int, int] | None]] = [queue.Queue() for _ in range(ranks)]
         self.barrier = threading.Barrier(ranks)
         self.board: dict[int, Any] = {}
@@ -105,8 +109,6 @@ class _Lockstep:
 class HeadComputes:
     """Rank 0 has the engine; the others bring their data and their pieces of the parameters, and take their results."""
 
-    exact = True
-
     def __init__(
         self, circle: Circle, rank: int, job: Job | Traced, spec: LeafSpec, bucket_bytes: int,
         fails: Callable[[Task, int], bool],
@@ -114,6 +116,7 @@ class HeadComputes:
         self._circle, self._rank, self._fails = circle, rank, fails
         self._engine = whole_engine(job, spec, torch.device("cpu"), bucket_bytes=bucket_bytes)
         self.layout, self.device, self.share = self._engine.layout, self._engine.device, circle.share
+        self.together, self.numerics = circle.together, circle.numerics
         self.shard = circle.deal(self.layout)[rank]
         self._state = FlatState(self.layout)
         self.blocks: list[int] = []  # how many leaves this rank had data of
@@ -140,7 +143,7 @@ class HeadComputes:
 
     def compute(self, task: Task, emit: EmitPieces) -> ComputedBlock:
         circle, block = self._circle, Block(task.start, task.start + len(task.samples))
-        leaves = leaves_of(block, circle.share, circle.ranks)
+        leaves = leaves_of(block, circle.share, circle.ranks, circle.together)
         self.blocks.append(len(leaves[self._rank]))
         each = len(task.tensors) // max(len(leaves[self._rank]), 1)
         own = {

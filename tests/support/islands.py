@@ -223,7 +223,7 @@ def same_block(
 def near_block(
     together: Together, alone: Alone, batches: Sequence[Any], samples: Sequence[int], start: int = 0, **changes: Any
 ) -> dict[int, list[Tensor]]:
-    """Compute a block both ways. What is given out lies within 1e-5 of what one process gives (relative L2 distance)."""
+    """Compute a block both ways. What is given out lies within 1e-5 of one process's (relative L2 distance)."""
     engine, layout = together.engine, alone.layout
     expected, sums = alone.compute(task(batches, samples, range(start, start + len(samples)), start, **changes))
     outcome, pieces = together.compute(batches, samples, start, **changes)

@@ -28,6 +28,8 @@ def test_rectangles_hold_what_of_a_box_lies_in_a_run_in_order() -> None:
 
 
 def test_columns_of_whole_rows_are_one_rectangle() -> None:
-    assert list(rectangles((4096, 512), 1024 * 512, 4096 * 512, ((0, 4096), (256, 512)))) == [((1024, 4096), (256, 512))]
+    assert list(rectangles((4096, 512), 1024 * 512, 4096 * 512, ((0, 4096), (256, 512)))) == [
+        ((1024, 4096), (256, 512))
+    ]
     assert extents(whole((3, 2))) == (3, 2)
     assert list(rectangles((), 0, 1, ())) == [()]

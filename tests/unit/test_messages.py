@@ -29,6 +29,7 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Welcome", "heartbeat_s"): st.floats(1e-3, 1e5),
     ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
     ("Ready", "threads"): st.integers(0, 1 << 16),
+    ("Ready", "together"): st.integers(1, 1024),
     ("Introduction", "rank"): st.integers(0, 3),
     ("Volunteer", "ranks"): st.integers(2, 1024),
     ("Volunteer", "port"): st.integers(1, 65535),

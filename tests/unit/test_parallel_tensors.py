@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import LeafSpec
+from w5xde_async.compute.engine import LeafError
+from w5xde_async.errors import UsageError
 from w5xde_async.job import Job
 from w5xde_async.parallel.composed import ComposedEngine
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
+from w5xde_async.parallel.shard_memory import add
 from w5xde_async.parallel.tensor_plan import parallelized
 
 BUCKET = islands.BUCKET_BYTES
@@ -116,7 +118,64 @@ def _accumulates(group: Group) -> None:
     _near(given, _island(given, group), (12, 12, 7))
 
 
-CASES: dict[str, islands.Case] = {"model": _model, "accumulation": _accumulates}
+def _however_it_is_cut(group: Group) -> None:
+    """One block gives what its halves give, added by the tree; and again the same."""
+    given = job()
+    together = _island(given, group)
+    together.load(islands.changed_state(given))
+    batches = island_jobs.batches(given, (4, 4, 4, 4))
+    _, whole = together.compute(batches, (4, 4, 4, 4))
+    _, again = together.compute(batches, (4, 4, 4, 4))
+    _, left = together.compute(batches[:2], (4, 4))
+    _, right = together.compute(batches[2:], (4, 4), 2)
+    for bucket, pieces in whole.items():
+        for number, piece in enumerate(pieces):
+            assert torch.equal(islands.bits(piece), islands.bits(again[bucket][number]))
+            add(left[bucket][number], right[bucket][number])
+            assert torch.equal(piece, left[bucket][number])
+    together.engine.close()
+
+
+def _raises(group: Group) -> None:
+    given = job()
+    together = _island(given, group)
+    together.load(islands.changed_state(given))
+    batches = island_jobs.batches(given, (4, 4))
+    broken = [batches[0], (batches[1][0], batches[1][1] + 1000)]  # no such token
+    for _ in range(2):
+        with pytest.raises(LeafError, match="leaf 1: "):
+            together.compute(broken, (4, 4))
+    together.compute(batches, (4, 4))
+    together.engine.close()
+
+
+class Lopsided(nn.Module):
+    """Norms over the heads that a rank has: their gradients are parts of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        self.up, self.inner, self.down = nn.Linear(32, 64), nn.LayerNorm(4), nn.Linear(64, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.inner(self.up(self.embed(tokens)).unflatten(-1, (-1, 4))).flatten(2)
+        out: Tensor = self.down(x)
+        return out
+
+
+def _parts_of_a_sum(group: Group) -> None:
+    given = job(model=Lopsided)
+    together = _island(given, group)
+    together.load(islands.changed_state(given))
+    with pytest.raises(UsageError, match=r"'inner.weight' is not the same on ranks"):
+        together.compute(island_jobs.batches(given, (4,)), (4,))
+    together.engine.close()
+
+
+CASES: dict[str, islands.Case] = {
+    "model": _model, "accumulation": _accumulates, "however it is cut": _however_it_is_cut,
+    "raises": _raises, "parts of a sum": _parts_of_a_sum,
+}  # fmt: skip
 FAST = tuple(CASES)
 
 

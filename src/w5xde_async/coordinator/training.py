@@ -31,6 +31,7 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import FailedWork, LeaseTable, LeaseTerms
 from w5xde_async.plan.membership import Member, Standing
+from w5xde_async.plan.numerics import RunNumerics
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.telemetry.events import Bus, Waiting, Warned
@@ -128,6 +129,7 @@ class RunContext:
     clock: Callable[[], float]
     total_steps: int
     history: History = field(default_factory=History)
+    numerics: RunNumerics = field(default_factory=RunNumerics)
     hooks: Hooks = field(default_factory=Hooks)
     executor: Executor | None = None
     random_bytes: Callable[[int], bytes] = os.urandom
@@ -181,7 +183,7 @@ class Phase:
         self.lifecycle = Lifecycle(context.clock)
         self.roster = Roster(
             scheduling, greeting, config, context.bus, context.clock,
-            contributions=history.contributions, on_quarantine=context.hooks.on_quarantine,
+            contributions=history.contributions, numerics=context.numerics, on_quarantine=context.hooks.on_quarantine,
         )  # fmt: skip
         self.verdicts = Verdicts(self.roster.tell, lasting=self.roster.keeps_residuals, version=version)
         self.samples_applied = history.samples  #: in the parameters, those of earlier phases included

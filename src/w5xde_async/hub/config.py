@@ -12,6 +12,7 @@ from w5xde_async.net.endpoint import DEFAULT_PORT, bare_host
 from w5xde_async.net.join import check_strength
 from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import SecurityConfig, is_loopback
+from w5xde_async.plan.numerics import FIRST
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import HEARTBEAT_S, SILENCE_S
@@ -74,6 +75,11 @@ class NetworkConfig(SecurityConfig):
     )
     max_workers: int = setting(256, "more workers are refused", whole(1), "workers")
     grace_s: float = setting(10.0, "a stop waits so long for the step under way", TIME_OR_0, "workers", flag="grace")
+    numerics: str = setting(
+        FIRST, "whose results count: of workers that compute as the first one does, to the last bit ('first'), of all "
+        "('any'), or of some: 'exact' (as one process), 'tp=2'", text("first, any, exact or an island's shape", "KIND"),
+        "workers",
+    )  # fmt: skip
     quarantine: bool = setting(
         True, "put a worker out of the run whose result was proven wrong", YES_OR_NO, "bad workers"
     )

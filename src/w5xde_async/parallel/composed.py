@@ -323,8 +323,8 @@ class ComposedEngine:
                 found = [norms[rank][number] for rank in ranks]
                 if max(found) - min(found) > _ALIKE * max(found):
                     raise UsageError(
-                        f"the gradient of {self.layout.entries[entry].name!r} is not the same on ranks that each hold a "
-                        "copy of it: it is applied to what is split, and nobody adds its gradients up; split it too, "
+                        f"the gradient of {self.layout.entries[entry].name!r} is not the same on ranks that each hold "
+                        "a copy of it: it is applied to what is split, and nobody adds its gradients up; split it too, "
                         "or apply it to what is whole (Job.parallelize)"
                     )
         return {entry for number, entry in enumerate(entries) if any(row[1 + number] for row in told)}

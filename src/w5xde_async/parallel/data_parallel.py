@@ -29,6 +29,7 @@ from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
 from w5xde_async.params.flat import ResultVector, bytes_of
 from w5xde_async.params.layout import Bucket, Layout
 from w5xde_async.params.shard import Shard
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.shares import Share, leaves_of
 from w5xde_async.plan.tree import Block, Frontier
 
@@ -39,7 +40,7 @@ _NOTHING, _SUM, _FAILED = range(3)  # what a rank has of a bucket
 class DataParallelEngine:
     """One rank's :class:`IslandEngine` around an engine, which is its to close."""
 
-    share, together, numerics = Share.BLOCK, 1, ""
+    share, together, numerics = Share.BLOCK, 1, EXACT
 
     def __init__(self, engine: Computing, group: Group) -> None:
         self.layout, self.device = engine.layout, engine.device

@@ -45,8 +45,8 @@ class LoneLeafError(LeafError):
 class IslandEngine(Protocol):
     """One rank of an island. All methods but ``release`` run on one compute thread.
 
-    The sum of a block has the bits of one process that computes every leaf, or, where ``numerics`` is not empty, those
-    of every island of these ``numerics``.
+    The sum of a block has the bits of every engine of the same ``numerics``: where they are EXACT, of one process that
+    computes every leaf.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class IslandEngine(Protocol):
     together: int
     """Which leaves of a block it needs the data of (``plan.shares.leaves_of``)."""
     numerics: str
-    """How its sums are made, at most 64 characters; empty: as in one process."""
+    """How its sums are made (``plan.numerics``); at most 256 characters."""
 
     def incoming(self, bucket: int) -> list[memoryview]:
         """Host memory for ``shard.pieces`` of a bucket of parameters, in order; it is read by the next ``load``."""

@@ -45,6 +45,7 @@ from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.shard import Shard
 from w5xde_async.plan import tree
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.shares import Share, leaves_of
 from w5xde_async.plan.tree import carries
@@ -65,7 +66,7 @@ class _Part(NamedTuple):
 class FsdpEngine:
     """One rank's :class:`IslandEngine`. All methods but ``release`` run on one compute thread."""
 
-    share, together, numerics = Share.TURNS, 1, ""
+    share, together, numerics = Share.TURNS, 1, EXACT
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ from w5xde_async.parallel.schedules import SCHEDULES, passes
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
 from w5xde_async.params.layout import ALIGN_BYTES
 from w5xde_async.params.shard import Shard
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.shares import Share
 from w5xde_async.plan.tree import carries
@@ -85,7 +86,7 @@ class _Held(NamedTuple):
 class PipelineEngine:
     """One rank's :class:`IslandEngine`: the stage of its own number. All methods but ``release`` run on one thread."""
 
-    share, together, numerics = Share.ALL, 1, ""
+    share, together, numerics = Share.ALL, 1, EXACT
 
     def __init__(
         self,

@@ -19,8 +19,9 @@ class Share(IntEnum):
 def leaves_of(block: Block, share: Share, ranks: int, together: int = 1) -> list[Sequence[int]]:
     """For each rank the leaves, numbered in the step, whose data it needs, in the order in which it works on them.
 
-    ``together``: so many neighbours work on the same leaves, as one; it divides ``ranks``. Under ``TURNS`` every rank takes part in every round. A rank for which the last round has no leaf works on the
-    round's first as well, and what it gets counts for nothing.
+    ``together``: so many neighbours work on the same leaves, as one; it divides ``ranks``. Under ``TURNS`` every rank
+    takes part in every round. A rank for which the last round has no leaf works on the round's first as well, and what
+    it gets counts for nothing.
     """
     if together > 1:
         return [leaves for leaves in leaves_of(block, share, ranks // together) for _ in range(together)]

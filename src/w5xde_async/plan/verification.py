@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from w5xde_async.plan.audit import Deviation, HeldBlock, Why
+from w5xde_async.plan.numerics import EXACT
 
 _SIZE_FACTOR = 10.0  # a result of which only the size is known may be that much larger than the gradient and usual ones
 _MOST_STRIKES = 3  # of those that are larger, in a row
@@ -80,17 +81,19 @@ class Origin(NamedTuple):
     """What honest results of one block may differ by.
 
     ``kind``: of the devices it was computed on ("" where they are several); ``splits``: halvings of its microbatches
-    (-1 where they differ); ``drew``: whether random numbers are in it.
+    (-1 where they differ); ``drew``: whether random numbers are in it; ``numerics`` ("" where they are several): how
+    its sums were made.
     """
 
     kind: str
     splits: int
     drew: bool
+    numerics: str = EXACT
 
     def is_like(self, other: Origin) -> bool:
         """Whether two honest results of these origins are alike."""
         same_numbers = self.kind == other.kind != "" or not (self.drew and other.drew)
-        return self.splits == other.splits >= 0 and same_numbers
+        return self.splits == other.splits >= 0 and same_numbers and self.numerics == other.numerics != ""
 
 
 class Size(NamedTuple):

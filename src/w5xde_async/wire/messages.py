@@ -17,7 +17,7 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
 PROBE_BYTES = 3072
@@ -49,7 +49,9 @@ class Message(Struct, frozen=True, array_like=True):
     def parse(cls, packed: Raw | bytes) -> Self:
         """Build from the msgpack array of the fields. Raises MalformedFrame naming the field that is wrong."""
         names = cls.__struct_fields__
-        if memoryview(packed)[:1] != bytes([0x90 + len(names)]):  # msgspec forgives what has a default, or is too much
+        count = len(names)
+        head = bytes([0x90 + count]) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
+        if memoryview(packed)[: len(head)] != head:  # msgspec forgives what has a default, or is too much
             raise MalformedFrame(f"{cls.__name__} has {len(names)} fields; this is something else")
         try:
             message: Self = _DECODERS[cls].decode(packed)
@@ -129,6 +131,7 @@ class Welcome(Message, frozen=True):
 
     ``silence_s`` is how long either side may say nothing before it counts as gone. ``update`` names the update rule,
     ``codec`` how results are to be written, with error ``feedback`` or without, and ``downlink`` how PARAMS deltas are.
+    ``numerics``: only who computes so may join (plan.numerics); empty: everybody.
     """
 
     TYPE = 5
@@ -147,6 +150,7 @@ class Welcome(Message, frozen=True):
     codec: _Name = "raw"
     downlink: _Name = "raw"
     feedback: bool = True
+    numerics: _Name = ""
 
 
 class Ready(Message, frozen=True):
@@ -158,8 +162,9 @@ class Ready(Message, frozen=True):
     the block is free it is leased the same again, and sends what has not come.
 
     Of an island's rank: ``shape`` is what the island is for people ("fsdp=2"), ``shard`` what of the layout comes to
-    this rank and from it (params.shard), ``share`` which leaves' data it needs (plan.shares). The worker is ready when
-    all of its ranks are.
+    this rank and from it (params.shard), ``share`` which leaves' data it needs, and ``together`` with how many
+    neighbours (plan.shares). The worker is ready when all of its ranks are. ``numerics``: how its sums are made
+    (plan.numerics).
     """
 
     TYPE = 6
@@ -174,6 +179,8 @@ class Ready(Message, frozen=True):
     shape: _Name = ""
     shard: _Wholes = ()
     share: _Whole = 0
+    together: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
+    numerics: _Name = "exact"
 
 
 class Params(Message, frozen=True):

@@ -20,6 +20,7 @@ from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, R
 from w5xde_async.job import Job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.plan.numerics import EXACT, fits, refusal
 from w5xde_async.runtime import Runtime
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
@@ -284,6 +285,7 @@ class Worker:
         welcome = joined.welcome
         if self._rank is not None:
             return await self._prepare_rank(self._rank, joined, receive, outbox)
+        _fit(EXACT, welcome)
         useless: list[Unsent] = []
         if self._unsent_of != _model(welcome) or not is_plain(welcome):
             useless, self._unsent[:] = self._unsent[:], []
@@ -332,6 +334,7 @@ class Worker:
     ) -> tuple[LeaseExecutor, Ready]:
         welcome = joined.welcome
         engine = await self._engines.island_for(rank, welcome, joined.layout, receive, outbox)
+        _fit(engine.numerics, welcome)
         threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)
         own: LeaseExecutor
         limit = self.config.batch_bytes
@@ -345,6 +348,7 @@ class Worker:
         return executor, Ready(
             engine.layout.fingerprint, str(self._device), device_name(self._device), threads, torch.__version__,
             shape=rank.shape, shard=engine.shard.packed, share=engine.share,
+            together=engine.together, numerics=engine.numerics,
         )  # fmt: skip
 
     def _wants_sandbox(self) -> bool:
@@ -382,6 +386,12 @@ def _last_word(refused: Refused) -> Departure:
     if refused.code is RefusalCode.RUN_FAILED:
         raise RunFailed(refused.reason) from None
     raise refused
+
+
+def _fit(numerics: str, welcome: Welcome) -> None:
+    """Raises Refused where the run asks for results that are computed in another way."""
+    if not fits(numerics, welcome.numerics):
+        raise Refused(RefusalCode.NUMERICS, *refusal(numerics, welcome.numerics))
 
 
 def _model(welcome: Welcome) -> tuple[str, int, bytes]:

@@ -24,6 +24,7 @@ from w5xde_async.coordinator.run.strategy import change_strategy
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
@@ -250,6 +251,10 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
                 where,
                 f"{name} was {identity.get(name)!r} when its checkpoint was written and is {value!r} now; {fresh}",
             )
+    past: Any = record.meta.get("numerics", [])
+    spec.numerics.past[:] = map(str, past)
+    if set(past) - {EXACT}:
+        notes.append(f"results so far were computed in these ways: {', '.join(spec.numerics.past)} (docs/islands.md)")
     tensors = record.groups["model"]
     for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
         view.copy_(tensors[entry.name])
@@ -338,6 +343,7 @@ class KeptState:
                 "update": asdict(self.strategy.update),
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,
+                "numerics": list(spec.numerics.past),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},

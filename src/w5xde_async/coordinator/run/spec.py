@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
@@ -15,6 +15,7 @@ from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.numerics import RunNumerics
 from w5xde_async.plan.sampler import Sampler, Steps
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.journal import Journal
@@ -57,6 +58,7 @@ class RunSpec:
     term: int = 1
     files: RunFiles | None = None  # None: nothing is kept
     overrides: tuple[tuple[int, str], ...] = ()  # what was changed of optimizer and scheduler, after which step
+    numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
 
     @property
     def steps(self) -> Steps:

@@ -492,7 +492,9 @@ class SyncTraining:
         self.phase.introduce(session)
         said = session.ready
         assert said is not None
-        machine = Machine(said.device.partition(":")[0], said.device_name, said.threads, said.torch_version)
+        machine = Machine(
+            said.device.partition(":")[0], said.device_name, said.threads, said.torch_version, said.numerics
+        )
         self.verification.joined(session.worker_id, machine, session.identity, session.place[0])
         if session.island is not None:
             self.pacing.at_least(session.worker_id, session.island.least_leaves)

@@ -26,6 +26,7 @@ from w5xde_async.hub.work.block_store import AuditKey, Supplier
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.plan.audit import Auditor, Choice, Deviation, HeldBlock, Why
 from w5xde_async.plan.ledger import BlockGrant
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.verification import (
     Audit,
@@ -66,6 +67,7 @@ class Machine(NamedTuple):
     device_name: str
     threads: int
     torch_version: str
+    numerics: str = EXACT
 
     @property
     def kind(self) -> str:
@@ -108,11 +110,13 @@ class FinishedBlock:
 
 @dataclass(slots=True)
 class _Seen:
-    """A worker: the name that it proved, where it runs, ``Machine.kind``, and the halvings of its last block."""
+    """A worker: the name that it proved, where it runs, ``Machine.kind``, its numerics, and the halvings of its last
+    block."""
 
     identity: str
     place: Hashable
     kind: str
+    numerics: str
     splits: int = 0
 
 
@@ -219,11 +223,21 @@ class Verification:
 
     def _can_be_compared(self, block: FinishedBlock) -> bool:
         """Whether anybody could compute it, so that honest results are alike."""
+        if not self._of_like_numerics(block):
+            return False
         if not (self._draws and block.done.drew):
             return True
-        kind, worker = self._origin(block).kind, block.grant.worker
-        others = {machine.kind for other, machine in self._machines.items() if other != worker}
+        kind = self._origin(block).kind
+        others = {self._machines[other].kind for other in self._of_like_numerics(block)}
         return kind in others or (kind == self._own_kind and self._recomputation is not None)
+
+    def _of_like_numerics(self, block: FinishedBlock) -> set[str]:
+        """Other members that make their sums as the block's were made."""
+        numerics = self._origin(block).numerics
+        return {
+            other for other, machine in self._machines.items()
+            if other != block.grant.worker and machine.numerics == numerics
+        }  # fmt: skip
 
     def _origin(self, block: FinishedBlock) -> Origin:
         """How a block was computed, by all who had a hand in it."""
@@ -231,7 +245,15 @@ class Verification:
         kinds = {self._kind(worker) for worker in workers}
         workers.discard(block.grant.worker)
         splits = {block.done.splits, *(self._seen[worker].splits for worker in workers if worker in self._seen)}
-        return Origin(kinds.pop() if len(kinds) == 1 else "", splits.pop() if len(splits) == 1 else -1, block.done.drew)
+        numerics = {self._numerics(worker) for worker in (*workers, block.grant.worker)}
+        return Origin(
+            kinds.pop() if len(kinds) == 1 else "", splits.pop() if len(splits) == 1 else -1, block.done.drew,
+            numerics.pop() if len(numerics) == 1 else "",
+        )  # fmt: skip
+
+    def _numerics(self, worker: str) -> str:
+        seen = self._seen.get(worker)
+        return "" if seen is None else seen.numerics
 
     def _kind(self, worker: str) -> str:
         seen = self._seen.get(worker)
@@ -277,15 +299,16 @@ class Verification:
                 continue
             if held.lease is not None and not self._renewed(held):
                 continue
+            like = [worker for worker in ready if self._numerics(worker) == block.origin.numerics]
             at_once = sum(c.held is not None and c.held.lease is not None for c in self._held)
             if at_once + self._store.num_released >= self._auditor.config.most_open:
                 continue
-            able = [worker for worker in ready if worker == held.worker or self._has_delivered(worker)]
+            able = [worker for worker in like if worker == held.worker or self._has_delivered(worker)]
             if all(worker == held.worker for worker in able):
                 patient = now - block.held_at < _PATIENCE_S
-                if patient and len(ready) > 1 and self._others_may_deliver(held, ready):
+                if patient and len(like) > 1 and self._others_may_deliver(held, like):
                     continue
-                able = list(ready)
+                able = like
             involved = {held.worker, *held.suppliers.values()}
             choices = [
                 Choice(
@@ -302,7 +325,8 @@ class Verification:
             if worker is None:
                 # What is odd waits a while for workers that are here but take no work just now: one may hang for good.
                 waits = held.why in (Why.NORM, Why.NOT_FINITE) and now - block.held_at < _ODD_PATIENCE_S
-                there = [one for one in (self._machines if waits else able) if not self._of_one(one, involved)]
+                here = self._of_like_numerics(block) if waits else able
+                there = [one for one in here if not self._of_one(one, involved)]
                 if set(there) <= held.asked | set(held.suppliers.values()) | {held.worker}:
                     self._held.remove(block)
                     self._give_up(block)
@@ -357,7 +381,7 @@ class Verification:
         """``worker`` is a member: on what machine, by what proven name ("" for the run's secret), and where."""
         self._machines[worker] = machine
         self._seen.pop(worker, None)
-        self._seen[worker] = _Seen(identity, place, machine.kind)
+        self._seen[worker] = _Seen(identity, place, machine.kind, machine.numerics)
         if len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
 
@@ -433,7 +457,7 @@ class Verification:
         if block not in self._held or block.other is not other:
             return None  # a worker that had a hand in it was quarantined meanwhile
         equal = self._alike(held.worker, held.second)
-        first, second = block.origin, Origin(self._kind(held.second), other.splits, other.drew)
+        first, second = block.origin, self._of_second(held, other, drew=other.drew)
         both_drew = first.drew and second.drew
         self._draws |= both_drew and self._apart(held.second, held)
         equal_cpus = equal and self._machines[held.worker].device == "cpu" and first.splits == second.splits
@@ -505,7 +529,7 @@ class Verification:
         mine = self._store.vector(held.block)
         own = await self._run(lambda: self._distance(mine, frozenset(block.suppliers), block.done, reference))
         second, words = None, block.other
-        if words is not None and truth.is_like(Origin(self._kind(held.second), words.splits, drew=True)):
+        if words is not None and truth.is_like(self._of_second(held, words, drew=True)):
             assert held.lease is not None
             second = await self._second_distance(self._store.vector(AuditKey(held.lease)), words, reference)
         decisions = when_recomputed(held, own, second, self._tolerance(equal_cpus=False))
@@ -516,6 +540,10 @@ class Verification:
     async def _second_distance(self, theirs: ResultVector, words: Done, reference: ReferenceResult) -> Deviation:
         present = frozenset(range(len(self._layout.result_buckets))) - set(words.absent)
         return await self._run(lambda: self._distance(theirs, present, words, reference))
+
+    def _of_second(self, held: HeldBlock, said: Done, *, drew: bool) -> Origin:
+        """Of what the auditor computed."""
+        return Origin(self._kind(held.second), said.splits, drew, self._numerics(held.second))
 
     def _own(self, splits: int, *, drew: bool) -> Origin:
         """Of what the coordinator computes."""

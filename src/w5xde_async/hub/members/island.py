@@ -33,7 +33,7 @@ class Island:
     def __init__(self, layout: Layout, ranks: int) -> None:
         self.ranks, self._layout = ranks, layout
         self._sessions: dict[int, Session] = {}
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, tuple[Share, int, str]] = {}  # and how many neighbours work as one, and numerics
         self._shards: dict[int, Shard] = {}
         self._done: dict[int, dict[int, Done]] = {}  # lease -> rank -> what it said
         self.submits: set[int] = set()  #: leases by which it was asked to submit
@@ -56,7 +56,10 @@ class Island:
         if ready.share not in tuple(Share):
             raise RemoteError(f"it divides leaves in way {ready.share}, which is none")
         self._sessions[session.rank] = session
-        self._shares[session.rank], self._shards[session.rank] = Share(ready.share), shard
+        if self.ranks % ready.together:
+            raise RemoteError(f"{ready.together} of its {self.ranks} ranks work as one, which does not come out even")
+        self._shares[session.rank] = (Share(ready.share), ready.together, ready.numerics)
+        self._shards[session.rank] = shard
         session.shard = shard
         if not self.complete:
             return
@@ -65,7 +68,7 @@ class Island:
         except ValueError as error:
             raise RemoteError(f"its ranks do not divide the model: {error}") from None
         if len(set(self._shares.values())) > 1:
-            raise RemoteError("its ranks do not agree how leaves are divided")
+            raise RemoteError("its ranks do not agree how leaves are divided, or how sums are made")
 
     @property
     def complete(self) -> bool:
@@ -85,7 +88,8 @@ class Island:
     @property
     def least_leaves(self) -> int:
         """Of a lease, for every rank to have one."""
-        return 1 if self._shares[0] is Share.ALL else self.ranks
+        share, together, _ = self._shares[0]
+        return 1 if share is Share.ALL else self.ranks // together
 
     def holders(self, bucket: int) -> set[int]:
         """The ranks that have anything of a bucket."""
@@ -97,7 +101,8 @@ class Island:
         """A lease with the data of its block, as it goes to each rank: with the data of its own leaves."""
         block = Block(lease.start, lease.start + len(lease.samples))
         parts = []
-        for leaves in leaves_of(block, self._shares[0], self.ranks):
+        share, together, _ = self._shares[0]
+        for leaves in leaves_of(block, share, self.ranks, together):
             own = [leaf - lease.start for leaf in leaves]
             structure, data = selected(lease.structure, buffers, lease.samples, lease.packed, own)
             parts.append((structs.replace(lease, structure=structure, packed=False), data))

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from msgspec import structs
+
 from w5xde_async.errors import RefusalCode, RemoteError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.contributions import Contributions
@@ -25,6 +27,7 @@ from w5xde_async.hub.members.session import Session, quarantined
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Member, Membership, Standing
+from w5xde_async.plan.numerics import RunNumerics, fits, refusal
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -85,6 +88,7 @@ class Roster:
         clock: Callable[[], float],
         *,
         contributions: Contributions,
+        numerics: RunNumerics,
         on_quarantine: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         """``on_quarantine`` is given the name that a quarantined worker has proved, or else its id, and the reason."""
@@ -94,7 +98,7 @@ class Roster:
         self.contributions = contributions
         #: Whether a worker that vanishes takes with it what its codec has left out.
         self.keeps_residuals = config.update.feedback and not config.update.uplink_codec.exact
-        self._scheduling, self._greeting, self._config = scheduling, greeting, config
+        self._scheduling, self._greeting, self._config, self._numerics = scheduling, greeting, config, numerics
         self._bus, self._clock, self._on_quarantine = bus, clock, on_quarantine
         self._welcome, self._layout_text = greeting.message, greeting.layout.describe()
         self._num_values = sum(bucket.numel for bucket in greeting.layout.result_buckets)
@@ -331,7 +335,8 @@ class Roster:
         """The run, for a new worker."""
         text = self._layout_text
         layout = (BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)
-        return self._welcome, [layout, *self._greeting.buffers]
+        asked = self._numerics.asked(self._config.numerics)
+        return structs.replace(self._welcome, numerics=asked), [layout, *self._greeting.buffers]
 
     async def make_room(self, session: Session) -> None:
         """Return when no other connection of the same worker is left.
@@ -363,6 +368,9 @@ class Roster:
                 "the worker's model differs from the coordinator's",
                 "use the same job file on both sides",
             )
+        asked = self._numerics.asked(self._config.numerics)
+        if not fits(ready.numerics, asked):
+            return Refusal(RefusalCode.NUMERICS, *refusal(ready.numerics, asked))
         if session.ranks > 1:
             self._assemble(session, ready)
             if session.island is None:
@@ -383,6 +391,11 @@ class Roster:
         )  # fmt: skip
         self.sessions[session.worker_id] = session
         self._compare_devices(ready)
+        if self._numerics.joined(ready.numerics):
+            self._warn(
+                f"workers make their sums in several ways ({', '.join(sorted(self._numerics.past))}): the run stays "
+                "exact in what it counts, but its last bits depend on which of them computed what"
+            )
         self._bus.publish(
             WorkerJoined(
                 worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,

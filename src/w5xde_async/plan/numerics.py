@@ -1,0 +1,49 @@
+"""In which way sums are made, and whose may be in one run. Pure.
+
+A leaf computed by one process, or by an island that is exact, has one set of bits: ``EXACT``. An island that splits
+products (tensor parallelism) adds in another order: its bits are those of every island of the same **numerics**, a name
+such as ``tp=2 1f2e3d4c``, in which the second word stands for how the model is split. Both are right. They differ in
+the last bits, and are never compared with each other.
+"""
+
+from __future__ import annotations
+
+EXACT = "exact"  #: as one process computes
+FIRST, ANY = "first", "any"  #: settings: as the first worker of the run, and all
+
+
+class RunNumerics:
+    """Those of one run. ``past``: what had computed before this coordinator started, and has joined since."""
+
+    def __init__(self) -> None:
+        self.past: list[str] = []
+        self._agreed = ""
+        self._mixed = False
+
+    def asked(self, wanted: str) -> str:
+        """What a new worker is asked for by the setting ``wanted``; empty: nothing."""
+        if wanted == ANY:
+            return ""
+        return self._agreed or ("" if wanted == FIRST else wanted)
+
+    def joined(self, numerics: str) -> bool:
+        """A worker of these numerics is a member. True where it is the first that differs from others."""
+        if numerics not in self.past:
+            self.past.append(numerics)
+        first, self._agreed = not self._agreed, self._agreed or numerics
+        mixed = not first and self._agreed != numerics and not self._mixed
+        self._mixed = self._mixed or mixed
+        return mixed
+
+
+def fits(numerics: str, asked: str) -> bool:
+    """Whether a worker computes as it is asked to. A setting may name the first word alone: ``tp=2``."""
+    return asked in ("", numerics, numerics.partition(" ")[0])
+
+
+def refusal(numerics: str, asked: str) -> tuple[str, str]:
+    """Reason and hint for one that does not."""
+    return (
+        f"this worker's results have other last bits ({numerics}) than the run's ({asked})",
+        "start workers of the same shape, or the coordinator with --numerics any, which takes all kinds",
+    )
