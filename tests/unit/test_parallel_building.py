@@ -207,6 +207,11 @@ def test_what_is_no_shape_is_refused_with_what_is_one(text: str) -> None:
         IslandShape.parse(text)
 
 
-def test_a_product_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="--island fsdp=2,pp=2: an island has one mode so far"):
-        IslandShape.parse("fsdp=2,pp=2")
+def test_a_product_has_its_modes_in_one_order() -> None:
+    shape = IslandShape.parse("tp=2, fsdp=4")
+    assert (shape.mode, shape.ranks, shape.axes) == ("fsdp,tp", 8, {"fsdp": 4, "tp": 2})
+    assert str(shape) == "fsdp=4,tp=2"
+    assert IslandShape.parse("dp=3").axes == {"dp": 3}
+    for text in ("tp=2,tp=2", "dp=2,tp=1", "dp=600,tp=2"):
+        with pytest.raises(UsageError, match="named twice|2 to 1024 ranks"):
+            IslandShape.parse(text)
