@@ -213,5 +213,5 @@ def test_a_product_has_its_modes_in_one_order() -> None:
     assert str(shape) == "fsdp=4,tp=2"
     assert IslandShape.parse("dp=3").axes == {"dp": 3}
     for text in ("tp=2,tp=2", "dp=2,tp=1", "dp=600,tp=2"):
-        with pytest.raises(UsageError, match="named twice|2 to 1024 ranks"):
+        with pytest.raises(UsageError, match=r"named twice|2 to 1024 ranks"):
             IslandShape.parse(text)
