@@ -64,4 +64,4 @@ if __name__ == "__main__":
     orchestrator = Orchestrator(config)
     orchestrator.register_model(Denoiser(), criterion=loss)
     result = orchestrator.start_training(DataLoader(Waves(), batch_size=32, shuffle=True), num_epochs=given.epochs)
-    print(f"{result.outcome} after {result.step} steps, loss {result.loss:.4f}: {result.model_path}")
+    print(f"{result.outcome} after {result.step} steps: {result.model_path}")

@@ -13,7 +13,7 @@ workers need no file.
 from __future__ import annotations
 
 import argparse
-import sys
+import contextlib
 
 from torch.utils.data import DataLoader
 from transformer import Transformer, counting
@@ -27,7 +27,7 @@ def orchestrate(config: DistributedConfig) -> None:
     orchestrator = Orchestrator(config, mode="orchestrator")
     orchestrator.register_model(Transformer(config))
     result = orchestrator.start_training(DataLoader(counting(config), batch_size=32, shuffle=True), num_epochs=3)
-    print(f"{result.outcome} after {result.step} steps, loss {result.loss:.4f}: {result.model_path}")
+    print(f"{result.outcome} after {result.step} steps: {result.model_path}")
 
 
 if __name__ == "__main__":
@@ -39,4 +39,5 @@ if __name__ == "__main__":
     if given.role == "orchestrator":
         orchestrate(config)
     else:
-        sys.exit(NetworkWorker(given.gpu_id, config, config.master_ip, config.master_port).connect_and_train())
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: the work under way was finished
+            NetworkWorker(given.gpu_id, config, config.master_ip, config.master_port).connect_and_train()

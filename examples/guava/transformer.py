@@ -53,4 +53,4 @@ if __name__ == "__main__":
     orchestrator.register_model(Transformer(config))
     loader = DataLoader(counting(config), batch_size=32, shuffle=True)
     result = orchestrator.start_training(loader, num_epochs=given.epochs)
-    print(f"{result.outcome} after {result.step} steps, loss {result.loss:.4f}: {result.model_path}")
+    print(f"{result.outcome} after {result.step} steps: {result.model_path}")

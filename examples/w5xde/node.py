@@ -6,6 +6,7 @@ python examples/w5xde/node.py --server localhost:5555
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from digits import DigitClassifier
 from w5xde_async.facade.w5xde import TrainingNode
@@ -25,5 +26,6 @@ if __name__ == "__main__":
     parser.add_argument("--server", default="localhost:5555")
     given = parser.parse_args()
     node = TrainingNode(DigitClassifier, given.server, collect_metrics=True)
-    node.train(loss_callback=show_loss, network_callback=show_network)
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: the piece under way was finished, and others do the rest
+        node.train(loss_callback=show_loss, network_callback=show_network)
     print(f"{node.bytes_sent / 1e6:.1f} MB sent, {node.bytes_received / 1e6:.1f} MB received")

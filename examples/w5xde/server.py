@@ -23,4 +23,4 @@ if __name__ == "__main__":
         DigitClassifier(), Digits(), batch_size=128, ip=given.ip, port=given.port, num_epochs=given.epochs
     )
     result = server.start()
-    print(f"{result.outcome} after {result.step} batches, loss {result.loss:.4f}: {result.model_path}")
+    print(f"{result.outcome} after {result.step} batches: {result.model_path}")

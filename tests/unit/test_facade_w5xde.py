@@ -26,7 +26,7 @@ from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachabl
 from w5xde_async.facade.calling import NodeLines, where_to_join
 from w5xde_async.facade.neighbours import is_here, join_file_here
 from w5xde_async.facade.reading import BatchLoss, class_loss
-from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode
+from w5xde_async.facade.w5xde import _WORDS, CentralServer, TrainingNode, _reporting
 from w5xde_async.job import ENDLESS, shown_progress
 from w5xde_async.net.join import Invitation, new_secret, write_private_line
 from w5xde_async.net.outbox import Outbox
@@ -216,6 +216,26 @@ def messages(tape: bytes) -> Iterator[tuple[Message, Any, int]]:
         end += sum(spec.nbytes for spec in specs)
         yield message, specs, end - at
         at = end
+
+
+def test_a_piece_whose_gradients_the_server_had_is_told_with_the_next() -> None:
+    """Its bytes would be 0, by which the documents' own callbacks divide."""
+    ratios: list[float] = []
+    told: list[tuple[int, int]] = []
+
+    def documented(sent: int, received: int, comp_time: float, net_time: float, orig_size: int, comp_size: int) -> None:
+        ratios.append(orig_size / comp_size)
+        told.append((sent, received))
+
+    losses: list[float] = []
+    report = _reporting(lambda loss, batch_id: losses.append(loss), documented)
+    assert report is not None
+    for gradient_bytes in (8, 0, 0, 8):
+        report(
+            LeaseAnswered(step=1, start=0, samples=(2,), losses=(1.0,), sent_bytes=10, received_bytes=100,
+                          network_s=0.1, gradient_bytes=gradient_bytes, encoded_bytes=gradient_bytes // 2, encode_s=0.0)
+        )  # fmt: skip
+    assert (ratios, told, len(losses)) == ([2.0, 2.0], [(10, 100), (30, 300)], 4)
 
 
 def test_network_callback_needs_collect_metrics(calls: Any, caplog: pytest.LogCaptureFixture) -> None:

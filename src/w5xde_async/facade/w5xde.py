@@ -397,8 +397,9 @@ class TrainingNode:
     def train(self, loss_callback: LossCallback | None = None, network_callback: NetworkCallback | None = None) -> None:
         """Work until the server has finished, or has gone and not come back within ``timeout_s``.
 
-        Both callbacks come once for each piece of a batch that this node has computed and sent; they run between two
-        messages and should return soon. ``network_callback`` gets, counted since the call before: bytes sent and
+        Both callbacks come once for each piece of a batch that this node has computed and sent, ``network_callback``
+        not where the server had its gradients already, from a node that was lost; they run between two messages and
+        should return soon. ``network_callback`` gets, counted since the call before: bytes sent and
         received, seconds spent compressing, seconds spent sending and receiving, and bytes of the piece's gradients
         before and after compression. Ctrl-C finishes the piece under way, then raises KeyboardInterrupt.
 
@@ -519,12 +520,19 @@ def _reporting(
 ) -> Callable[[LeaseAnswered], None] | None:
     if loss_callback is None and network_callback is None:
         return None
+    untold = (0, 0, 0.0, 0.0)
 
     def report(answered: LeaseAnswered) -> None:
         if loss_callback is not None:
             loss_callback(answered.loss, f"{answered.step}_batch{answered.start}")
-        if network_callback is not None:
-            traffic, times = (answered.sent_bytes, answered.received_bytes), (answered.encode_s, answered.network_s)
-            network_callback(*traffic, *times, answered.gradient_bytes, answered.encoded_bytes)
+        nonlocal untold
+        sent, received, encode_s, network_s = untold
+        sent, received = sent + answered.sent_bytes, received + answered.received_bytes
+        untold = sent, received, encode_s + answered.encode_s, network_s + answered.network_s
+        # A lost node's piece may have come but for its last words: then this one sends no gradients, and whoever
+        # divides by their bytes would fail.
+        if network_callback is not None and answered.encoded_bytes:
+            told, untold = untold, (0, 0, 0.0, 0.0)
+            network_callback(*told, answered.gradient_bytes, answered.encoded_bytes)
 
     return report
