@@ -39,8 +39,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def fine(outcome: Outcome) -> None:
-    replay = f"python -m tests.simulator --mode {outcome.mode} --seed {outcome.seed} -v"
+def fine(outcome: Outcome, more: str = "") -> None:
+    replay = f"python -m tests.simulator --mode {outcome.mode} --seed {outcome.seed}{more} -v"
     assert not outcome.violations, f"{outcome.violations}\n{replay}"
 
 
@@ -50,6 +50,17 @@ def test_nothing_is_lost_or_counted_twice_or_stuck(chunk: int) -> None:
     for seed in range(chunk * CHUNK_SEEDS, (chunk + 1) * CHUNK_SEEDS):
         outcome = one(seed, mode_of(seed, "both"))
         fine(outcome)
+        assert outcome.finished or outcome.mode == "safety"
+        fired += outcome.faults
+    assert len(fired) > len(FAULTS) // 3, fired
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_an_island_that_loses_any_rank_or_link_at_any_time_disturbs_nobody(chunk: int) -> None:
+    fired: Counter[str] = Counter()
+    for seed in range(chunk * CHUNK_SEEDS, (chunk + 1) * CHUNK_SEEDS):
+        outcome = one(seed, mode_of(seed, "both"), islands=True)
+        fine(outcome, " --islands")
         assert outcome.finished or outcome.mode == "safety"
         fired += outcome.faults
     assert len(fired) > len(FAULTS) // 3, fired

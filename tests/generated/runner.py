@@ -41,6 +41,7 @@ from w5xde_async.updates.admission import Outcome
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import Contribution, OuterRule
 from w5xde_async.worker.config import WorkerConfig
+from w5xde_async.worker.executors.island import Rank
 from w5xde_async.worker.service import Departure, RunFailed, Worker
 
 __all__ = ["Report", "run"]
@@ -166,10 +167,10 @@ class _Run(Cluster):
             config=self.config, bus=bus, record=False, runtime=runtime,
         )  # fmt: skip
 
-    def make_worker(self, host: Host, runtime: Runtime) -> Worker:
+    def make_worker(self, host: Host, runtime: Runtime, rank: Rank | None = None) -> Worker:
         name = "worker" if self.scenario.same_name else host.name
         return Worker(
-            "127.0.0.1:5555", job=self.job, runtime=runtime,
+            "127.0.0.1:5555", job=self.job, runtime=runtime, rank=rank,
             config=WorkerConfig(name=name, device="cpu", token="generated", connect_timeout_s=3000.0),
         )  # fmt: skip
 

@@ -124,7 +124,7 @@ class Checks(Cluster):
                 late_s = now - training.ledger.began_at(grant) - grant.deadline_s
                 others = any(other != worker for other in ready)
                 if grant.step == training.version and late_s > 0.1 and others:
-                    if session.receiving != grant.lease and not session.ended.is_set():
+                    if all(link.receiving != grant.lease for link in session.links) and not session.ended.is_set():
                         self.violate("deadline", f"lease {grant.lease} of {session.name} is {late_s:.1f} s overdue")
 
     def on_event(self, host: Host, event: Event) -> None:
@@ -159,7 +159,8 @@ class Checks(Cluster):
     def _on_join(self, host: Host, name: str) -> None:
         for worker in self.hosts:
             if worker.name == name:
-                if worker.terms_served and host.term < max(worker.terms_served):
+                late = worker.ended.done()  # what it said before, to one that was stopped since
+                if worker.terms_served and host.term < max(worker.terms_served) and not late:
                     self.violate("term", f"{name} joins term {host.term} after {max(worker.terms_served)}")
                 worker.terms_served.add(host.term)
 

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulator.disk import Disk, HostFilesystem
+from tests.simulator.islands import VirtualCircle
 from tests.simulator.loop import ComputeExecutor, Host, InlineExecutor, VirtualLoop
 from tests.simulator.network import Network
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.plan.shares import Share
 from w5xde_async.runtime import Runtime
+from w5xde_async.worker.executors.island import Rank
 from w5xde_async.worker.service import Departure, Worker
 
 __all__ = ["Cluster", "Violation"]
@@ -86,8 +89,8 @@ class Cluster(ABC):
         """A coordinator that takes the run up where the one before has left it."""
 
     @abstractmethod
-    def make_worker(self, host: Host, runtime: Runtime) -> Worker:
-        """A worker, which may be the successor of one that died on the same machine."""
+    def make_worker(self, host: Host, runtime: Runtime, rank: Rank | None = None) -> Worker:
+        """A worker, which may be the successor of one that died on the same machine. ``rank``: of an island."""
 
     @abstractmethod
     def ended(self, host: Host, outcome: Any) -> None:
@@ -220,12 +223,45 @@ class Cluster(ABC):
                 return
             await asyncio.sleep(self.random.uniform(0.1, 4.0))
 
+    def add_island(self, ranks: int, share: Share, first_s: float = 0.0) -> None:
+        slot, self.num_slots = self.num_slots, self.num_slots + 1
+        self.supervisors.append(self.loop.create_task(self.supervise_island(slot, ranks, share, first_s)))
+
+    async def supervise_island(self, slot: int, ranks: int, share: Share, first_s: float) -> None:
+        """Start all its ranks, end them all where one has ended, and start them again until the run is finished."""
+        await asyncio.sleep(first_s)
+        generation, speed = 0, self.leaf_seconds()
+        while not self.finished:
+            circle = VirtualCircle(ranks, share, seed=1000 * slot + generation)
+            hosts = []
+            for rank in range(ranks):
+                host = self.new_host(f"w{slot}.{generation}.{rank}", f"w{slot}r{rank}")
+                host.leaf_s, host.of_island = speed, True
+                host.pauses_at_joining_s = self.pauses_at_joining_s.pop(host.machine, 0.0)
+                hosts.append(host)
+                self.workers[1000 * (slot + 1) + rank] = host
+                host.main(self._work(host, circle.of_host(rank, host)))
+            generation += 1
+            ends = [host.ended for host in hosts]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finished = any(end.done() and end.result() is Departure.FINISHED for end in ends)
+            await asyncio.sleep(self.random.uniform(0.0, 0.5))  # until its connections are heard to be gone
+            circle.end()
+            await asyncio.wait(ends, timeout=10.0 if finished else 3.0)
+            for host in hosts:
+                if not host.ended.done():
+                    self.kill(host, power=False)
+                self._ended(host, await host.ended)
+            if finished:
+                return
+            await asyncio.sleep(self.random.uniform(0.5, 4.0))
+
     def leaf_seconds(self) -> float:
         """What a leaf takes on the next worker's machine."""
         return self.random.choice([0.05, 0.1, 0.1, 0.4])
 
-    async def _work(self, host: Host) -> Departure:
-        host.service = worker = self.make_worker(host, self.runtime(host))
+    async def _work(self, host: Host, rank: Rank | None = None) -> Departure:
+        host.service = worker = self.make_worker(host, self.runtime(host), rank)
         return await worker.run()
 
     def _ended(self, host: Host, outcome: Any) -> None:

@@ -92,6 +92,7 @@ class Host:
         self.term = 0  # a coordinator's
         self.terms_served: set[int] = set()  # a worker's
         self.service: Any = None
+        self.of_island = False  # it is one rank of a worker: when its link ends, or another rank, it ends
         self.superseded = False  # another coordinator has taken over
         self.replaced: asyncio.Future[None] = loop.create_future()
 
@@ -322,7 +323,12 @@ class ComputeExecutor:
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.discard()
+        running = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)  # whoever does not wait for the thread must not be seen to: it ends at once
+        try:
+            self.discard()
+        finally:
+            asyncio._set_running_loop(running)
 
     @staticmethod
     def sleep(seconds: float) -> None:

@@ -25,14 +25,16 @@ from tests.simulator.loop import Deadlock, Host, Killed, TimeUp
 from tests.simulator.model import SHAPES, Shape, expected_run, job_of
 from tests.simulator.network import ADDRESS
 from tests.simulator.patches import in_virtual_world
+from tests.support.circle import Gone
 from torch import nn
 
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run import run as coordinator_run
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
-from w5xde_async.errors import LeafFailed, Refused, StoreError
+from w5xde_async.errors import DeviceLost, LeafFailed, LinkLost, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
+from w5xde_async.plan.shares import Share
 from w5xde_async.runtime import Runtime
 from w5xde_async.store.rundir import Superseded
 from w5xde_async.telemetry.events import (
@@ -40,6 +42,7 @@ from w5xde_async.telemetry.events import (
 )
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.connection import Departure, RunFailed
+from w5xde_async.worker.executors.island import Rank
 from w5xde_async.worker.service import Worker
 
 __all__ = ["BOUND_S", "Outcome", "Violation", "World", "simulate"]
@@ -76,7 +79,8 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if not text.startswith("leaf failed"):
+        of_island = self._world.islands and text.startswith("leaving the run reason=cpu is lost")  # after such a leaf
+        if not text.startswith("leaf failed") and not of_island:
             self._world.violate("unexpected", f"log: {text} {record.exc_info[1] if record.exc_info else ''}")
 
 
@@ -92,9 +96,12 @@ class SmallBuckets(CoordinatorConfig):
 class World(Checks):
     """The state of one simulation."""
 
-    def __init__(self, seed: int, mode: str, root: Path, *, focus: tuple[str, ...] = (), verbose: bool = False) -> None:
+    def __init__(
+        self, seed: int, mode: str, root: Path, *, focus: tuple[str, ...] = (), islands: bool = False,
+        verbose: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(f"{seed}/{mode}", root, verbose=verbose)
-        self.seed, self.mode, self.focus = seed, mode, focus
+        self.seed, self.mode, self.focus, self.islands = seed, mode, focus, islands
         self.kinds = sorted(FAULTS)
         self.shape: Shape = self.random.choice(SHAPES)
         self.expected = expected_run(self.shape, BUCKET_BYTES)
@@ -141,9 +148,9 @@ class World(Checks):
             runtime=runtime,
         )  # fmt: skip
 
-    def make_worker(self, host: Host, runtime: Runtime) -> Worker:
+    def make_worker(self, host: Host, runtime: Runtime, rank: Rank | None = None) -> Worker:
         return Worker(
-            f"{ADDRESS[0]}:{ADDRESS[1]}", job=job_of(self.shape), runtime=runtime,
+            f"{ADDRESS[0]}:{ADDRESS[1]}", job=job_of(self.shape), runtime=runtime, rank=rank,
             config=WorkerConfig(name=host.name, device="cpu", token="simulated", connect_timeout_s=3000.0),
         )  # fmt: skip
 
@@ -152,6 +159,8 @@ class World(Checks):
             self.violate("durability", f"{host.name} was told of an end when step {self.durable_step} was safe")
         if isinstance(outcome, Killed):
             return
+        if host.of_island and isinstance(outcome, LinkLost | Gone | DeviceLost):
+            return  # it was lost, and it all begins anew
         failures = self.faults["leaf failed"] >= self.config.max_leaf_failures
         if isinstance(outcome, LeafFailed | RunFailed) and (failures or len(self.vanished) >= 8):
             return  # a leaf that failed so often, or on which so many workers vanished for good, ends the run
@@ -168,7 +177,11 @@ class World(Checks):
         """Until the run is complete, or the faults' end in safety mode."""
         main = self.loop.create_task(self.supervise_coordinator())
         self.supervisors.append(main)
-        for slot in range(self.random.randint(self.config.min_workers, 4)):
+        if self.islands:
+            self.add_island(self.random.choice([2, 2, 3]), self.random.choice(list(Share)))
+            if self.random.random() < 0.3:
+                self.add_island(2, self.random.choice(list(Share)), self.random.uniform(0.0, 8.0))
+        for slot in range(self.random.randint(self.config.min_workers, 2 if self.islands else 4)):
             self.add_worker(0.0 if slot == 0 else self.random.choice([0.0, 0.0, self.random.uniform(0.0, 8.0)]))
         faults = self.loop.create_task(schedule(self))
         self.supervisors.append(faults)
@@ -194,10 +207,12 @@ class World(Checks):
         return f"{where}; {host.name} is at {training.version} with leases {list(held.values())}"
 
 
-def simulate(seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = (), verbose: bool = False) -> Outcome:
-    """Run one seed; ``focus`` names the only faults that are to happen."""
+def simulate(
+    seed: int, mode: str, schedule: Any, *, focus: tuple[str, ...] = (), islands: bool = False, verbose: bool = False
+) -> Outcome:
+    """Run one seed; ``focus`` names the only faults that are to happen, with ``islands`` some workers are such."""
     root = Path(tempfile.mkdtemp(prefix=f"simulated-{seed}-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    world = World(seed, mode, root, focus=focus, verbose=verbose)
+    world = World(seed, mode, root, focus=focus, islands=islands, verbose=verbose)
     logger = logging.getLogger("w5xde_async")
     handler, level, propagate = _Errors(world), logger.level, logger.propagate
     logger.addHandler(handler)

@@ -64,6 +64,10 @@ class Circle:
         for heard in self.heard:
             heard.put(None)
 
+    def engine(self, job: Job | Traced, spec: LeafSpec, bucket_bytes: int) -> Any:
+        """What the head computes with."""
+        return whole_engine(job, spec, torch.device("cpu"), bucket_bytes=bucket_bytes)
+
     def deal(self, layout: Layout) -> list[Shard]:
         source, runs = random.Random(self.seed), [list[tuple[int, int, int]]() for _ in range(self.ranks)]
         for group in layout.groups:
@@ -114,7 +118,7 @@ class HeadComputes:
         fails: Callable[[Task, int], bool],
     ) -> None:  # fmt: skip
         self._circle, self._rank, self._fails = circle, rank, fails
-        self._engine = whole_engine(job, spec, torch.device("cpu"), bucket_bytes=bucket_bytes)
+        self._engine = circle.engine(job, spec, bucket_bytes)
         self.layout, self.device, self.share = self._engine.layout, self._engine.device, circle.share
         self.together, self.numerics = circle.together, circle.numerics
         self.shard = circle.deal(self.layout)[rank]

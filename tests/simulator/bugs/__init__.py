@@ -4,7 +4,7 @@ A bug replaces methods by name for the time of one run; nothing of it stays. ``d
 caught which.
 """
 
-from tests.simulator.bugs import steps, storage
+from tests.simulator.bugs import islands, steps, storage
 from tests.simulator.bugs.registry import BUGS, Bug, planted
 
-__all__ = ["BUGS", "Bug", "planted", "steps", "storage"]
+__all__ = ["BUGS", "Bug", "islands", "planted", "steps", "storage"]

@@ -20,6 +20,7 @@ class Bug:
     text: str
     plant: Callable[[Put], None]
     faults: tuple[str, ...] = ()
+    islands: bool = False  # some workers are such
 
 
 BUGS: dict[str, Bug] = {}
@@ -30,9 +31,11 @@ RESTART = ("coordinator killed", "coordinator stopped in good order")
 POWER = ("coordinator without power", "coordinator dies while it writes")
 
 
-def bug(name: str, text: str, *faults: str) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
+def bug(
+    name: str, text: str, *faults: str, islands: bool = False
+) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
     def register(plant: Callable[[Put], None]) -> Callable[[Put], None]:
-        BUGS[name] = Bug(text, plant, faults)
+        BUGS[name] = Bug(text, plant, faults, islands)
         return plant
 
     return register

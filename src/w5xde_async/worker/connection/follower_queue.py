@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from w5xde_async.worker.connection.leases import Leases
 
 
+_LOOK_S = 60.0  # any: it is told of changes
 _Item = TypeVar("_Item", HeldLease, Submit)
 
 
@@ -36,7 +37,7 @@ class FollowerQueue:
     ) -> None:  # fmt: skip
         self._executor, self._thread, self._answers, self._on_failure = executor, thread, answers, on_failure
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()
+        self._lock, self._changed = threading.Lock(), threading.Event()
         self._versions: dict[int, Version] = {}  # that came and were not loaded: bounded by what may wait, one a step
         self._leases: dict[int, HeldLease] = {}
         self._asked: dict[int, Submit] = {}  # by lease
@@ -55,7 +56,7 @@ class FollowerQueue:
 
     def put(self, items: Iterable[Item]) -> None:
         """Keep these until the head comes to them."""
-        with self._changed:
+        with self._lock:
             for item in items:
                 if isinstance(item, Version):
                     self._versions[item.number] = item
@@ -65,7 +66,7 @@ class FollowerQueue:
                     self._asked[item.lease] = item
                 else:
                     self._verdicts.append(item)
-            self._changed.notify()
+        self._changed.set()
 
     def holds(self, lease: int) -> bool:
         """Whether a lease waits."""
@@ -73,9 +74,8 @@ class FollowerQueue:
 
     def stop(self) -> None:
         """Wait for nothing more that is to come."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._stopping = True
+        self._changed.set()
 
     async def aclose(self) -> None:
         """Wait for the block under way, and not for a head that is gone: see ``ComputeThread.patience_s``."""
@@ -102,10 +102,8 @@ class FollowerQueue:
             elif turn == Turn.SUBMIT:
                 self._submit(self._await(self._asked, number))
             elif turn == Turn.SETTLE:
-                with self._changed:
-                    self._wait_for(lambda: bool(self._verdicts))
-                    verdict = self._verdicts.popleft()
-                self._executor.settle(verdict)
+                self._wait_for(lambda: bool(self._verdicts))
+                self._executor.settle(self._verdicts.popleft())
             elif turn == Turn.END:
                 return
             else:
@@ -114,8 +112,8 @@ class FollowerQueue:
     def _load(self, number: int) -> None:
         """Take up a version, with those that the head's link has overtaken. One that this link has overtaken will not
         come: a newer one is there then, nobody waits for results of the older, and nothing of it is loaded here."""
-        with self._changed:
-            self._wait_for(lambda: any(version >= number for version in self._versions))
+        self._wait_for(lambda: any(version >= number for version in self._versions))
+        with self._lock:
             come = [self._versions.pop(version) for version in sorted(self._versions) if version <= number]
         version = come[-1] if come else Version(number, 1.0, ())
         buckets = sorted({bucket for one in come for bucket in one.buckets})
@@ -126,7 +124,7 @@ class FollowerQueue:
 
     def _void(self, is_void: Callable[[HeldLease], bool]) -> None:
         """Leases that the head will not come to."""
-        with self._changed:
+        with self._lock:
             over = [lease for lease, held in self._leases.items() if is_void(held)]
             for lease in over:
                 del self._leases[lease]
@@ -157,15 +155,19 @@ class FollowerQueue:
         self.activity = "waiting for the head"
 
     def _await(self, coming: dict[int, _Item], number: int) -> _Item:
-        with self._changed:
-            self._wait_for(lambda: number in coming)
-            return coming.pop(number)
+        self._wait_for(lambda: number in coming)
+        return coming.pop(number)
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        """With the condition held. Raises _Stopped where it will not come."""
-        self._changed.wait_for(lambda: is_there() or self._stopping)
-        if not is_there():
-            raise _Stopped
+        """Raises _Stopped where it will not come."""
+        while True:
+            self._changed.clear()  # before the look
+            with self._lock:
+                if is_there():
+                    return
+            if self._stopping:
+                raise _Stopped
+            self._thread.wait(self._changed, _LOOK_S)
 
     def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(self._answer, call, arguments)
