@@ -256,6 +256,7 @@ def test_guavas_launch_script(script: Run, tmp_path: Path) -> None:
         assert worker.returncode == 0, worker.stderr
         assert "joined run Sequential at " in worker.stderr
         assert "the run is finished: " in worker.stderr
+        assert "Warning" not in worker.stderr  # Python's own, of the document's module path
         assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
         assert fell(losses(tmp_path))
         assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists() is again

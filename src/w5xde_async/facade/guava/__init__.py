@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from w5xde_async.facade.guava.config import DistributedConfig, ParallelismMissing
 from w5xde_async.facade.guava.orchestrator import Orchestrator
-from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
+
+if TYPE_CHECKING:
+    from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
 
 __all__ = ["DistributedConfig", "NetworkWorker", "Orchestrator", "ParallelismMissing"]
 
@@ -21,6 +24,16 @@ _INSTEAD = {
     "utils": "sockets are tuned by themselves, and checkpoints are the run directory's (docs/resume.md)",
     "examples": "examples lie in the repository, not in the package: examples/",
 }
+
+
+def __getattr__(name: str) -> Any:
+    """NetworkWorker, when it is asked for: its module is a program too, and Python warns where a program's module was
+    imported before it runs."""
+    if name != "NetworkWorker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
+
+    return NetworkWorker
 
 
 class _Listed:
