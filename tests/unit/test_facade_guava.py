@@ -720,6 +720,23 @@ def test_what_cannot_be_is_said_at_once(wrong: Callable[[], Any], error: type[Ex
         wrong()
 
 
+class NoBatches(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_validation_that_measures_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """No ``val_loss`` of 0, and no silence."""
+    orchestrator = Orchestrator(DistributedConfig())
+    orchestrator.register_model(linear())
+    orchestrator._job_of(dataset(), 1, None, 3)
+    assert "val_interval=3 has no effect without a val_dataloader" in caplog.text
+    job, _ = orchestrator._job_of(dataset(), 1, DataLoader(NoBatches()))  # nobody knows before it is read
+    assert job.evaluate is not None
+    with pytest.raises(ValueError, match="val_dataloader gives no batch"):
+        job.evaluate(linear())
+
+
 def started(**kwargs: Any) -> Any:
     orchestrator = Orchestrator(DistributedConfig(master_port=0))
     orchestrator.register_model(linear())

@@ -376,13 +376,15 @@ def _check_devices(ranks: int) -> None:
 
 
 def _mean(step: BatchLoss, model: nn.Module, loader: Any) -> float:
-    """The mean loss over the samples of ``loader``'s batches."""
+    """The mean loss over the samples of ``loader``'s batches. Raises ValueError where it gives none."""
     total, count = 0.0, 0
     for batch in loader:
-        samples = _num_samples(batch)
+        samples = _num_samples(batch) or 1  # of what has no tensor, each batch counts alike
         total += float(step(model, batch)) * samples
         count += samples
-    return total / max(count, 1)
+    if not count:
+        raise ValueError("val_dataloader gives no batch")
+    return total / count
 
 
 def _num_samples(batch: Any) -> int:
