@@ -184,6 +184,7 @@ class Line:
         outbox = SimpleNamespace(paced_bytes=0, paced_s=0.0)
         link = SimpleNamespace(figures=None)
         self.session = SimpleNamespace(result_bytes=0, receiving_s=0.0, outbox=outbox, link=link, report=None)
+        self.session.links = [self.session]
         self.member = SimpleNamespace(compute_s=0.0)
         self.roster = SimpleNamespace(sessions={"one": self.session}, member=lambda worker: self.member)
 
@@ -214,6 +215,18 @@ def test_rates_are_bytes_over_the_time_they_took() -> None:
     line.results(200_000, 1.0)
     line.parameters(70_000, 1.0)
     assert rates() == (200_000, 70_000)
+
+
+def test_an_islands_links_are_one_line() -> None:
+    line: Any = Line()
+    line.results(1_000_000, 2.0)
+    line.parameters(1_000_000, 1.0)
+    other = SimpleNamespace(result_bytes=3_000_000, receiving_s=1.0)
+    other.outbox = SimpleNamespace(paced_bytes=500_000, paced_s=0.5)
+    line.session.links.append(other)
+    found = StrategyChooser(1).situation(line)
+    assert found is not None
+    assert (found.workers[0].up_bytes_s, found.workers[0].down_bytes_s) == (2_000_000, 1_500_000)
 
 
 def test_a_run_that_goes_on_by_an_earlier_choice_keeps_it_and_finds_its_leases_anew() -> None:
@@ -331,6 +344,7 @@ def test_a_worker_that_never_computes_is_not_waited_for_for_ever() -> None:
     idle = SimpleNamespace(
         result_bytes=0, receiving_s=0.0, outbox=line.session.outbox, link=line.session.link, report=None
     )  # fmt: skip
+    idle.links = [idle]
     line.roster.sessions = {"one": line.session, "idle": idle}
     chooser = StrategyChooser(1)
     line.results(2 << 20, 2.0)

@@ -4,23 +4,29 @@ once, whatever becomes of a rank."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.cluster.test_autotuning import over_a_poor_line
 from tests.cluster.test_islands import run, start
 from tests.support import jobs
 from tests.support.circle import Circle, Gone
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
 from w5xde_async.coordinator.outer.training import OuterTraining
+from w5xde_async.coordinator.run.strategy_chooser import StrategyChooser
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import W5xdeError
+from w5xde_async.errors import LinkLost, W5xdeError
 from w5xde_async.job import Job
+from w5xde_async.params.layout import Layout
 from w5xde_async.plan.shares import Share
-from w5xde_async.telemetry.events import Event, StepCommitted
+from w5xde_async.telemetry.events import Bus, Event, StepCommitted
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.connection.connection import Departure
 from w5xde_async.worker.service import Worker
@@ -149,3 +155,65 @@ async def test_an_island_that_drains_leaves_nothing_undone(update: dict[str, Any
         result = await coordinator.wait()
         assert await single is Departure.FINISHED
     assert result.outcome == "finished"
+
+
+async def test_a_run_goes_on_with_whatever_workers(tmp_path: Path) -> None:
+    """A checkpoint knows nothing of islands: they and single workers in turn have the bits of single workers."""
+    digests = set()
+    for first, second in ((1, 1), (2, 1), (1, 2)):
+        for ranks, steps in ((first, 9), (second, 18)):
+            make = partial(lambda steps: replace(jobs.cnn_sgd(), max_steps=steps), steps)
+            bus = Bus()
+            config = settings(update=UpdateConfig(**LOCAL), checkpoint_every=3, norm_gate=0.0)
+            path = tmp_path / f"{first}{second}"
+            async with Coordinator(make(), run_dir=path, config=config, bus=bus) as coordinator:
+                circle = Circle(ranks, Share.TURNS, seed=ranks)
+                workers = (
+                    start(coordinator.address, circle, make)
+                    if ranks > 1
+                    else [Worker(coordinator.address, job=make(), config=QUICK_WORKER)]
+                )
+                running = [asyncio.create_task(worker.run()) for worker in workers]
+                result = await coordinator.wait()
+                await asyncio.gather(*running)
+            assert result.step == steps
+        digests.add(result.digest)
+    assert len(digests) == 1
+
+
+async def test_auto_takes_a_rule_that_the_run_has_not_begun_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The island begins anew, as another worker: whoever starts its ranks starts them again."""
+    monkeypatch.setattr(StrategyChooser, "situation", over_a_poor_line)
+    make = lambda: replace(jobs.mlp_sgd(), max_steps=60, epochs=None)  # noqa: E731
+    async with Coordinator(make(), config=settings(auto=True, min_workers=1)) as coordinator:
+        departures: list[Any] = []
+        for seed in range(2):
+            circle = Circle(2, Share.BLOCK, seed=seed)
+            running = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, circle, make)]
+            departures.append(await asyncio.gather(*running, return_exceptions=True))
+            circle.end()
+        result = await coordinator.wait()
+        assert coordinator._run is not None
+        assert coordinator._run.config.update.rule == "streaming"
+    assert all(isinstance(error, LinkLost) for error in departures[0])
+    assert departures[1] == [Departure.FINISHED] * 2
+    assert result.outcome == "finished"
+
+
+async def test_each_rank_keeps_what_its_codec_left_out(tmp_path: Path) -> None:
+    make = lambda: replace(jobs.mlp_sgd(), max_steps=96, epochs=None)  # noqa: E731
+    config = settings(update=UpdateConfig(**LOCAL, codec="topk:0.1"), min_workers=2)
+    async with Coordinator(make(), config=config) as coordinator:
+        single = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
+        circle, kept = Circle(2, Share.BLOCK), replace(QUICK_WORKER, data_dir=tmp_path)
+        ranks = [Worker(coordinator.address, job=make(), config=kept, rank=circle.rank(n)) for n in range(2)]
+        running = [asyncio.create_task(rank.run()) for rank in ranks]
+        while not ((link := ranks[1]._connection) and link.leases and link.leases.num_applied):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)  # a count has no event
+        ranks[0].drain()
+        assert await asyncio.gather(*running) == [Departure.DRAINED] * 2
+        assert await single is Departure.FINISHED
+    layout = Layout.of(make().model(), bucket_bytes=config.bucket_bytes)
+    assert {name.split("-")[1].split(".")[1] for name in os.listdir(tmp_path)} == {
+        shard.digest for shard in circle.deal(layout)
+    }

@@ -159,9 +159,89 @@ class Lossy:
             await worker.link.send(encode(Result(lease.lease, bucket), coded.buffers))
             await settle()
 
+    def left_out(self, number: int) -> Tensor:
+        """The residual of a bucket."""
+        assert self.encoder.feedback is not None
+        residual = self.encoder.feedback.residual(number)
+        return torch.zeros(self._sizes[number]) if residual is None else residual
+
+
+class LossyIsland(Lossy):
+    """Two ranks, each with residuals of its own part, which outlive its links as on a disk. It is never cut off: what
+    it had left out would be lost with it."""
+
+    def __init__(self, run: Run, name: str, said: dict[str, int]) -> None:
+        super().__init__(run, name, said)
+        self._ranks: list[Scripted] = []
+        self._encoders: list[ResultEncoder] = []
+
+    async def join(self) -> None:
+        self._ranks = await self.run.island(self.name)
+        self.worker = self._ranks[0]
+        self._seen, self._version, self._leases = 0, -1, {}
+        self._at, self._sent, self._void = None, 0, False
+        self._heard = [0] * len(self._ranks)
+        if not self._encoders:
+            for rank in self._ranks:
+                assert rank.shard is not None
+                self._encoders.append(ResultEncoder(self._layout, codec(CODEC), feedback=True, shard=rank.shard))
+            self.encoder = self._encoders[0]
+
+    async def act(self, kind: str) -> None:
+        await super().act("go" if kind == "cut" else kind)
+
+    async def listen(self) -> None:
+        for number, rank in enumerate(self._ranks[1:], 1):
+            for message in rank.seen[self._heard[number] :]:
+                if isinstance(message, Verdict):
+                    self._encoders[number].settle(message.leases, message.code, message.buckets)
+            self._heard[number] = len(rank.seen)
+        await super().listen()
+
+    async def _gone(self) -> None:
+        assert not any(encoder.awaited for encoder in self._encoders)
+        for rank in self._ranks[1:]:
+            rank.link.abort()
+        await super()._gone()
+
+    async def go_on(self, lease: Lease, worker: Scripted) -> None:
+        if self._sent == len(self._sizes):
+            for rank in self._ranks[1:]:
+                await rank.link.send(encode(Done(lease.lease, (), (), (), (), (), 0, 0.01, 0.0)))
+            await super().go_on(lease, worker)
+            return
+        bucket = self._layout.result_buckets[self._sent]
+        leaves = range(lease.start, lease.start + len(lease.samples))
+        values = sum((gradient(lease.step, leaf, self._sent, bucket.numel) for leaf in leaves), torch.zeros(()))
+        for rank, encoder in zip(self._ranks, self._encoders, strict=True):
+            assert rank.shard is not None
+            vector = ResultVector(rank.shard.own)
+            pieces = [
+                values[begin - bucket.offset : end - bucket.offset] for _, begin, end in rank.shard.pieces(bucket)
+            ]
+            vector.buckets[self._sent].copy_(torch.cat(pieces))
+            coded = encoder.encode(lease.lease, self._sent, vector)
+            if not self._void:
+                await rank.link.send(encode(Result(lease.lease, self._sent), coded.buffers))
+                await settle()
+        self._sent += 1
+
+    def left_out(self, number: int) -> Tensor:
+        bucket = self._layout.result_buckets[number]
+        found = torch.zeros(bucket.numel)
+        for rank, encoder in zip(self._ranks, self._encoders, strict=True):
+            assert rank.shard is not None
+            assert encoder.feedback is not None
+            residual = encoder.feedback.residual(number)
+            if residual is not None:
+                runs = rank.shard.pieces(bucket)
+                for (_, begin, end), piece in zip(runs, residual.split([e - b for _, b, e in runs]), strict=True):
+                    found[begin - bucket.offset : end - bucket.offset] = piece
+        return found
+
 
 async def run_to_the_end(run: Run, chance: random.Random, said: dict[str, int]) -> list[Lossy]:
-    workers = [Lossy(run, name, said) for name in ("one", "two", "three")]
+    workers = [*(Lossy(run, name, said) for name in ("one", "two", "three")), LossyIsland(run, "island", said)]
     kinds = ["go"] * 30 + ["time", "time", "fail", "cut", "drain"]
     for worker in workers:
         await worker.join()
@@ -199,12 +279,7 @@ async def test_nothing_is_lost_and_nothing_counts_twice(seed: int, judged: bool)
             view.copy_(before[entry.name])
         for number, bucket in enumerate(layout.result_buckets):
             applied = (start.bucket(bucket) - state.bucket(bucket)) * LEAVES
-            left_out = torch.zeros_like(applied)
-            for worker in workers:
-                feedback = worker.encoder.feedback
-                assert feedback is not None
-                residual = feedback.residual(number)
-                left_out += 0 if residual is None else residual
+            left_out = sum((worker.left_out(number) for worker in workers), torch.zeros_like(applied))
             exact = sum(gradient(s, leaf, number, bucket.numel) for s in range(STEPS) for leaf in range(LEAVES))
             torch.testing.assert_close(applied + left_out, exact, rtol=1e-4, atol=1e-3)
     assert said["APPLIED"]

@@ -16,8 +16,11 @@ from tests.support import programs as programs_support
 from tests.support.cluster import train
 from tests.support.processes import ROOT, Program, programs
 
+from w5xde_async.updates.config import UpdateConfig
+
 pytestmark = pytest.mark.slow
 JOB = f"{ROOT / 'tests/support/jobs.py'}:gpt_adamw"
+CNN = f"{ROOT / 'tests/support/jobs.py'}:cnn_sgd"
 
 
 @pytest.fixture
@@ -121,6 +124,29 @@ def test_a_rank_is_killed(start: Any, tmp_path: Path, expected: str, shape: str,
     program.wait_for("worker_joined")
     assert digest(program) == expected
     assert island.finish() == 0, "".join(island.text)
+
+
+def test_local_steps_on_shards_have_the_digest_of_a_single_worker(start: Any, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    rule = UpdateConfig(rule="local", inner_steps=3)
+    program, address = coordinator(start, tmp_path, "--update", "local", "--inner-steps", "3", job=CNN)
+    island = worker(start, address, "--island", "fsdp=2", job=CNN)
+    assert digest(program) == asyncio.run(train(jobs.cnn_sgd, update=rule)).digest
+    assert island.finish() == 0, "".join(island.text)
+
+
+def test_a_rank_is_killed_under_streaming_int4(start: Any, tmp_path: Path) -> None:
+    update = ("--update", "streaming", "--codec", "int4", "--inner-steps", "4", "--fragments", "2")
+    program, address = coordinator(start, tmp_path, *update, "--min-workers", "2", job=CNN)
+    island = worker(start, address, "--island", "fsdp=2", job=CNN, leaf_s=0.05)
+    single = worker(start, address, job=CNN, leaf_s=0.05)
+    program.wait_for("step_committed", step=8)
+    os.kill(ranks_of(island)[1], signal.SIGKILL)
+    assert not program.wait_for("worker_left")["clean"]
+    digest(program)
+    assert (single.finish(), island.finish()) == (0, 0), "".join(island.text)
+    steps = [event for event in program.events if event.get("event") == "step_committed"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
 
 
 @pytest.mark.parametrize("told", ["all", "a rank"])

@@ -11,6 +11,7 @@ from torch import nn
 from w5xde_async.codecs.registry import codec
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.messages import VerdictCode
 from w5xde_async.worker.uplink.residual_store import forget, keep, take_up
 from w5xde_async.worker.uplink.result_encoder import ResultEncoder
@@ -112,3 +113,32 @@ def test_another_codec_on_the_next_link_keeps_what_was_left_out() -> None:
     assert norm(worker) == before > 0
     ((spec, _),) = worker.encode(3, 0, vector).buffers
     assert spec.codec == "int4"
+
+
+def test_what_an_islands_rank_left_out_is_for_a_rank_of_the_same_part(tmp_path: Path) -> None:
+    layout = Layout.of(nn.Linear(64, 1, bias=False))
+    halves = [Shard.of(layout, [(0, 0, 32)]), Shard.of(layout, [(0, 32, 64)])]
+
+    def of(shard: Shard) -> ResultEncoder:
+        return ResultEncoder(layout, codec("topk:0.1"), feedback=True, shard=shard)
+
+    leaving = of(halves[0])
+    vector = ResultVector(halves[0].own)
+    vector.buckets[0].copy_(torch.arange(32.0))
+    leaving.encode(1, 0, vector)
+    leaving.settle([1], VerdictCode.APPLIED)
+    left_out = norm(leaving)
+    keep(leaving, tmp_path, run_id="run", name="local-0", worker_id="aa")
+    assert left_out > 0
+    assert come(tmp_path, "local-0", "whole") == 0
+    found = {}
+    for number, shard in ((1, halves[1]), (0, halves[0])):
+        coming = of(shard)
+        take_up(coming, tmp_path, run_id="run", name="local-0", worker_id=f"new-{number}")
+        found[number] = norm(coming)
+    assert found == {0: left_out, 1: 0}
+    keep(coming, tmp_path, run_id="run", name="local-0", worker_id="bb")
+    leave(tmp_path, "local-1", "cc", 1.0)
+    assert len(list(tmp_path.iterdir())) == 2
+    forget(tmp_path, "run")
+    assert not list(tmp_path.iterdir())

@@ -63,10 +63,11 @@ class _Counts:
 def _counts(training: Training) -> dict[str, _Counts]:
     found = {}
     for worker, session in training.roster.sessions.items():
-        member, outbox = training.roster.member(worker), session.outbox
+        member, links = training.roster.member(worker), session.links
         found[worker] = _Counts(
-            0.0 if member is None else member.compute_s, session.result_bytes, session.receiving_s,
-            outbox.paced_bytes, outbox.paced_s,
+            0.0 if member is None else member.compute_s, sum(link.result_bytes for link in links),
+            max(link.receiving_s for link in links), sum(link.outbox.paced_bytes for link in links),
+            max(link.outbox.paced_s for link in links),
         )  # fmt: skip
     return found
 

@@ -1,0 +1,181 @@
+"""A rank that is not the head does what the head announces, whatever has come on its own link by then."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+from w5xde_async.compute.block import ComputedBlock
+from w5xde_async.wire.messages import Lease, Params, Submit, Verdict, VerdictCode
+from w5xde_async.worker.connection.compute_queue import ComputeThread
+from w5xde_async.worker.connection.follower_queue import FollowerQueue
+from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.executors.executor import Computed, HeldLease, Send, Version
+from w5xde_async.worker.executors.island import IslandExecutor, Turn
+
+NOTHING = ComputedBlock(
+    losses=(), metric_names=(), metrics=(), untouched=(), absent=(), splits=0, compute_s=0.0, vectors=()
+)  # fmt: skip
+
+
+class Rank:
+    """An executor that notes what it does, and the head."""
+
+    def __init__(self, *, exact: bool) -> None:
+        self.exact, self.did, self.said = exact, list[Any](), queue.Queue[tuple[int, int, int]]()
+        self._done = threading.Condition()
+
+    def hear(self) -> tuple[int, int, int]:
+        return self.said.get(timeout=30)
+
+    def announce(self, turn: Turn, number: int = 0) -> None:
+        self.said.put((turn, number, 0))
+
+    def has_done(self, count: int) -> None:
+        with self._done:
+            assert self._done.wait_for(lambda: len(self.did) >= count, 30), self.did
+
+    def _did(self, *what: Any) -> None:
+        with self._done:
+            self.did.append(what)
+            self._done.notify()
+
+    def load(self, version: Version) -> None:
+        self._did("load", version.number, version.buckets)
+
+    def compute(self, held: HeldLease, send: Send) -> Computed:
+        self._did("compute", held.message.lease)
+        return Computed(NOTHING)
+
+    def submit(self, asked: Submit) -> Computed:
+        self._did("submit", asked.lease)
+        return Computed(NOTHING)
+
+    def settle(self, verdict: Verdict) -> None:
+        self._did("settle", *verdict.leases)
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.voided: list[int] = []
+
+    def void(self, lease: int) -> None:
+        self.voided.append(lease)
+
+    def done(self, *_: Any) -> None:
+        pass
+
+    submitted = result = done
+
+
+@asynccontextmanager
+async def following(*, exact: bool) -> AsyncIterator[tuple[Rank, FollowerQueue, Answers]]:
+    rank, answers, failed = Rank(exact=exact), Answers(), list[BaseException]()
+    with ThreadPoolExecutor(1) as pool:
+        follower = FollowerQueue(
+            cast(IslandExecutor, rank), ComputeThread(pool=pool, patience_s=30.0), cast(Leases, answers),
+            on_failure=failed.append,
+        )  # fmt: skip
+        try:
+            yield rank, follower, answers
+        finally:
+            rank.announce(Turn.END)
+            await follower.aclose()
+    assert not failed
+
+
+def lease(number: int, version: int) -> Lease:
+    return Lease(number, version, version, 0, (1,), 1.0, False, b"")
+
+
+def held(number: int, version: int) -> HeldLease:
+    return HeldLease(lease(number, version), (), 0)
+
+
+def version(number: int, *buckets: int) -> Version:
+    return Version(number, 1.0, buckets)
+
+
+async def until(rank: Rank, count: int) -> list[Any]:
+    """What it has done, once that is so much; what comes of it has been answered then."""
+    await asyncio.to_thread(rank.has_done, count)
+    await asyncio.sleep(0)
+    return rank.did
+
+
+async def test_a_version_that_the_heads_link_has_overtaken_is_loaded_with_the_next() -> None:
+    async with following(exact=True) as (rank, follower, _):
+        follower.put([version(5, 0, 1), version(6, 1, 2)])
+        rank.announce(Turn.LOAD, 6)
+        assert await until(rank, 1) == [("load", 6, (0, 1, 2))]
+
+
+async def test_a_version_that_this_ranks_link_has_overtaken_keeps_nobody_waiting() -> None:
+    """The head has version 5 and a lease of it; here 6 has come in its place."""
+    async with following(exact=True) as (rank, follower, _):
+        follower.put([version(6, 0, 1), held(1, 5)])
+        rank.announce(Turn.LOAD, 5)
+        rank.announce(Turn.COMPUTE, 1)
+        rank.announce(Turn.LOAD, 6)
+        assert await until(rank, 3) == [("load", 5, ()), ("compute", 1), ("load", 6, (0, 1))]
+
+
+async def test_leases_of_versions_that_are_past_are_void_where_the_rule_is_exact() -> None:
+    async with following(exact=True) as (rank, follower, answers):
+        follower.put([version(5), held(1, 5), version(6), held(2, 6)])
+        rank.announce(Turn.LOAD, 6)
+        rank.announce(Turn.COMPUTE, 2)
+        await until(rank, 2)
+        assert answers.voided == [1]
+
+
+async def test_what_the_head_need_not_compute_is_not_kept_for_good() -> None:
+    """A revoked lease is never announced; leases are done in their order under these rules."""
+    async with following(exact=False) as (rank, follower, answers):
+        follower.put([version(0), held(1, 0), held(2, 0)])
+        rank.announce(Turn.LOAD, 0)
+        rank.announce(Turn.COMPUTE, 2)
+        await until(rank, 2)
+        assert answers.voided == [1]
+
+
+async def test_requests_and_verdicts_are_done_in_the_heads_order() -> None:
+    async with following(exact=False) as (rank, follower, _):
+        follower.put([Verdict((7,), VerdictCode.APPLIED, ""), Verdict((8,), VerdictCode.APPLIED, ""), Submit(9, (0,))])
+        for turn, number in ((Turn.SETTLE, 0), (Turn.SUBMIT, 9), (Turn.SETTLE, 0)):
+            rank.announce(turn, number)
+        assert await until(rank, 3) == [("settle", 7), ("submit", 9), ("settle", 8)]
+
+
+async def test_verdicts_that_were_not_announced_are_settled_when_the_link_has_ended() -> None:
+    async with following(exact=False) as (rank, follower, _):
+        follower.put([Verdict((7,), VerdictCode.APPLIED, "")])
+    assert rank.did == [("settle", 7)]
+
+
+def inbox() -> Inbox:
+    class Receiver(SimpleNamespace):
+        def arrived(self) -> None:
+            pass
+
+        def take(self) -> Sequence[Any]:
+            return ()
+
+    return Inbox(cast(Any, Receiver()), 1 << 20, exact=True, follows=True)
+
+
+def test_a_lease_whose_version_was_overtaken_on_this_link_is_kept_for_the_head() -> None:
+    waits = inbox()
+    waits.lease(lease(1, 5))
+    waits.lease(lease(2, 7))
+    waits.params(Params(6, 0, 0, 1.0))
+    assert [item.message.lease for item in waits.take() if isinstance(item, HeldLease)] == [1]
+    waits.params(Params(7, 0, 0, 1.0))
+    assert [item.message.lease for item in waits.take() if isinstance(item, HeldLease)] == [2]
