@@ -856,6 +856,15 @@ def test_classes_are_the_second_axis_or_the_last() -> None:
     assert torch.equal(class_loss(words[:, 0], likely), F.cross_entropy(words[:, 0], likely))
 
 
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(2, 4), [torch.zeros(2, 4)], {"x": torch.zeros(2, 4)}, {"a": 1, "b": 2, "y": 3}, "text"]
+)
+def test_samples_that_cannot_be_read_are_told_what_to_be(batch: Any) -> None:
+    with pytest.raises(TypeError, match=r"^samples .*; give .*dicts of input_ids and labels") as raised:
+        BatchLoss(class_loss)(model(), batch)
+    assert "step" not in str(raised.value)
+
+
 def test_batches_without_labels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     step, words = BatchLoss(class_loss), torch.arange(6).reshape(2, 3)
     echo = nn.Embedding(8, 8)

@@ -35,7 +35,7 @@ class BatchLoss:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, dict) or "input_ids" not in batch:
-            return loss_of(model, _pair(batch), self._mean)
+            return loss_of(model, _readable(_pair(batch)), self._mean)
         inputs, target = batch["input_ids"], batch.get("labels")
         mask = batch.get("attention_mask")
         output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
@@ -67,6 +67,19 @@ def _pair(batch: Any) -> Any:
         return batch
     target = next((name for name in _TARGETS if name in batch), None)
     return batch if target is None else (*(value for name, value in batch.items() if name != target), batch[target])
+
+
+def _readable(batch: Any) -> Any:
+    """Raises TypeError, in the facades' words, for a batch without a target."""
+    parts = "input_ids and labels, or of one input and one of " + ", ".join(_TARGETS)
+    if isinstance(batch, dict):
+        if not any(name in batch for name in _TARGETS[:-1]):  # y only beside one input
+            raise TypeError(f"samples are dicts of {', '.join(map(str, batch))[:200]}; give dicts of {parts}")
+    elif not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise TypeError(
+            f"samples have no target (a batch is a {type(batch).__name__}); give (x, y), or dicts of {parts}"
+        )
+    return batch
 
 
 def class_loss(output: Tensor, target: Tensor) -> Tensor:
