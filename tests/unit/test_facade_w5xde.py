@@ -20,7 +20,7 @@ from tests.support.facade import Data, Model, calls, model, no_secret_of_this_ma
 from tests.support.proxy import ProxyThread
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from w5xde_async.errors import CheckpointMismatch, JobError, Refused, Unreachable, UsageError
 from w5xde_async.facade.calling import NodeLines, where_to_join
@@ -795,6 +795,7 @@ def test_nobody_answers_a_second_call(calls: Any) -> None:
         (lambda: CentralServer(Model(), Data(), timeout_s=-1), "^timeout_s is -1;"),
         (lambda: CentralServer(Model(), Data(), checkpoint_dir=""), "^checkpoint_dir is ''; give a path"),
         (lambda: CentralServer(nn.Linear, Data()), r"the function raised TypeError: .* write model=lambda: torch.nn"),
+        (lambda: CentralServer(Model(), DataLoader(Data())), "give its dataset=loader.dataset and its batch_size$"),
         (lambda: TrainingNode(Model, log="loud"), "log is 'loud'"),  # type: ignore[arg-type]
     ],
 )
