@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tests.support import jobs
 from tests.support import programs as programs_support
+from tests.support.chaos import show
 from tests.support.cluster import train
 from tests.support.processes import ROOT, Program, programs
 
@@ -113,15 +115,31 @@ def test_an_island_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path,
     assert island.finish() == 0, "".join(island.text)
 
 
-@pytest.mark.parametrize(("shape", "lost"), [("dp=2", 1), ("fsdp=2", 0)])
-def test_a_rank_is_killed(start: Any, tmp_path: Path, expected: str, shape: str, lost: int) -> None:
-    program, address = coordinator(start, tmp_path)
+#: Signals to ranks, one after the other.
+KILLED = [(1, signal.SIGSTOP), (1, signal.SIGKILL), (0, signal.SIGKILL)]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("shape", "signals"), [("dp=2", KILLED), ("fsdp=2", KILLED[2:])], ids=["dp=2", "fsdp=2"])
+def test_an_island_computes_again_within_15_s(
+    start: Any, tmp_path: Path, expected: str, shape: str, signals: list[tuple[int, signal.Signals]]
+) -> None:
+    """From its loss, which a killed rank is at once and one that stands still once it has been silent for --silence, to
+    the next step: nobody else can have computed that."""
+    program, address = coordinator(start, tmp_path, "--heartbeat", "1s", "--silence", "5s")
     island = worker(start, address, "--island", shape, leaf_s=0.05)
-    program.wait_for("step_committed", step=3)
-    os.kill(ranks_of(island)[lost], signal.SIGKILL)
-    left = program.wait_for("worker_left")
-    assert not left["clean"]
-    program.wait_for("worker_joined")
+    step = 0
+    for lost, number in signals:
+        program.wait_for("step_committed", step=step + 3)
+        began = time.monotonic()
+        os.kill(ranks_of(island)[lost], number)
+        assert not program.wait_for("worker_left")["clean"]
+        found_s = time.monotonic() - began
+        program.wait_for("worker_joined")
+        step = program.wait_for("step_committed")["step"]
+        again_s = time.monotonic() - began
+        show(f"{shape}: {number.name} to rank {lost}: lost after {found_s:.1f} s, computes again after {again_s:.1f} s")
+        assert again_s - found_s < 15
     assert digest(program) == expected
     assert island.finish() == 0, "".join(island.text)
 

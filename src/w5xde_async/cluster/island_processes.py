@@ -32,7 +32,7 @@ _HOPELESS = (
     ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH,
 )  # fmt: skip
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
-_OTHERS_S = 3.0  # what one rank ends with may only follow from another's end
+_OTHERS_S = 1.5  # what one rank ends with may only follow from another's end
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
 
 

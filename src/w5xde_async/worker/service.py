@@ -39,7 +39,7 @@ from w5xde_async.worker.uplink.uplink import Uplink
 
 logger = logging.getLogger(__name__)
 
-_ISLAND_PATIENCE_S = 3.0  # with a block under way when a link has ended: another rank may be gone
+_ISLAND_PATIENCE_S = 1.0  # with a block under way when a link has ended: another rank may be gone
 
 
 class Worker:
