@@ -174,14 +174,23 @@ TP = "tp=2 1f2e3d4c"
 
 async def test_who_makes_sums_in_another_way_than_the_first_worker_is_refused() -> None:
     expected = await train(jobs.mlp_sgd)
-    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
-        alone = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER).run())
+    bus, joined = Bus(), asyncio.Event()
+    bus.subscribe(lambda event: joined.set() if isinstance(event, WorkerJoined) else None)
+    async with Coordinator(jobs.mlp_sgd(), config=settings(min_workers=2), bus=bus) as coordinator:
+
+        def single() -> asyncio.Task[Departure]:
+            worker = Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER)
+            return asyncio.create_task(worker.run())
+
+        singles = [single()]
+        await joined.wait()
         circle = Circle(2, Share.ALL, numerics=TP)
         ended = await asyncio.gather(*[rank.run() for rank in start(coordinator.address, circle, jobs.mlp_sgd)],
                                      return_exceptions=True)  # fmt: skip
         circle.end()
+        singles.append(single())
         result = await coordinator.wait()
-        assert await alone is Departure.FINISHED
+        assert await asyncio.gather(*singles) == [Departure.FINISHED] * 2
     refused = [error for error in ended if isinstance(error, Refused) and error.code is RefusalCode.NUMERICS]
     assert refused
     assert all(words in str(refused[0]) for words in (TP, "exact", "--numerics any"))
