@@ -57,6 +57,9 @@ class Job:
     seed            of everything random: order, dropout, model factory
     evaluate        ``evaluate(model) -> {name: number}``, on a copy in eval mode, on the coordinator
     evaluate_every  steps between evaluations; default: once an epoch. The last step is always evaluated
+    parallelize     ``parallelize(model, mesh)``: divides the model among the ranks of an island, in place or by what it
+                    returns, by torch's own means (``parallelize_module``, ``fully_shard``). ``mesh`` has the axes of
+                    ``--island``: fsdp, tp
     stop_when       ``stop_when({name: number}) -> bool``, after each evaluation: True finishes the run
     """
 
@@ -80,6 +83,7 @@ class Job:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     evaluate_every: int | None = None
     stop_when: Callable[[Mapping[str, float]], bool] | None = None
+    parallelize: Callable[[nn.Module, Any], nn.Module | None] | None = None
 
     def __post_init__(self) -> None:
         def need(holds: bool, reason: str, hint: str = "") -> None:
@@ -91,6 +95,8 @@ class Job:
         need(callable(self.optimizer), "optimizer is not a function", hint)
         need(self.scheduler is None or callable(self.scheduler), "scheduler is not a function of the optimizer")
         need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
+        divides = self.parallelize is None or callable(self.parallelize)
+        need(divides, "parallelize is not a function of the model and the mesh")
         need(self.stop_when is None or callable(self.stop_when), "stop_when is not a function of the metrics")
         need(self.stop_when is None or self.evaluate is not None, "stop_when has nothing to go by", "give evaluate")
         optional = ("microbatch_size", "epochs", "max_steps", "evaluate_every")

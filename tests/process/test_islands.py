@@ -18,6 +18,7 @@ from tests.support.chaos import show
 from tests.support.cluster import train
 from tests.support.processes import ROOT, Program, programs
 
+from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.updates.config import UpdateConfig
 
 pytestmark = pytest.mark.slow
@@ -194,3 +195,34 @@ def test_a_run_that_has_failed_ends_its_islands(start: Any, tmp_path: Path) -> N
     assert island.finish(30) == 1, "".join(island.text)
     assert "a bug of the user" in "".join(island.text)
     member.close()
+
+
+LLAMA = f"{ROOT / 'examples/llama.py'}:tiny"
+
+
+def parameters(run: Path) -> torch.Tensor:
+    """The trained parameters of a run's last checkpoint, in one vector."""
+    record, _ = CheckpointStore(run / "checkpoints").latest()
+    assert record is not None
+    return torch.cat([tensor.flatten() for tensor in record.groups["model"].values()])
+
+
+@pytest.mark.timeout(150)
+def test_tensor_parallel_islands_repeat_and_lie_near_one_process(start: Any, tmp_path: Path) -> None:
+    found = []
+    for number, islands in enumerate(([], ["tp=2"], ["tp=2", "tp=2"])):
+        run = tmp_path / f"run{number}"
+        program = start(
+            "w5xde_async.coordinator", LLAMA, "--port", "0", "--run-dir", str(run), "--log-format", "json",
+            "--max-steps", "12", "--audit-fraction", "0.5", "--min-workers", str(max(1, len(islands))),
+        )  # fmt: skip
+        address = program.wait_for("run_started")["address"]
+        workers = [worker(start, address, "--island", shape, job=LLAMA) for shape in islands]
+        workers += [] if islands else [worker(start, address, job=LLAMA)]
+        found.append((digest(program), parameters(run)))
+        assert [one.finish() for one in workers] == [0] * len(workers), "".join(workers[0].text)
+    (_, alone), (one, first), (two, _) = found
+    assert one == two
+    assert not torch.equal(alone, first)
+    # AdamW divides by what is nearly nothing in the first steps: the distance grows with them.
+    assert float((alone - first).norm() / alone.norm()) < 1e-5

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.support import island_jobs, islands
+from tests.support import island_jobs, island_programs, islands
+from tests.unit import test_parallel_pipeline as programs
+from tests.unit.test_atoms import Transformer
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.job import Job
+from w5xde_async.parallel.building import island_engine
 from w5xde_async.parallel.composed import ComposedEngine
+from w5xde_async.parallel.engine import Traced
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
+from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.parallel.shard_memory import add
 from w5xde_async.parallel.tensor_plan import parallelized
+from w5xde_async.plan.numerics import EXACT
 
 BUCKET = islands.BUCKET_BYTES
 
@@ -90,6 +99,14 @@ def _island(given: Job, group: Group, parallelize: Any = parallelized, **axes: i
     mesh = init_device_mesh("cpu", tuple(axes.values()) or (group.size,), mesh_dim_names=tuple(axes) or ("tp",))
     engine = ComposedEngine(replica_of(given, BUCKET), parallelize, LeafSpec.of(given), group, mesh, words="tp")
     return islands.Together(engine, group)
+
+
+def _built(mode: str, given: Job, group: Group, **options: Any) -> islands.Together:
+    sizes = (2,) * len(mode.split(","))
+    shape = IslandShape(mode, group.size, sizes if len(sizes) > 1 else ())
+    return islands.Together(
+        island_engine(shape, given, LeafSpec.of(given), group, bucket_bytes=BUCKET, **options), group
+    )  # fmt: skip
 
 
 def _near(given: Job, together: islands.Together, *blocks: tuple[int, ...]) -> None:
@@ -172,11 +189,159 @@ def _parts_of_a_sum(group: Group) -> None:
     together.engine.close()
 
 
+def _of_the_job(group: Group) -> None:
+    """A composition that the job makes itself: layers split, checkpointed and compiled away from ours."""
+    made: list[str] = []
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        made.append(str(mesh.mesh_dim_names))
+        assert isinstance(model, Model)
+        for number, layer in enumerate(model.layers):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(layer, mesh["tp"], plan)
+            model.layers[number] = checkpoint_wrapper(layer)
+
+    given = job(parallelize=parallelize)
+    together = _built("tp", given, group)
+    assert made == ["('tp',)"]
+    assert together.engine.numerics.startswith("tp=2 of the job ")
+    _near(given, together, (4, 4, 4), (4,))
+    with pytest.raises(UsageError, match="checkpoints activations itself"):
+        _built("tp", given, group, checkpoint_activations=True)
+
+
+def _of_the_job_fully_sharded(group: Group) -> None:
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["fsdp"])  # and nothing else: the rest is whole on every rank
+
+    given = job(parallelize=parallelize)
+    _near(given, _built("fsdp", given, group), (4, 4, 4), (4, 4, 4, 4), (4,))
+    given = job(parallelize=parallelize, accumulate_grad_batches=3)
+    _near(given, _built("fsdp", given, group), (12, 12, 7))
+
+
+def _what_the_job_may_not_do(group: Group) -> None:
+    def shrink(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        model.unused.weight = nn.Parameter(torch.empty(32, 64, device="meta"))
+
+    def rename(model: nn.Module, mesh: Any) -> nn.Module:
+        return nn.Sequential(model)
+
+    def fail(model: nn.Module, mesh: Any) -> None:
+        raise ValueError("no such axis")
+
+    def number(model: nn.Module, mesh: Any) -> Any:
+        return 3
+
+    for parallelize, words in (
+        (shrink, r"'unused.weight' has the shape \[32, 64\] after Job.parallelize, and \[64, 64\]"),
+        (rename, "has left no parameter '"), (fail, "ValueError: no such axis"), (number, "gave int, not the model"),
+    ):  # fmt: skip
+        with pytest.raises(W5xdeError, match=words):
+            _built("tp", job(parallelize=parallelize), group)
+
+
+def _checkpoints(group: Group) -> None:
+    _near(job(), _built("tp", job(), group, checkpoint_activations=True), (4, 4, 4))
+
+
+def _half(group: Group) -> None:
+    given = job(precision="bf16")
+    together, alone, batches = _built("tp", given, group), islands.Alone(given), island_jobs.batches(given, (4, 4))
+    state = islands.changed_state(given)
+    together.load(state)
+    alone.state.copy_groups(state)
+    alone.engine.load(range(len(alone.layout.buckets)))
+    expected, _ = alone.compute(islands.task(batches, (4, 4), (0, 1)))
+    outcome, _ = together.compute(batches, (4, 4))
+    assert not group.rank or outcome.losses == ()
+    assert group.rank or outcome.losses == pytest.approx(expected.losses, rel=0.02)
+    together.engine.close()
+    alone.engine.close()
+
+
+def _declared(group: Group) -> None:
+    class Declaring(Model):
+        _tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_rep"}
+
+    class Unknown(Model):
+        _tp_plan: ClassVar = {"layers.*.up": "sideways"}
+
+    given = job(model=lambda: _untied(Declaring))
+    _near(given, _built("tp", given, group), (4, 4))
+    with pytest.raises(UsageError, match=r"style 'sideways' for layers.\*.up; known are colwise"):
+        _built("tp", job(model=Unknown), group)
+
+
+def _untied(make: Any) -> nn.Module:
+    model: nn.Module = make()
+    model.head = nn.Linear(32, 256, bias=False)
+    return model
+
+
+def _products(group: Group) -> None:
+    """Four ranks. ``fsdp=2,tp=2`` and ``dp=2,tp=2`` have the bits of ``tp=2``, as far as they are theirs to have."""
+    given = job(accumulate_grad_batches=2)
+    _near(given, _built("fsdp,tp", given, group), (8, 8, 5), (6,))
+    given = job()
+    _near(given, _built("fsdp,tp", given, group), (4, 4, 4), (4,))
+    _near(given, _built("dp,tp", given, group), (4, 4, 4), (4, 4, 4, 4, 4), (4,))
+    wholes = []
+    for mode in ("dp,tp", "fsdp,tp"):
+        together = _built(mode, given, group)
+        together.load(islands.changed_state(given))
+        batches = island_jobs.batches(given, (4,) * 6)
+        _, whole = together.compute(batches, (4,) * 6)
+        parts = [together.compute(batches[a:b], (4,) * (b - a), a)[1] for a, b in ((0, 2), (2, 4), (4, 6))]
+        for bucket, pieces in whole.items():
+            for number, piece in enumerate(pieces):
+                first, second, third = (part[bucket][number] for part in parts)
+                add(first, second)
+                add(first, third)
+                assert torch.equal(piece, first), (mode, bucket)
+        wholes.append(whole)
+        together.engine.close()
+
+
 CASES: dict[str, islands.Case] = {
     "model": _model, "accumulation": _accumulates, "however it is cut": _however_it_is_cut,
     "raises": _raises, "parts of a sum": _parts_of_a_sum,
+    "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
+    "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
+    "declared": _declared,
 }  # fmt: skip
+
+
+def _pipelines(group: Group) -> None:
+    """Four ranks, ``pp=2,dp=2``: the bits of one process."""
+    for model in (Transformer, lambda: Transformer(2, tied=False)):
+        given = programs._job(model, programs._tokens(), programs._words)
+        atoms = island_programs.atoms_of(given, group)
+        shape = IslandShape.parse("pp=2,dp=2")
+        engine = island_engine(shape, Traced(atoms.program, atoms.layout, 1 << 32), LeafSpec.of(given), group)
+        assert engine.numerics == EXACT
+        both = islands.Together(engine, group), islands.Alone(given)
+        programs._load(given, both)
+        for samples in ((4, 4, 4), (4,), (4,) * 5):
+            islands.same_block(*both, island_jobs.batches(given, samples), samples)
+        broken = island_jobs.batches(given, (4, 4, 4))
+        broken[2] = (broken[2][0], broken[2][1] + 1000)
+        with pytest.raises(LeafError, match="leaf 2: "):
+            both[0].compute(broken, (4, 4, 4))
+        islands.same_block(*both, island_jobs.batches(given, (4, 4, 4)), (4, 4, 4))
+        engine.close()
+        both[1].engine.close()
+        for text in ("dp=2,fsdp=2", "fsdp=2,pp=2", "pp=2,tp=2"):
+            with pytest.raises(UsageError, match=f"--island {text}: these do not go together"):
+                island_engine(IslandShape.parse(text), given, LeafSpec.of(given), group)
+
+
+FOUR: dict[str, islands.Case] = {"products": _products, "pipelines": _pipelines}
 FAST = tuple(CASES)
+CASES |= FOUR
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +353,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", FAST)
 def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
     assert two[name] == ["", ""], "\n".join(two[name])
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return islands.outcomes(
+        "tests.unit.test_parallel_tensors", 4, tmp_path_factory.mktemp("four"), tuple(FOUR), timeout_s=110
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(name: str, four: dict[str, list[str]]) -> None:
+    assert four[name] == [""] * 4, "\n".join(four[name])

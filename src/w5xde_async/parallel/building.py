@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.program_job import ProgramJob
 from w5xde_async.errors import LocalError, UsageError
-from w5xde_async.job import Job
+from w5xde_async.job import Job, made_by
 from w5xde_async.parallel.agreement import fingerprint_of, require_alike
 from w5xde_async.parallel.data_parallel import DataParallelEngine
 from w5xde_async.parallel.engine import IslandEngine, Traced
 from w5xde_async.parallel.group import Group
-from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.parallel.shape import MODES, IslandShape
 from w5xde_async.params.layout import Layout
+from w5xde_async.users_code import users_code
 
 
 def island_engine(
@@ -47,49 +51,82 @@ def island_engine(
     def alike(layout: Layout, *parts: object) -> None:
         require_alike(group, {**told, "the model": layout.fingerprint.hex()[:16], "its parts": fingerprint_of(*parts)})
 
-    if shape.mode == "dp":
+    axes = shape.axes
+    if shape.mode not in (*MODES, "fsdp,tp", "dp,tp", "dp,pp"):
+        raise UsageError(
+            f"--island {shape}: these do not go together; fsdp=2,tp=2 does, and dp=2 with tp or with pp (fsdp=4 does "
+            "what dp=2,fsdp=2 would, with less memory)"
+        )
+    inner = group
+    across: Group | None = None
+    if len(axes) > 1 and "dp" in axes:
+        inner, across = group.divided(group.size // axes.pop("dp"))
+    if "dp" in axes:
         if checkpoint_activations:
-            raise UsageError("activations are checkpointed in islands that share a model: fsdp or pp")
+            raise UsageError("activations are checkpointed in islands that share a model: fsdp, pp or tp")
         engine = whole_engine(source, spec, group.device, bucket_bytes=bucket_bytes, clock=clock)
         alike(engine.layout)
         return DataParallelEngine(engine, group)
+    made: IslandEngine
+    if "tp" in axes or (isinstance(source, Job) and source.parallelize is not None and "pp" not in axes):
+        made = _composed(shape, source, spec, inner, bucket_bytes, checkpoint_activations, clock, alike)
+    elif "fsdp" in axes:
+        made = _fully_sharded(source, spec, inner, bucket_bytes, checkpoint_activations, clock, alike)
+    else:
+        made = _pipeline(source, spec, inner, schedule, checkpoint_activations, clock, alike)
+    if across is None:
+        return made
+    from w5xde_async.parallel.replicated import ReplicatedEngine
+
+    return ReplicatedEngine(made, group, across, clock=clock)
+
+
+_Alike = Callable[..., None]
+"""Given the layout, and the parts of the model: raises UsageError where ranks differ in them."""
+
+
+def _fully_sharded(
+    source: Job | Traced, spec: LeafSpec, group: Group, bucket_bytes: int, checkpoint: bool,
+    clock: Callable[[], float], alike: _Alike,
+) -> IslandEngine:  # fmt: skip
     # What these import takes seconds.
     from w5xde_async.compute.program.atoms import cut
+    from w5xde_async.parallel.fsdp import FsdpEngine
+    from w5xde_async.parallel.replica import replica_of, replica_of_program
 
-    if shape.mode == "fsdp":
-        from w5xde_async.parallel.fsdp import FsdpEngine
-        from w5xde_async.parallel.replica import replica_of, replica_of_program
+    if isinstance(source, Traced):
+        atoms = cut(source.program, source.layout, memory_bytes=source.memory_bytes)
+        replica = replica_of_program(atoms, group.device, spec.precision)
+    else:
+        replica = replica_of(source, bucket_bytes)
+    alike(replica.layout, [[(n, p.shape) for n, p in unit.named_parameters()] for unit in replica.units])
+    return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint, clock=clock)
 
-        if isinstance(source, Traced):
-            atoms = cut(source.program, source.layout, memory_bytes=source.memory_bytes)
-            replica = replica_of_program(atoms, group.device, spec.precision)
-        else:
-            replica = replica_of(source, bucket_bytes)
-        alike(replica.layout, [[(n, p.shape) for n, p in unit.named_parameters()] for unit in replica.units])
-        return FsdpEngine(replica, spec, group, checkpoint_activations=checkpoint_activations, clock=clock)
-    if shape.mode == "tp":
-        return _tensor_parallel(shape, source, spec, group, bucket_bytes, checkpoint_activations, clock, alike)
-    if shape.mode != "pp":
-        raise UsageError(f"--island {shape}: these modes do not go together")
+
+def _pipeline(
+    source: Job | Traced, spec: LeafSpec, group: Group, schedule: str, checkpoint: bool, clock: Callable[[], float],
+    alike: _Alike,
+) -> IslandEngine:  # fmt: skip
     if not isinstance(source, Traced):
         raise UsageError(
             "pipelines compute the coordinator's program, for a job's code does not say where a model can be cut: "
             "leave out --job, or take fsdp"
         )
+    from w5xde_async.compute.program.atoms import cut
     from w5xde_async.parallel.pipeline import PipelineEngine
 
-    memory_bytes = shape.ranks * source.memory_bytes  # what a step makes lies on all ranks together
+    memory_bytes = group.size * source.memory_bytes  # what a step makes lies on all ranks together
     atoms = cut(source.program, source.layout, memory_bytes=memory_bytes)
-    stages = atoms.stages(shape.ranks) if len(atoms) >= shape.ranks else []
+    stages = atoms.stages(group.size) if len(atoms) >= group.size else []
     alike(atoms.layout, atoms.fingerprint, stages)
     return PipelineEngine(
-        atoms, spec, group, schedule=schedule, checkpoint_activations=checkpoint_activations, clock=clock
+        atoms, spec, group, schedule=schedule, checkpoint_activations=checkpoint, clock=clock
     )  # fmt: skip
 
 
-def _tensor_parallel(
+def _composed(
     shape: IslandShape, source: Job | Traced, spec: LeafSpec, group: Group, bucket_bytes: int, checkpoint: bool,
-    clock: Callable[[], float], alike: Callable[[Layout], None],
+    clock: Callable[[], float], alike: _Alike,
 ) -> IslandEngine:  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,13 +137,26 @@ def _tensor_parallel(
 
     if isinstance(source, Traced):
         raise UsageError("tensor parallel islands compute a job's own code: give --job, or take fsdp or pp")
+    if checkpoint and source.parallelize is not None:
+        raise UsageError("a job that divides its model itself (Job.parallelize) checkpoints activations itself, too")
     replica = replica_of(source, bucket_bytes)
     alike(replica.layout)
     if checkpoint:
         checkpoint_units(replica.units)
     axes = shape.axes
     mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return ComposedEngine(replica, parallelized, spec, group, mesh, words=str(shape), clock=clock)
+    if "dp" in axes:
+        mesh = mesh[tuple(axis for axis in axes if axis != "dp")]
+    words = ",".join(f"{axis}={ranks}" for axis, ranks in axes.items() if axis != "dp")
+    divide = parallelized
+    if source.parallelize is not None:
+        words, divide = f"{words} of the job", partial(_by_job, source.parallelize)
+    return ComposedEngine(replica, divide, spec, group, mesh, words=words, clock=clock)
+
+
+def _by_job(parallelize: Callable[..., Any], model: nn.Module, mesh: Any) -> Any:
+    with users_code():
+        return made_by("parallelize", lambda: parallelize(model, mesh))
 
 
 def whole_engine(

@@ -20,9 +20,10 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -122,6 +123,7 @@ class ComposedEngine:
                 self._origin.append(torch.empty(0))
         self._buffers = BufferMerge(self.layout, source.named, self._origin, source.statistics)
         self._boxes = {entry: one for entry, one in box.items() if self.layout.entries[entry].role != "frozen"}
+        self._apart = {entry for entry in self._boxes if self._turns > 1 and entry not in self._gathered}
         self._spare: list[_Sums] = []
 
     # -- parameters ----------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ class ComposedEngine:
     @torch.no_grad()
     def _sum(self, now: _Running, leaf: _Leaf, number: int, *, last: bool) -> None:
         """What has been computed of this turn, onto what is open of those before."""
-        sums = self._spare.pop() if self._spare else _Sums(self.layout, self._boxes, self.device)
+        sums = self._spare.pop() if self._spare else _Sums(self.layout, self._boxes, self._apart, self.device)
         sums.reset()
         for entry in self.layout.trainable:
             parameter = self._parameters[entry]
@@ -269,29 +271,28 @@ class ComposedEngine:
         if self._turn < len(leaf.of_all):
             self._buffers.collect(sums, leaf.samples, now.changed)
         else:
-            self._buffers.collect(_Sums(self.layout, self._boxes, self.device), leaf.samples, set())
+            self._buffers.collect(_Sums(self.layout, self._boxes, self._apart, self.device), leaf.samples, set())
         if self._turns > 1:
-            self._sum_buffers(sums, len(leaf.of_all))
+            self._sum_apart(sums, len(leaf.of_all))
         now.open.append(sums)
         for _ in range(len(now.open) - 1 if last else carries(number)):
             right = now.open.pop()
             now.open[-1].add(right)
             self._spare.append(right)
 
-    def _sum_buffers(self, sums: _Sums, count: int) -> None:
-        """The changes of buffers by the leaves of one turn, which have lain on ranks of their own."""
-        if not sums.buffers.numel():
+    def _sum_apart(self, sums: _Sums, count: int) -> None:
+        """What ``fully_shard`` does not sum, of the leaves of one turn, which have lain on ranks of their own."""
+        if not sums.apart.numel():
             return
-        gathered = [torch.empty_like(sums.buffers) for _ in range(self._turns)]
-        dist.all_gather(gathered, sums.buffers, group=self._data_group)
-        sums.buffers.copy_(gathered[0])
+        gathered = [torch.empty_like(sums.apart) for _ in range(self._turns)]
+        dist.all_gather(gathered, sums.apart, group=self._data_group)
         stack: list[_Sums] = []
         for number in range(count):
-            stack.append(sums.like(gathered[number]))
+            stack.append(_Sums(self.layout, self._boxes, self._apart, self.device, gathered[number]))
             for _ in range(len(stack) - 1 if number == count - 1 else carries(number)):
                 right = stack.pop()
-                stack[-1].add_buffers(right)
-        sums.buffers.copy_(stack[0].buffers)
+                stack[-1].add(right)
+        sums.apart.copy_(stack[0].apart)
 
     # -- what the ranks tell each other --------------------------------------------------------------------
 
@@ -473,29 +474,28 @@ class _Running:
 
 
 class _Sums:
-    """What a rank has of a block's sums: its boxes of gradients, and all of the buffers' changes."""
+    """What a rank has of a block's sums: its boxes of gradients, and all of the buffers' changes.
 
-    def __init__(self, layout: Layout, boxes: Mapping[int, Box], device: torch.device, buffers: Tensor | None = None):
-        self._layout, self._boxes, self._device = layout, boxes, device
+    Those of the entries ``apart`` lie together in one tensor; where that is given, only they are there.
+    """
+
+    def __init__(
+        self, layout: Layout, boxes: Mapping[int, Box], apart: Collection[int], device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._boxes = boxes
         self._entries: dict[int, Tensor] = {}
-        kept = {entry: numel(box) for entry, box in boxes.items()}
-        gradients = [entry for entry in boxes if layout.entries[entry].role == "grad"]
-        self._gradients, places = _flat([kept[entry] * 4 for entry in gradients], device, there=buffers is None)
-        if buffers is None:
-            for entry, at in zip(gradients, places, strict=True):
-                self._entries[entry] = self._gradients[at : at + kept[entry] * 4].view(torch.float32)
-        others = [entry for entry in boxes if layout.entries[entry].role != "grad"]
-        dtypes = [layout.groups[layout.entries[entry].group].result_dtype for entry in others]
-        memory, places = _flat([kept[e] * dtype.itemsize for e, dtype in zip(others, dtypes, strict=True)], device,
-                               there=buffers is None)  # fmt: skip
-        self.buffers = memory if buffers is None else buffers
-        for entry, dtype, at in zip(others, dtypes, places, strict=True):
-            self._entries[entry] = self.buffers[at : at + kept[entry] * dtype.itemsize].view(dtype)
-        self._others = others
-
-    def like(self, buffers: Tensor) -> _Sums:
-        """Other buffers, no gradients."""
-        return _Sums(self._layout, self._boxes, self._device, buffers)
+        self.apart = torch.empty(0, dtype=torch.uint8)
+        for separate in (True,) if memory is not None else (True, False):
+            entries = [entry for entry in boxes if (entry in apart) == separate]
+            dtypes = [layout.groups[layout.entries[entry].group].result_dtype for entry in entries]
+            sizes = [numel(boxes[entry]) * dtype.itemsize for entry, dtype in zip(entries, dtypes, strict=True)]
+            places = list(accumulate((-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes), initial=0))
+            held = torch.empty(places[-1], dtype=torch.uint8, device=device) if memory is None else memory
+            for entry, dtype, at, size in zip(entries, dtypes, places, sizes, strict=False):
+                self._entries[entry] = held[at : at + size].view(dtype)
+            if separate:
+                self.apart = held
 
     def reset(self) -> None:
         """Fill with nothing."""
@@ -515,25 +515,12 @@ class _Sums:
         for index, tensor in self._entries.items():
             add(tensor, right._entries[index])
 
-    def add_buffers(self, right: _Sums) -> None:
-        for index in self._others:
-            add(self._entries[index], right._entries[index])
-
     def norms(self, entries: Sequence[int]) -> list[float]:
         """The L2 norm of each; 0 where it is not finite, for then nothing can be compared."""
         if not entries:
             return []
         found: list[float] = torch.stack(torch._foreach_norm([self._entries[entry] for entry in entries])).tolist()
         return [norm if math.isfinite(norm) else 0.0 for norm in found]
-
-
-def _flat(sizes: Sequence[int], device: torch.device, *, there: bool) -> tuple[Tensor, list[int]]:
-    """Bytes for pieces of these sizes, each aligned, and where each begins."""
-    places, at = [], 0
-    for size in sizes:
-        places.append(at)
-        at += -(-size // ALIGN_BYTES) * ALIGN_BYTES
-    return torch.empty(at if there else 0, dtype=torch.uint8, device=device), places
 
 
 class _TreeReduce:

@@ -204,21 +204,26 @@ class _Exchange:
             return self._sums.get(bucket), self._failed
 
     def sum(self, pieces: Iterator[Tensor | None]) -> Tensor:
-        """The ranks' pieces added as the tree adds their blocks, in place. One is there at least."""
-        start, tree = self._block.start, Frontier(self._block.num_leaves)
-        held: dict[int, Tensor | None] = {}
-        for leaves, piece in zip(self._parts, pieces, strict=True):
-            if not leaves:
-                continue
-            held[leaves[0] - start] = piece
-            for left, right in tree.fill(Block(leaves[0] - start, leaves[-1] + 1 - start)):
-                mine, theirs = held[left], held.pop(right)
-                held[left] = theirs if mine is None else mine
-                if mine is not None and theirs is not None:
-                    add(mine, theirs)
-        total = held[0]
-        assert total is not None
-        return total
+        """The ranks' pieces of a bucket, added."""
+        return summed(self._block, self._parts, pieces)
+
+
+def summed(block: Block, parts: Sequence[Sequence[int]], pieces: Iterator[Tensor | None]) -> Tensor:
+    """Pieces of the sums of ``parts`` (leaves of ``block``) added as the tree adds, in place. One is there at least."""
+    start, tree = block.start, Frontier(block.num_leaves)
+    held: dict[int, Tensor | None] = {}
+    for leaves, piece in zip(parts, pieces, strict=True):
+        if not leaves:
+            continue
+        held[leaves[0] - start] = piece
+        for left, right in tree.fill(Block(leaves[0] - start, leaves[-1] + 1 - start)):
+            mine, theirs = held[left], held.pop(right)
+            held[left] = theirs if mine is None else mine
+            if mine is not None and theirs is not None:
+                add(mine, theirs)
+    total = held[0]
+    assert total is not None
+    return total
 
 
 def shard_of(layout: Layout, rank: int, size: int) -> Shard:

@@ -14,6 +14,7 @@ collectives with an error; one that stands still does not, and is for its owner 
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 from collections.abc import Sequence
@@ -90,10 +91,35 @@ class Group:
             "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE,
             device_id=self.device if on_cuda else None,
         )  # fmt: skip
-        self._numbers: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._data: Any = None  # the default one
         self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._open(None)
+
+    def _open(self, ranks: Sequence[int] | None) -> None:
+        self._numbers: Any = dist.new_group(ranks, backend="gloo", timeout=_PATIENCE)
         # NCCL has no tags, and two ranks that both send first wait for each other: each lane has a group.
-        self._lanes: list[Any] = [dist.new_group(timeout=_PATIENCE) if on_cuda else None for _ in range(LANES)]
+        separate = self.device.type == "cuda"
+        self._lanes: list[Any] = [
+            dist.new_group(ranks, timeout=_PATIENCE) if separate else self._data for _ in range(LANES)
+        ]  # fmt: skip
+
+    def divided(self, size: int) -> tuple[Group, Group]:
+        """Groups within this one, which is all of a process's: of ``size`` neighbours, and of those that have this
+        rank's place among their neighbours. All ranks call this. Nobody announces anything in them."""
+        rows = [list(range(first, first + size)) for first in range(0, self.size, size)]
+        columns = [list(range(place, self.size, size)) for place in range(size)]
+        return self._part(rows), self._part(columns)
+
+    def _part(self, every: Sequence[list[int]]) -> Group:
+        found = self
+        for ranks in every:  # each process has to make them all
+            part = copy.copy(self)
+            part._data = dist.new_group(ranks, timeout=_PATIENCE)
+            part._open(ranks)
+            if self.rank in ranks:
+                part.rank, part.size = ranks.index(self.rank), len(ranks)
+                found = part
+        return found
 
     # -- what rank 0 says
 
@@ -113,34 +139,35 @@ class Group:
         """Pieces of ``given``, ``sent[r]`` elements to rank r, and of all ranks' into ``output``, in their order."""
         width = given.itemsize
         dist.all_to_all_single(
-            output.view(torch.uint8), given.view(torch.uint8), [n * width for n in received], [n * width for n in sent]
-        )
+            output.view(torch.uint8), given.view(torch.uint8), [n * width for n in received],
+            [n * width for n in sent], group=self._data,
+        )  # fmt: skip
 
     def all_gather(self, output: Tensor, mine: Tensor) -> None:
         """All ranks' ``mine``, of one size, one behind the other; ``mine`` may lie in its place."""
-        _all_gather(output.view(torch.uint8), mine.view(torch.uint8))
+        _all_gather(output.view(torch.uint8), mine.view(torch.uint8), group=self._data)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """``tensor`` of rank ``source`` into everybody's."""
-        dist.broadcast(tensor.view(torch.uint8), source)
+        dist.broadcast(tensor.view(torch.uint8), group=self._data, group_src=source)
 
     # -- from one rank to another; what one sends on a lane another receives in that order
 
     def send(self, tensor: Tensor, to: int, lane: int) -> Any:
         """Its ``wait`` returns when ``tensor`` may be written again."""
-        return dist.isend(tensor.view(torch.uint8), to, group=self._lanes[lane], tag=lane)
+        return dist.isend(tensor.view(torch.uint8), group=self._lanes[lane], tag=lane, group_dst=to)
 
     def receive(self, tensor: Tensor, source: int, lane: int) -> None:
         """Into ``tensor``."""
-        dist.recv(tensor.view(torch.uint8), source, group=self._lanes[lane], tag=lane)
+        dist.recv(tensor.view(torch.uint8), group=self._lanes[lane], tag=lane, group_src=source)
 
     def send_numbers(self, numbers: Tensor, to: int, lane: int) -> Any:
         """An int64 tensor in host memory; beside the lane's tensors."""
-        return dist.isend(numbers, to, group=self._numbers, tag=lane)
+        return dist.isend(numbers, group=self._numbers, tag=lane, group_dst=to)
 
     def receive_numbers(self, numbers: Tensor, source: int, lane: int) -> None:
         """Into ``numbers``."""
-        dist.recv(numbers, source, group=self._numbers, tag=lane)
+        dist.recv(numbers, group=self._numbers, tag=lane, group_src=source)
 
     # -- numbers and bytes, in host memory
 

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from w5xde_async.errors import UsageError
+from w5xde_async.parallel.replica import units_of
 
 #: Of attention: queries, keys, values, and what follows. Between them lie heads, of which each rank computes some.
 _ATTENTION = (
@@ -55,7 +57,21 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Split a model's layers over a mesh of one axis, in place. Raises UsageError for one in which nothing can be."""
+    """Split a model's layers over the axis ``tp``, in place, and its units fully over ``fsdp``, where there is that.
+
+    Raises UsageError for a model in which nothing can be split.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        _split(model, mesh["tp"])
+    if "fsdp" in names:
+        whole: set[nn.Parameter] = {p for p in model.parameters() if not p.dim() or not p.numel()}
+        for module in (*units_of(model), model):
+            fully_shard(module, mesh=mesh["fsdp"], ignored_params=whole)
+    return model
+
+
+def _split(model: nn.Module, mesh: DeviceMesh) -> None:
     declared = _declared(model)
     plan = inferred(model, mesh.size()) if declared is None else declared
     if not plan:
@@ -63,9 +79,15 @@ def parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             f"no layer of {type(model).__name__} can be split over {mesh.size()} ranks: tp needs linear layers or "
             "embeddings whose sizes the number of ranks divides; use fsdp, or say in Job.parallelize what is split"
         )
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            places.setdefault(id(parameter), []).append((module, name))
     for name, style in plan.items():
         parallelize_module(model.get_submodule(name), mesh, style)
-    return model
+    for (owner, own), *others in places.values():  # what was tied has become several
+        for module, name in others:
+            module._parameters[name] = owner._parameters[own]
 
 
 def inferred(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:

@@ -70,7 +70,7 @@ def join_group(
 
     return Rank(
         rank=number, ranks=ranks, key=_key(group), shape=str(shape), lockstep=GroupLockstep(group),
-        traced=shape.mode == "pp", build=build,
+        traced="pp" in shape.axes, build=build,
     )  # fmt: skip
 
 
