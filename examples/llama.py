@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,13 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
+    _tp_plan: ClassVar = {  # for --island tp=2: which layers are split, by columns (their outputs) or by rows
+        "embedding": "rowwise_rep", "head": "colwise_rep",
+        "layers.*.attention.query": "colwise", "layers.*.attention.key": "colwise",
+        "layers.*.attention.value": "colwise", "layers.*.attention.out": "rowwise",
+        "layers.*.gate": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise",
+    }  # fmt: skip
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head_width = size.width // size.heads

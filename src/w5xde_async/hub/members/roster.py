@@ -335,8 +335,12 @@ class Roster:
         """The run, for a new worker."""
         text = self._layout_text
         layout = (BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)
-        asked = self._numerics.asked(self._config.numerics)
-        return structs.replace(self._welcome, numerics=asked), [layout, *self._greeting.buffers]
+        return structs.replace(self._welcome, numerics=self._asked), [layout, *self._greeting.buffers]
+
+    @property
+    def _asked(self) -> str:
+        """How who joins must make its sums. Under rules other than sync no two workers give the same in any case."""
+        return self._numerics.asked(self._config.numerics) if self._welcome.update == "sync" else ""
 
     async def make_room(self, session: Session) -> None:
         """Return when no other connection of the same worker is left.
@@ -368,9 +372,8 @@ class Roster:
                 "the worker's model differs from the coordinator's",
                 "use the same job file on both sides",
             )
-        asked = self._numerics.asked(self._config.numerics)
-        if not fits(ready.numerics, asked):
-            return Refusal(RefusalCode.NUMERICS, *refusal(ready.numerics, asked))
+        if not fits(ready.numerics, self._asked):
+            return Refusal(RefusalCode.NUMERICS, *refusal(ready.numerics, self._asked))
         if session.ranks > 1:
             self._assemble(session, ready)
             if session.island is None:
@@ -391,7 +394,7 @@ class Roster:
         )  # fmt: skip
         self.sessions[session.worker_id] = session
         self._compare_devices(ready)
-        if self._numerics.joined(ready.numerics):
+        if self._numerics.joined(ready.numerics) and self._welcome.update == "sync":
             self._warn(
                 f"workers make their sums in several ways ({', '.join(sorted(self._numerics.past))}): the run stays "
                 "exact in what it counts, but its last bits depend on which of them computed what"
