@@ -115,7 +115,7 @@ def _refuses(group: Group) -> None:
     build = partial(island_engine, source=job, spec=LeafSpec.of(job), group=group)
     with pytest.raises(UsageError, match="leave out --job"):
         build(IslandShape("pp", group.size))
-    with pytest.raises(UsageError, match="fsdp or pp"):
+    with pytest.raises(UsageError, match="fsdp, pp or tp"):
         build(IslandShape("dp", group.size), checkpoint_activations=True)
     with pytest.raises(LocalError, match="dp=9"):
         build(IslandShape("dp", 9))

@@ -344,27 +344,14 @@ FAST = tuple(CASES)
 CASES |= FOUR
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return islands.outcomes("tests.unit.test_parallel_tensors", 2, tmp_path_factory.mktemp("two"), FAST)
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("name", FAST)
-def test_two_ranks(name: str, two: dict[str, list[str]]) -> None:
-    assert two[name] == ["", ""], "\n".join(two[name])
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return islands.outcomes(
-        "tests.unit.test_parallel_tensors", 4, tmp_path_factory.mktemp("four"), tuple(FOUR), timeout_s=110
-    )
+@pytest.mark.timeout(120)
+def test_two_ranks(tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_tensors", 2, tmp_path, FAST, timeout_s=110)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(name: str, four: dict[str, list[str]]) -> None:
-    assert four[name] == [""] * 4, "\n".join(four[name])
+@pytest.mark.timeout(150)
+def test_four_ranks(tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_tensors", 4, tmp_path, tuple(FOUR), timeout_s=140)
