@@ -67,10 +67,12 @@ async def test_inner_steps_on_shards_have_the_bits_of_one_worker(make_job: Calla
 
 
 @pytest.mark.parametrize(
-    "update", [{"codec": "lz4"}, {"codec": "lz4-shuffle"}, {"downlink": "lz4"}, {**LOCAL, "downlink": "lz4-shuffle"}],
+    "update",
+    [{"codec": "lz4"}, {"codec": "lz4-shuffle"}, {**LOCAL, "downlink": "lz4"}, {"downlink": "int4"},
+     {**LOCAL, "downlink": "int8"}],
     ids=str,
 )  # fmt: skip
-async def test_a_lossless_codec_keeps_the_bits(update: dict[str, Any]) -> None:
+async def test_a_lossless_codec_keeps_the_bits_and_any_downlink_is_alike_for_all(update: dict[str, Any]) -> None:
     expected = await train(cnn_adamw, update=UpdateConfig(**update))
     result, _ = await run(cnn_adamw, [Circle(3, Share.TURNS, seed=5)], update=UpdateConfig(**update))
     assert (result.digest, result.loss) == (expected.digest, expected.loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,9 +19,11 @@ from w5xde_async.errors import FrameTooLarge
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, decode_header
 from w5xde_async.wire.messages import Params
 from w5xde_async.worker.connection.inbox import Inbox
+from w5xde_async.worker.executors.executor import Version
 from w5xde_async.worker.executors.published import DeltaReceiver, Published
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), bucket_bytes=4096)
@@ -35,7 +38,8 @@ class Worker:
     codec: str = "int4"
     unsent: set[int] = field(default_factory=set)
     current_version: int = -1
-    island: None = None
+    island: Any = None
+    shard: Any = None
 
     def __post_init__(self) -> None:
         self.outbox = self
@@ -65,12 +69,70 @@ class Worker:
                 self.published.apply(whole)
             sent()
 
+    def pass_frames_away(self) -> None:
+        """All leave, and nobody reads them."""
+        while self.waiting:
+            self.waiting.popleft()[1]()
+
     def pass_all(self) -> None:
         self.pass_frames(len(self.waiting))
 
     @property
     def kinds(self) -> list[int]:
         return [version for _, _, version in self.waiting]
+
+
+class Isle:
+    """An island of two ranks, each with every second piece of 100 values; the head's is the session."""
+
+    def __init__(self, name: str) -> None:
+        dealt: list[list[tuple[int, int, int]]] = [[], []]
+        for group in LAYOUT.groups:
+            for number, begin in enumerate(range(0, group.numel, 100)):
+                dealt[number % 2].append((group.index, begin, min(begin + 100, group.numel)))
+        self.shards = [Shard.of(LAYOUT, runs) for runs in dealt]
+        self.ranks = [Worker(name), Worker(name)]
+        for rank, shard in zip(self.ranks, self.shards, strict=True):
+            rank.island, rank.shard = SimpleNamespace(ranks=2, sessions=self.ranks), shard
+            rank.receiver = DeltaReceiver(LAYOUT, codec(name), shard)
+            rank.inbox, rank.published = Inbox(rank.receiver, 1 << 20, exact=False), Published(shard.own)
+
+    def pass_version(self) -> None:
+        """All frames of the next version leave, and each rank has what came to the others."""
+        versions = []
+        for rank in self.ranks:
+            version = None
+            while version is None:
+                chunks, sent, _ = rank.waiting.popleft()
+                message, specs = decode_header(memoryview(chunks[0])[4:], SESSION_CAPS)
+                assert isinstance(message, Params)
+                views = rank.receiver.place(message, specs) if specs else []
+                for view, data in zip(views, chunks[1:], strict=True):
+                    view[:] = memoryview(data).cast("B")
+                version = rank.inbox.params(message)
+                sent()
+            versions.append(version)
+        assert len({version.number for version in versions}) == 1
+        buckets = tuple({bucket for version in versions for bucket in version.buckets})
+        coded = [update for version in versions for update in version.updates if update.codec is not None]
+        for rank, version in zip(self.ranks, versions, strict=True):
+            own = [update for update in version.updates if update.codec is None]
+            own += [update for update in map(rank.receiver.own, coded) if update is not None]
+            rank.published.apply(Version(version.number, 1.0, buckets, tuple(own)))
+
+    def check(self, run: Run) -> None:
+        """Each holds its part of what was published."""
+        for rank, shard in zip(self.ranks, self.shards, strict=True):
+            for run_, mine in zip(shard.runs, self._cut(rank, shard), strict=True):
+                wanted = run.bits[rank.published.version][run_.group][run_.begin : run_.end]
+                assert torch.equal(mine, wanted)
+
+    def _cut(self, rank: Worker, shard: Shard) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for group in LAYOUT.groups:
+            sizes = [run.end - run.begin for run in shard.runs if run.group == group.index]
+            found += torch.split(rank.published.state.groups[group.index], sizes) if sizes else []
+        return found
 
 
 class Run:
@@ -121,6 +183,32 @@ class Run:
         held = worker.published
         for mine, theirs in zip(held.state.groups, self.bits[held.version], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["raw", "lz4", "int4"])
+def test_the_ranks_of_an_island_together_hold_every_version(name: str) -> None:
+    run, isle = Run(name), Isle(name)
+    head, other = isle.ranks
+    run.join(head)
+    isle.pass_version()
+    isle.check(run)
+    for changed in (TRAINED, TRAINED[:1], [], TRAINED[1:]):
+        run.commit(head, changed=changed)
+        assert head.unsent == set(changed)
+        if name == "int4" and len(changed) > 1:  # what was encoded goes to one of them, and not to both
+            told = [sum(len(chunks) > 1 for chunks, _, _ in rank.waiting) for rank in isle.ranks]
+            assert sum(told) == len(changed)
+            assert min(told) > 0
+        isle.pass_version()
+        assert (head.unsent, head.published.version) == (set(), run.version)
+        isle.check(run)
+    run.commit(head)
+    head.pass_frames_away()
+    assert head.unsent  # the other rank's have not left
+    assert not run.publisher.has_left(head.session, run.version)
+    other.pass_frames_away()
+    assert not head.unsent
+    assert run.publisher.has_left(head.session, run.version)
 
 
 @pytest.mark.parametrize("name", ["raw", "lz4", "int4"])

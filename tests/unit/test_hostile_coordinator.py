@@ -21,6 +21,7 @@ from w5xde_async.compute.program.carriage import Unloading
 from w5xde_async.errors import LinkLost, MalformedFrame, Refused, RemoteError
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
+from w5xde_async.params.shard import Shard
 from w5xde_async.wire.frame import DTYPE_BYTES, SESSION_CAPS, BufferSpec, decode_header, encode
 from w5xde_async.wire.messages import PROTOCOL_VERSION, Accepted, Challenge, Introduction, Lease, Params, Proof, Welcome
 from w5xde_async.worker.connection.handshake import Joined, join
@@ -69,11 +70,15 @@ leases = st.builds(
 params = st.builds(Params, st.integers(0, 3), numbers, st.integers(0, 3) | numbers, st.floats(), st.booleans())
 
 
-@given(st.booleans(), st.lists(st.tuples(leases | params, st.lists(raw_specs, max_size=2)), max_size=6))
-def test_any_leases_and_parameters_are_held_or_refused(deltas: bool, frames: list[Any]) -> None:
+@given(
+    st.sampled_from(["", "int8", "part"]),
+    st.lists(st.tuples(leases | params, st.lists(raw_specs, max_size=2)), max_size=6),
+)
+def test_any_leases_and_parameters_are_held_or_refused(deltas: str, frames: list[Any]) -> None:
     receiver: ParameterReceiver = InPlaceReceiver(LAYOUT, FlatState(LAYOUT))
     if deltas:
-        receiver = DeltaReceiver(LAYOUT, codec("int8"))
+        part = Shard.of(LAYOUT, [(0, 0, 8), (0, 16, LAYOUT.groups[0].numel)]) if deltas == "part" else None
+        receiver = DeltaReceiver(LAYOUT, codec("int8"), part)
     inbox = Inbox(receiver, LIMIT, exact=True)
     with suppress(RemoteError):
         for message, raws in frames:
