@@ -197,8 +197,8 @@ class Verification:
         decision = when_finished(
             measured, exact=self._exact, done_again=done_again,
             others=len(self._machines) > (grant.worker in self._machines),
-            sampled=not done_again and self._can_be_compared(block)
-            and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker),
+            sampled=not done_again and self._auditor.draw(grant.step, grant.block, plan.num_leaves, grant.worker)
+            and self._can_be_compared(block),
         )  # fmt: skip
         if isinstance(decision, Count):
             self._strikes.pop(grant.worker, None)
