@@ -120,7 +120,7 @@ def make(size: Size, *, num_bytes: int, batch_size: int, steps: int, precision: 
     return Job(
         model=lambda: GPT(size),
         dataset=Windows(train, size.context),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98)),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), fused=True),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_fall),
         loss=loss_of,
         batch_size=batch_size,

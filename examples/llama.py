@@ -139,7 +139,7 @@ def make(name: str, *, batch_size: int, microbatch_size: int, steps: int, precis
     return Job(
         model=lambda: Llama(size),
         dataset=Windows(train, size.context),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95)),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), fused=True),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_fall),
         loss=loss_of,
         batch_size=batch_size,

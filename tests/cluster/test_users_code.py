@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from w5xde_async.coordinator.training import NonFinite
 from w5xde_async.errors import ExitCode, JobError, LeafFailed, UpdateFailed, W5xdeError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.layout import Layout
+from w5xde_async.runtime import Runtime
 from w5xde_async.telemetry.events import Bus, Event, RunFinished, Warned
 from w5xde_async.telemetry.wording import plain, summary
 from w5xde_async.updates.config import UpdateConfig
@@ -279,3 +281,52 @@ async def test_a_run_whose_every_step_was_skipped_has_failed(update: str):
     assert (result.outcome, result.step, result.steps_skipped) == ("finished", 3, 2)
     (ended,) = [event for event in events if isinstance(event, RunFinished)]
     assert "2 skipped" in "\n".join(summary(ended, first_step=0, paint=plain))
+
+
+# -- optimizers
+
+
+async def slowly_updated(optimizer: Any) -> list[str]:
+    """What is told of a run whose optimizer takes most of the time, by the coordinator's clock."""
+    late = 0.0
+
+    def take_time(*_: Any) -> None:
+        nonlocal late
+        late += 0.2
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = optimizer(model.parameters())
+        found.register_step_pre_hook(take_time)
+        return found
+
+    job = replace(jobs.mlp_sgd(), optimizer=made, max_steps=30)
+    told: list[str] = []
+    bus = Bus()
+    bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Warned) else None)
+    runtime = Runtime(clock=lambda: time.monotonic() + late)
+    async with Coordinator(job, config=settings(), bus=bus, runtime=runtime) as coordinator:
+        await asyncio.gather(Worker(coordinator.address, job=job, config=QUICK_WORKER).run(), coordinator.wait())
+    return [text for text in told if "optimizer" in text]
+
+
+async def test_an_optimizer_that_takes_long_is_told_its_faster_form_once():
+    (told,) = await slowly_updated(lambda parameters: torch.optim.AdamW(parameters))
+    assert re.match(r"the optimizer takes \d\d% of a step: AdamW\(\.\.\., fused=True\) makes", told)
+
+
+class Own(torch.optim.SGD):
+    """A subclass may do anything."""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, fused=False),
+        lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+        lambda parameters: torch.optim.RMSprop(parameters),
+        lambda parameters: Own(parameters, lr=0.1),
+    ],
+)
+async def test_one_that_was_chosen_or_has_no_such_form_is_not(optimizer: Any):
+    assert await slowly_updated(optimizer) == []

@@ -48,6 +48,8 @@ from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result
 
+_WATCHED_STEPS = range(2, 22)  #: of a phase; the first one waits for workers, and the optimizer makes its state
+_SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the optimizer is named
 _MOST_UNSENT = 16  # leases of an earlier link that a worker may ask for again
 
 
@@ -119,6 +121,8 @@ class SyncTraining:
         self._look_again: asyncio.TimerHandle | None = None
         self._warned_of_idle = False
         self._last_commit = clock()
+        self._commits = 0
+        self._watched_s = self._update_s = 0.0  # of the steps in ``_WATCHED_STEPS``, and what the optimizer took of it
 
     @property
     def progress(self) -> int:
@@ -275,6 +279,7 @@ class SyncTraining:
         self.phase.committed(loss)
         self.phase.used(samples=plan.num_samples)
         seconds, self._last_commit = now - self._last_commit, now
+        self._watch_update(seconds, phases_s["apply"])
         self.roster.contributions.skip(applied.skipped)
         if applied.skipped and self.rule.scale is None:
             self.phase.warn(f"step {self.version} was skipped: its gradient is not finite")
@@ -309,6 +314,20 @@ class SyncTraining:
                 self.total_steps = grown.total_steps
                 self.context.bus.publish(grown)
         self.context.hooks.on_commit(Commit(step=self.version, before=self.version - 1))
+
+    def _watch_update(self, seconds: float, update_s: float) -> None:
+        """Say once what would make steps faster, where the optimizer takes much of them and torch has a faster one."""
+        self._commits += 1
+        if self._commits in _WATCHED_STEPS:
+            self._watched_s += seconds
+            self._update_s += update_s
+        slow = self._update_s > _SLOW_UPDATE * self._watched_s
+        if self._commits == _WATCHED_STEPS[-1] and slow and (form := self.rule.fused_form):
+            part = self._update_s / self._watched_s
+            self.phase.warn(
+                f"the optimizer takes {part:.0%} of a step: {form} makes the same update in one pass, and has other "
+                "last bits"
+            )
 
     # -- leases --------------------------------------------------------------------------------------------
 
