@@ -96,6 +96,39 @@ def test_same_bits_as_the_described(name: str) -> None:
     assert expected != train(model_of(), O.SGD(model_of().parameters(), lr=0.0), nothing, nothing)
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_pieces_of_parameters_go_where_the_whole_goes(name: str) -> None:
+    """An island's ranks run it on what each holds: what looks at a whole tensor has no place on the list."""
+    model, made = model_of(), torch.Generator().manual_seed(2)
+    layout = Layout.of(model)
+    description = sent(describe_inner(MAKERS[name](model), layout, model))
+    whole = list(state_of(model, layout))
+
+    def cut(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flat[: max(1, len(flat) // 3)].clone(), flat[max(1, len(flat) // 3) :].clone()
+
+    pieces = [cut(tensor.detach().flatten()) for tensor in whole]
+    parts = [
+        [nn.Parameter(piece, requires_grad=tensor.requires_grad) if tensor.is_floating_point() else tensor
+         for piece, tensor in zip(some, whole, strict=True)]
+        for some in zip(*pieces, strict=True)
+    ]  # fmt: skip
+    optimizers = [build_inner(description, tensors) for tensors in (whole, *parts)]
+    for _ in range(5):
+        for index in layout.trainable:
+            gradient = torch.randn(whole[index].numel(), generator=made)
+            whole[index].grad = gradient.view(whole[index].shape)
+            parts[0][index].grad, parts[1][index].grad = cut(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    for index in layout.trainable:
+        together, expected = torch.cat([part[index].detach() for part in parts]), whole[index].detach().flatten()
+        if name.endswith("fused"):  # whose kernels round the last values of a tensor in another way
+            torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(together, expected), layout.entries[index].name
+
+
 SCHEDULERS: dict[str, Callable[[O.Optimizer], Any] | None] = {
     "none": None,
     "lambda": lambda optimizer: schedules.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 0.9**step]),
