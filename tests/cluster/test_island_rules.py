@@ -134,6 +134,7 @@ async def test_the_steps_of_a_lost_island_are_done_by_others(update: dict[str, A
         late = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, another, make)]
         result = await coordinator.wait()
         training.ledger.validate()
+        assert not training.intake.pool.num_out
         another.end()
         assert await single is Departure.FINISHED
         for rank in late:

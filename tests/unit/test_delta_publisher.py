@@ -192,13 +192,13 @@ def test_the_ranks_of_an_island_together_hold_every_version(name: str) -> None:
     run.join(head)
     isle.pass_version()
     isle.check(run)
-    for changed in (TRAINED, TRAINED[:1], [], TRAINED[1:]):
+    for changed in (TRAINED, TRAINED[:1], [], TRAINED[::2]):
         run.commit(head, changed=changed)
         assert head.unsent == set(changed)
         if name == "int4" and len(changed) > 1:  # what was encoded goes to one of them, and not to both
             told = [sum(len(chunks) > 1 for chunks, _, _ in rank.waiting) for rank in isle.ranks]
             assert sum(told) == len(changed)
-            assert min(told) > 0
+            assert max(told) - min(told) <= 1
         isle.pass_version()
         assert (head.unsent, head.published.version) == (set(), run.version)
         isle.check(run)

@@ -229,9 +229,11 @@ class DeltaPublisher:
         once for all workers, and cannot be cut: it goes whole to one rank, each bucket to another, which passes it on.
         """
         of_ranks: list[list[tuple[Piece, list[tuple[BufferSpec, Buffer]]]]] = [[] for _ in range(island.ranks)]
+        turn = version  # not by the bucket's number: a fragment's buckets lie so many apart
         for piece in pieces:
             if piece.spec.codec != "raw":
-                of_ranks[piece.bucket % island.ranks].append((piece, [(piece.spec, piece.data)]))
+                of_ranks[turn % island.ranks].append((piece, [(piece.spec, piece.data)]))
+                turn += 1
                 continue
             bucket, data = self.layout.buckets[piece.bucket], memoryview(piece.data)
             size = len(data) // bucket.numel
