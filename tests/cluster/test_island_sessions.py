@@ -11,6 +11,7 @@ from tests.support.scripted import Run, Scripted, scripted, settle
 
 from w5xde_async.errors import LinkLost
 from w5xde_async.params.shard import Shard
+from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import encode
 from w5xde_async.wire.messages import Done, Drain, Failed, Lease, Params
 
@@ -65,13 +66,17 @@ async def test_a_rank_that_fails_while_another_sends_frees_the_memory_and_the_le
         frame = ranks[0].result(lease, 0)
         await ranks[0].link.send(half_of(frame))
         await settle()
+        memory = run.training.store.vector(Block(lease.start, lease.start + len(lease.samples))).bucket_bytes[0]
         await ranks[1].link.send(encode(Failed(lease.lease, lease.start, "ValueError: no", "traceback")))
         await settle()
+        assert ranks[0].session.receiving is None
         single = await run.worker("single")
         await single.send(await single.lease(), 0)
+        before = bytes(memory)
         with suppress(LinkLost):
             await ranks[0].link.send([b"\x7f" * len(piece) for piece in frame[len(frame) // 2 :]])  # it is nothing
         await settle()
+        assert bytes(memory) == before
         for rank in ranks:
             rank.link.abort()
         await run.until(lambda: all(rank.ended() for rank in ranks))

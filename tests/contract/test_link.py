@@ -474,6 +474,34 @@ async def test_what_is_diverted_is_written_where_it_began_no_more(pair: Pair, nb
     await sending
 
 
+@pytest.mark.parametrize("nbytes", [4_000, 1 << 20])
+async def test_of_a_frame_of_several_buffers_all_that_is_to_come_is_diverted(pair: Pair, nbytes: int):
+    """As an island's rank sends them: the memory of all of them is another's from then on."""
+    payloads = [pattern(nbytes + number) for number in range(4)]
+    header, *rest = frame(*payloads)
+    data = b"".join(map(bytes, rest))
+    lent = [bytearray(len(payload)) for payload in payloads]
+    asked = []
+
+    def accept(message: Message, specs: tuple[BufferSpec, ...]) -> list[memoryview]:
+        asked.append(message)
+        return [memoryview(view) for view in lent]
+
+    receiving = asyncio.create_task(pair.far.recv(accept))
+    at = nbytes + nbytes // 3  # in the second
+    await pair.near.send([header, memoryview(data)[:at]])
+    await until(lambda: bool(asked) and pair.far.bytes_received >= len(header) + at)
+    async with asyncio.timeout(5):
+        while not pair.far.divert(memoryview(bytearray(len(data)))):  # noqa: ASYNC110 - until a thread leaves it
+            await asyncio.sleep(0)
+    before = [bytes(view) for view in lent]
+    sending = asyncio.create_task(pair.near.send([memoryview(data)[at:], *frame(b"next")]))
+    await receiving
+    assert [bytes(view) for view in lent] == before
+    assert (await pair.far.recv(allocate)).buffers[0] == b"next"
+    await sending
+
+
 @pytest.mark.parametrize("views", [[], [b"123"], [memoryview(bytearray(4)).cast("I")]])
 async def test_accept_that_returns_other_memory_is_our_bug(pair: Pair, views: list):
     await pair.near.send(frame(b"1234"))

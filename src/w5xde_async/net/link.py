@@ -49,7 +49,10 @@ class Link:
     encrypted    whether TLS protects the connection, whosever certificate it is
     """
 
-    __slots__ = ("_reader", "_receiving", "_refused", "_sending", "_writer", "caps", "certificate", "encrypted")
+    __slots__ = (
+        "_filling", "_reader", "_receiving", "_refused", "_sending", "_views", "_writer", "caps", "certificate",
+        "encrypted",
+    )  # fmt: skip
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.caps = HANDSHAKE_CAPS
@@ -58,6 +61,8 @@ class Link:
         self.encrypted = tls is not None
         self.certificate: bytes = b"" if tls is None else tls.getpeercert(binary_form=True) or b""
         self._sending = self._receiving = False
+        self._views: list[memoryview] = []  # that the frame under way fills, and which of them it is at
+        self._filling = 0
         self._refused = ""  # why nothing more is read, though the connection still stands
 
     def __repr__(self) -> str:
@@ -149,8 +154,9 @@ class Link:
             buffers = accept(message, specs)
             if len(buffers) != len(specs):
                 raise LocalError(f"accept returned {len(buffers)} views for {len(specs)} buffers")
-            for view, spec in zip(buffers, specs, strict=True):
-                size = spec.nbytes
+            views = self._views = list(buffers)
+            for number, spec in enumerate(specs):
+                view, size, self._filling = views[number], spec.nbytes, number
                 if not size == len(view) == view.nbytes:
                     raise LocalError(f"accept returned {view.nbytes} bytes for buffer {spec.name!r} of {size}")
                 start = reader.start
@@ -173,11 +179,17 @@ class Link:
             raise
         finally:
             self._receiving = False
+            self._views = []
 
     def divert(self, view: memoryview) -> bool:
-        """Have the payload that is being received stored in ``view`` from here on, which is as long: nothing is written
-        into the memory that ``accept`` gave any more. False where a thread is writing there."""
-        return self._reader.divert(view)
+        """Have the payload that is being received stored in ``view`` from here on, which is as long as all its buffers:
+        nothing is written into the memory that ``accept`` gave any more, and what is in ``view`` then has no meaning.
+        False where a thread is writing there."""
+        views, number = self._views, self._filling
+        if not self._reader.divert(view[: len(views[number])]):
+            return False
+        views[number:] = [view[: len(other)] for other in views[number:]]
+        return True
 
     async def aclose(self) -> None:
         """End in good order: what was sent arrives, pending calls raise LinkLost. May be called twice."""
