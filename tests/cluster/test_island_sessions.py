@@ -56,6 +56,8 @@ async def test_each_rank_gets_its_parameters_and_data_and_the_sum_is_made_of_all
         assert all(lease.samples == leases[0].samples for lease in leases)
         assert all(rank.all(Params) for rank in ranks)
         assert run.applied() == {3.0}
+        # How long a result takes on the island's line is told by what came on all of its links.
+        assert run.training.results._result_bytes == run.prepared.spec.layout.vector_bytes
 
 
 async def test_a_rank_that_fails_while_another_sends_frees_the_memory_and_the_leaf_is_computed_elsewhere() -> None:

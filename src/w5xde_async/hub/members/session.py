@@ -267,9 +267,11 @@ class Session:
         return max(one.receiving_s + one.outbox.sending_s for one in self.links)
 
     def results_since(self) -> tuple[int, float]:
-        """Bytes of results that have come since this was asked last, and the seconds that these were on their way."""
-        before, self._told = self._told, (self.result_bytes, self.receiving_s)
-        return self.result_bytes - before[0], self.receiving_s - before[1]
+        """Bytes of results that have come since this was asked last, and the seconds that these were on their way; of
+        an island, those of all links, and of the one that took longest."""
+        nbytes, seconds = sum(one.result_bytes for one in self.links), max(one.receiving_s for one in self.links)
+        before, self._told = self._told, (nbytes, seconds)
+        return nbytes - before[0], seconds - before[1]
 
     async def gone(self) -> None:
         """Return when it has ended; of an island, when all of its sessions have."""
