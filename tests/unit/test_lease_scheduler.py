@@ -183,7 +183,8 @@ def test_equal_workers_have_equal_shares_whenever_they_came(data: st.DataObject)
     ahead = data.draw(st.integers(1, 4), "leases ahead")
     farm = Farm(workers * each, late, [1.0] * workers, leases_ahead=ahead)
     farm.run(24)
-    assert max(farm.seconds[16:]) <= (each + 1) * LEAF_S + 1e-6, farm.seconds
+    more = 1 if ahead <= 2 else 2  # who holds more leases may have one of the next step before the last of this one
+    assert max(farm.seconds[16:]) <= (each + more) * LEAF_S + 1e-6, farm.seconds
     if each == 1:
         assert farm.seconds[16:] == pytest.approx([LEAF_S] * 8)
 
