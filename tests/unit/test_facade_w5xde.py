@@ -90,7 +90,9 @@ def test_the_server_trains_with_nodes_of_instances_and_classes(calls: Any, tmp_p
     assert {int(batch_id.partition("_batch")[0]) for _, batch_id in reported} == set(range(12))
     trained = nodes["given"].model
     assert trained is not given
-    assert same(trained, plain_loop(11, lr=0.05)) or same(trained, plain_loop(12, lr=0.05))
+    versions = {int(batch_id.partition("_batch")[0]) for _, batch_id in losses["given"]}
+    # The last that it was sent: where the other node computed the last steps, not the last of all.
+    assert any(same(trained, plain_loop(version, lr=0.05)) for version in range(max(versions), 13))
 
 
 def test_callbacks_get_what_an_observer_of_the_socket_counts(calls: Any) -> None:
