@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.support import island_jobs, island_programs, islands
 from tests.unit import test_parallel_pipeline as traced_jobs
+from tests.unit import test_parallel_tensors as tensor_jobs
 from tests.unit.test_atoms import Transformer
 from torch import Tensor
 
@@ -143,13 +144,19 @@ def _streams(mode: str, group: Group) -> None:
     _walk(island_jobs.transformer(), mode, OPTIMIZERS["adamw"], group, streaming=[2, 1, 0.5], alike=_equal)
 
 
+def _close(mine: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-6)
+
+
 def _clips(group: Group) -> None:
     """The norm is that of all ranks' gradients, added in another order."""
+    _walk(island_jobs.transformer(), "fsdp", OPTIMIZERS["sgd"], group, clip=0.1, alike=_close)
 
-    def close(mine: Tensor, wanted: Tensor) -> None:
-        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-6)
 
-    _walk(island_jobs.transformer(), "fsdp", OPTIMIZERS["sgd"], group, clip=0.1, alike=close)
+def _tensor_parallel(group: Group) -> None:
+    """Its layers' sums are added in another order."""
+    job = tensor_jobs.job(model=partial(tensor_jobs.Model, dropout=0.0))
+    _walk(job, "tp", OPTIMIZERS["sgd"], group, alike=_close)
 
 
 def _skips(group: Group) -> None:
@@ -179,6 +186,7 @@ CASES: dict[str, islands.Case] = {
     **{f"program {name}": partial(_of_a_program, name) for name in OPTIMIZERS},
     **{f"streams {mode}": partial(_streams, mode) for mode in ("dp", "fsdp")},
     "clips": _clips,
+    "tensor parallel": _tensor_parallel,
     "skips": _skips,
 }
 
