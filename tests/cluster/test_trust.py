@@ -279,16 +279,18 @@ async def test_what_is_revoked_by_the_file_reaches_workers_that_build_their_mode
         job = replace(mlp_sgd(), model=build)
         told = revealed(coordinator.invite("alice"))
         made = asyncio.create_task(Worker(told, job=job, config=QUICK_WORKER).run())
-        await joining.wait()
-        training = coordinator._training
-        assert training is not None
-        assert len(training.roster.joining) == 1
-        await asyncio.to_thread((tmp_path / "run" / "revoked").write_text, "alice\n")
-        await coordinator.reload_access()
-        async with asyncio.timeout(5):
-            while training.roster.joining:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        released.set()
+        try:
+            await joining.wait()
+            training = coordinator._training
+            assert training is not None
+            assert len(training.roster.joining) == 1
+            await asyncio.to_thread((tmp_path / "run" / "revoked").write_text, "alice\n")
+            await coordinator.reload_access()
+            async with asyncio.timeout(5):
+                while training.roster.joining:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        finally:
+            released.set()
         with pytest.raises(W5xdeError):
             await made
 
