@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from w5xde_async.hub.members.contributions import Contributions
 from w5xde_async.plan.membership import Member
@@ -39,6 +40,19 @@ def test_two_of_one_name_at_once_are_two_rows() -> None:
     leave(contributions, "id 1", "anna", 0.0, 2.0)
     leave(contributions, "id 2", "anna", 1.0, 3.0)
     assert rows(contributions) == [("anna", 1), ("anna", 1)]
+
+
+def test_the_bytes_of_a_rank_that_is_gone_count_once() -> None:
+    """An island's head is a member for as long as any of its ranks has not ended."""
+    contributions = Contributions()
+    head, rank = (
+        SimpleNamespace(link=SimpleNamespace(bytes_sent=2, bytes_received=3), ended=asyncio.Event()) for _ in range(2)
+    )
+    head.links = [head, rank]
+    assert contributions.traffic([cast(Any, head)]) == (4, 6)
+    contributions.close(cast(Any, rank))
+    rank.ended.set()
+    assert contributions.traffic([cast(Any, head)]) == (4, 6)
 
 
 def test_rows_are_bounded_whatever_workers_call_themselves() -> None:

@@ -53,8 +53,9 @@ class Contributions:
         sent, received = self._sent, self._received
         for session in sessions:
             for one in session.links:
-                sent += one.link.bytes_sent
-                received += one.link.bytes_received
+                if not one.ended.is_set():  # else it is counted: a rank that is gone before the others
+                    sent += one.link.bytes_sent
+                    received += one.link.bytes_received
         return sent, received
 
     def shares(self) -> tuple[WorkerShare, ...]:
