@@ -26,7 +26,7 @@ WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
 --device --threads --sandbox --compile --deterministic --inline-block --memory-limit --data-dir
---island --island-member --island-interface --pp-schedule --checkpoint-activations
+--island --island-member --island-interface --pp-schedule --pp-stages --checkpoint-activations
 --loop --log --log-format --profile-memory --config --exit-with-stdin
 """
 

@@ -544,6 +544,19 @@ def test_what_reads_a_buffer_stays_with_what_writes_it() -> None:
     assert_same(by_hand(of, of.batches[0], every(of.atoms)), uncut(of, of.batches[0]))
 
 
+def test_stages_begin_at_named_modules() -> None:
+    atoms = made("transformer").atoms
+    assert atoms.stages_at([]) == [range(len(atoms))]
+    assert atoms.stages_at(["blocks.1", "blocks.3.up", "norm"]) == [
+        range(5), range(5, 10), range(10, 11), range(11, len(atoms))
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"nothing called 'block'; it has bias, embed, .*blocks\.0\.norm"):
+        atoms.stages_at(["block"])
+    for names in (["embed"], ["head"], ["blocks.2", "blocks.1"], ["blocks.1.norm", "blocks.1.qkv"]):
+        with pytest.raises(ValueError, match=rf"can begin at '{names[-1]}'"):  # head's weight is embed's
+            atoms.stages_at(names)
+
+
 def test_stages_have_even_shares_of_the_operations() -> None:
     atoms = made("transformer").atoms
     total, largest = sum(atom.flops for atom in atoms.atoms), max(atom.flops for atom in atoms.atoms)

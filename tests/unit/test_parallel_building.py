@@ -168,13 +168,30 @@ def _unlike(group: Group) -> None:
         refused("differ in its parts", lambda: island_engine(kind("pp"), traced, spec, group))
 
 
+def _named_stages(group: Group) -> None:
+    job = jobs._job(Transformer, jobs._tokens(), jobs._words)
+    atoms = island_programs.atoms_of(job, group)
+    traced, spec = Traced(atoms.program, atoms.layout, MEMORY), LeafSpec.of(job)
+    names = ["blocks.3", "norm"][: group.size - 1]
+    engine: Any = island_engine(IslandShape("pp", group.size), traced, spec, group, stages_at=names)
+    assert engine._stages == atoms.stages_at(names) != atoms.stages(group.size)
+    both = islands.Together(engine, group), islands.Alone(job)
+    jobs._load(job, both)
+    islands.same_block(*both, island_jobs.batches(job, (4, 4, 4)), (4, 4, 4))
+    engine.close()
+    both[1].engine.close()
+    for wrong, said in ((["blocks.1"] * group.size, "1 names|2 names"), (["b", "c"][: group.size - 1], "called 'b'")):
+        with pytest.raises(UsageError, match=f"--pp-stages.*({said})"):
+            island_engine(IslandShape("pp", group.size), traced, spec, group, stages_at=wrong)
+
+
 CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "convolutions": _convolutions, "jobs": _of_jobs, "refusals": _refuses,
     "accumulation": _accumulates, "half precision": _half, "checkpoints": _checkpoints, "random nets": _random,
     "odd parameters": _odd, "memory": _too_large_for_one,
-    "cast again": _casts_again, "unlike": _unlike,
+    "cast again": _casts_again, "unlike": _unlike, "named stages": _named_stages,
 }  # fmt: skip
-FAST = ("transformer", "convolutions", "jobs", "refusals", "unlike")
+FAST = ("transformer", "convolutions", "jobs", "refusals", "unlike", "named stages")
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 

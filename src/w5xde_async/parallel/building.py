@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +32,12 @@ def island_engine(
     *,
     bucket_bytes: int = 4 << 20,
     schedule: str = "1f1b",
+    stages_at: Sequence[str] = (),
     checkpoint_activations: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> IslandEngine:
-    """Build it; all ranks do at the same time. ``bucket_bytes``: of a job's layout.
+    """Build it; all ranks do at the same time. ``bucket_bytes``: of a job's layout. ``stages_at``: modules at which a
+    pipeline's stages begin, but the first (default: where they have even shares of the operations).
 
     Raises UsageError for what the mode cannot compute, and for ranks that would not compute the same; ProgramRefused,
     LocalError for a group of another size.
@@ -73,7 +75,7 @@ def island_engine(
     elif "fsdp" in axes:
         made = _fully_sharded(source, spec, inner, bucket_bytes, checkpoint_activations, clock, alike)
     else:
-        made = _pipeline(source, spec, inner, schedule, checkpoint_activations, clock, alike)
+        made = _pipeline(source, spec, inner, schedule, stages_at, checkpoint_activations, clock, alike)
     if across is None:
         return made
     from w5xde_async.parallel.replicated import ReplicatedEngine
@@ -104,8 +106,8 @@ def _fully_sharded(
 
 
 def _pipeline(
-    source: Job | Traced, spec: LeafSpec, group: Group, schedule: str, checkpoint: bool, clock: Callable[[], float],
-    alike: _Alike,
+    source: Job | Traced, spec: LeafSpec, group: Group, schedule: str, stages_at: Sequence[str], checkpoint: bool,
+    clock: Callable[[], float], alike: _Alike,
 ) -> IslandEngine:  # fmt: skip
     if not isinstance(source, Traced):
         raise UsageError(
@@ -117,10 +119,19 @@ def _pipeline(
 
     memory_bytes = group.size * source.memory_bytes  # what a step makes lies on all ranks together
     atoms = cut(source.program, source.layout, memory_bytes=memory_bytes)
-    stages = atoms.stages(group.size) if len(atoms) >= group.size else []
+    stages: list[range] | None = None
+    if stages_at:
+        if len(stages_at) != group.size - 1:
+            raise UsageError(f"--pp-stages names the first module of every stage but the first: {group.size - 1} names")
+        try:
+            stages = atoms.stages_at(stages_at)
+        except ValueError as error:
+            raise UsageError(f"--pp-stages: {error}") from None
+    elif len(atoms) >= group.size:
+        stages = atoms.stages(group.size)
     alike(atoms.layout, atoms.fingerprint, stages)
     return PipelineEngine(
-        atoms, spec, group, schedule=schedule, checkpoint_activations=checkpoint, clock=clock
+        atoms, spec, group, schedule=schedule, stages=stages, checkpoint_activations=checkpoint, clock=clock
     )  # fmt: skip
 
 

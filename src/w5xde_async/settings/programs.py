@@ -155,6 +155,10 @@ class WorkerSettings(Program):
         "lease) or gpipe (leaf by leaf, all microbatches forward, then all backward)", one_of("1f1b", "gpipe"),
         "machine",
     )  # fmt: skip
+    pp_stages: str = setting(
+        "", "modules of the model at which the stages of pp=N begin, but the first one: layers.4,layers.8 for three",
+        text("names with commas between", "NAMES"), "machine", shown="even shares of the arithmetic",
+    )  # fmt: skip
     checkpoint_activations: bool = setting(
         False, "under fsdp=N and pp=N, compute forward passes once more in backward, in place of keeping what they "
         "made", YES_OR_NO, "machine",

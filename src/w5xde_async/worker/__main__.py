@@ -105,7 +105,8 @@ def _work(
         config = replace(config, device=device)
         meeting = partial(
             join_group, shape, choose_device(device), os.environ, settings.island_interface or "",
-            schedule=settings.pp_schedule, checkpoint_activations=settings.checkpoint_activations,
+            schedule=settings.pp_schedule, stages_at=[name.strip() for name in settings.pp_stages.split(",") if name],
+            checkpoint_activations=settings.checkpoint_activations,
         )  # fmt: skip
         rank = _interruptibly(meeting)
 

@@ -266,6 +266,27 @@ class Atoms:
         assert found is not None
         return [range(begin, end) for begin, end in pairwise((0, *found[2], total))]
 
+    def stages_at(self, names: Sequence[str]) -> list[range]:
+        """The atoms in runs: the first one, and for each of these modules or parameters, by name, one that begins with
+        the atom that is the first to use anything of it. Raises ValueError for a name that begins none."""
+        begins = [0]
+        for name in names:
+            of_it = [
+                number
+                for entry, number in zip(self.layout.entries, self.owner, strict=True)
+                if any(own == name or own.startswith(f"{name}.") for own in entry.names)
+            ]
+            if not of_it:
+                known = dict.fromkeys(entry.name.rpartition(".")[0] or entry.name for entry in self.layout.entries)
+                raise ValueError(f"the model has nothing called {name!r}; it has {', '.join(known)}"[:1000])
+            if min(of_it) <= begins[-1]:
+                raise ValueError(
+                    f"no stage can begin at {name!r}: the step can be cut into {len(self.atoms)} parts, and it begins "
+                    "in the same part as the stage before, or in an earlier one"
+                )
+            begins.append(min(of_it))
+        return [range(*pair) for pair in pairwise((*begins, len(self.atoms)))]
+
     def units(self, most_bytes: int) -> list[range]:
         """The atoms in runs, each of which has parameters: at most ``most_bytes`` of them, or is one atom that has."""
         found: list[list[int]] = []
