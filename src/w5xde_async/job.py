@@ -61,6 +61,9 @@ class Job:
                     returns, by torch's own means (``parallelize_module``, ``fully_shard``). ``mesh`` has the axes of
                     ``--island``: fsdp, tp
     stop_when       ``stop_when({name: number}) -> bool``, after each evaluation: True finishes the run
+    keep_best       a metric of ``evaluate``: the weights of its best evaluation are kept in the run directory. The
+                    smallest ``"...loss"`` and the largest ``"...acc"`` or ``"...accuracy"`` is best; of others say
+                    ``"min:NAME"`` or ``"max:NAME"``
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -83,6 +86,7 @@ class Job:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     evaluate_every: int | None = None
     stop_when: Callable[[Mapping[str, float]], bool] | None = None
+    keep_best: str | None = None
     parallelize: Callable[[nn.Module, Any], nn.Module | None] | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +103,14 @@ class Job:
         need(divides, "parallelize is not a function of the model and the mesh")
         need(self.stop_when is None or callable(self.stop_when), "stop_when is not a function of the metrics")
         need(self.stop_when is None or self.evaluate is not None, "stop_when has nothing to go by", "give evaluate")
+        if self.keep_best is not None:
+            hint = "name a metric that evaluate gives, such as 'val_loss' or 'max:f1'"
+            need(isinstance(self.keep_best, str), f"keep_best is {self.keep_best!r}", hint)
+            direction, metric = best_by(self.keep_best)
+            need(bool(metric), f"keep_best is {self.keep_best!r}", hint)
+            hint = f"write 'min:{metric}' or 'max:{metric}'"
+            need(bool(direction), f"keep_best is {metric!r}: whether less of it is better or more is not known", hint)
+            need(self.evaluate is not None, "keep_best has nothing to go by", "give evaluate")
         optional = ("microbatch_size", "epochs", "max_steps", "evaluate_every")
         for name in ("batch_size", "accumulate_grad_batches", *optional):
             value = getattr(self, name)
@@ -134,6 +146,16 @@ class Job:
     def leaf_samples(self) -> int:
         """Samples of one leaf."""
         return self.microbatch_samples * self.accumulate_grad_batches
+
+
+def best_by(keep_best: str) -> tuple[Literal["min", "max", ""], str]:
+    """What ``Job.keep_best`` says: whether the smallest or the largest is best ("": not known), and the metric."""
+    for direction in ("min", "max"):
+        if keep_best.startswith(f"{direction}:"):
+            return direction, keep_best[4:]
+    if keep_best.endswith("loss"):
+        return "min", keep_best
+    return ("max" if keep_best.endswith(("acc", "accuracy")) else ""), keep_best
 
 
 def shown_end(total_steps: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from w5xde_async.errors import ExitCode, JobError
-from w5xde_async.job import Job, build_model, load_job, loss_of, step_function
+from w5xde_async.job import Job, best_by, build_model, load_job, loss_of, step_function
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -59,6 +59,10 @@ class Counted(Stream):
         ({"epochs": 0}, "epochs is 0"),
         ({"stop_when": 3}, "stop_when is not a function of the metrics"),
         ({"stop_when": bool}, "stop_when has nothing to go by; give evaluate"),
+        ({"keep_best": "val_loss"}, "keep_best has nothing to go by; give evaluate"),
+        ({"keep_best": "perplexity", "evaluate": dict}, "less of it is better .* write 'min:perplexity' or 'max:perp"),
+        ({"keep_best": "max:", "evaluate": dict}, "keep_best is 'max:'; name a metric"),
+        ({"keep_best": 3, "evaluate": dict}, "keep_best is 3; name a metric"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"precision": "fp64"}, "precision is 'fp64'; give fp32, bf16 or fp16"),
         ({"seed": -1}, "seed is -1"),
@@ -292,3 +296,14 @@ def test_a_file_named_like_a_module_does_not_take_its_place(folder: Path) -> Non
     with pytest.raises(JobError):
         load_job("secrets.py:job")
     assert sys.modules["secrets"] is secrets
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "direction", "metric"),
+    [
+        ("loss", "min", "loss"), ("val_loss", "min", "val_loss"), ("accuracy", "max", "accuracy"),
+        ("eval/acc", "max", "eval/acc"), ("max:val_loss", "max", "val_loss"), ("min:f1", "min", "f1"), ("f1", "", "f1"),
+    ],
+)  # fmt: skip
+def test_what_is_best_is_known_by_the_metrics_name_or_said(keep_best: str, direction: str, metric: str) -> None:
+    assert best_by(keep_best) == (direction, metric)

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
+from w5xde_async.errors import CheckpointCorrupt, ExitCode, RunDirBusy, StoreError
 from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.filesystem import Filesystem
-from w5xde_async.store.rundir import RunDir, RunDirUnusable, Superseded, export_model
+from w5xde_async.store.rundir import RunDir, RunDirUnusable, Superseded, export_model, export_tensors
+from w5xde_async.store.tensors import read_metadata, read_tensors
 from w5xde_async.store.toml import to_toml
 
 
@@ -344,3 +345,16 @@ def test_what_a_run_writes_is_for_its_owner(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert modes == {"run": 0o700, "model.safetensors": 0o600, "checkpoints": 0o700, "run.json": 0o600}
+
+
+def test_what_is_told_of_a_model_is_no_tensor_of_it(tmp_path: Path) -> None:
+    path, model = tmp_path / "best.safetensors", Tied()
+    export_tensors(model.state_dict(), path, about={"about": '{"step": 3}'})
+    with path.open("rb") as file:
+        assert read_metadata(file, path.stat().st_size)["about"] == '{"step": 3}'
+        file.seek(0)
+        assert read_tensors(file, path.stat().st_size, lambda _: None).keys() == model.state_dict().keys()
+    safetensors.torch.load_model(Tied(), path)
+    path.write_bytes(b"12345678901")
+    with path.open("rb") as file, pytest.raises(CheckpointCorrupt):
+        read_metadata(file, 11)

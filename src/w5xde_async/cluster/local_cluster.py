@@ -22,7 +22,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LocalError, UsageError
 from w5xde_async.job import Job, load_job
 from w5xde_async.runtime import Runtime
-from w5xde_async.telemetry.events import Bus, Event, WorkerJoined, WorkerLeft
+from w5xde_async.telemetry.events import Best, Bus, Event, WorkerJoined, WorkerLeft
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.worker.config import WorkerConfig
 
@@ -115,6 +115,11 @@ class LocalCluster:
     def model(self) -> nn.Module:
         """The trained model, once the run has ended, also after the cluster was left. Raises UsageError before."""
         return self.coordinator.model
+
+    @property
+    def best(self) -> Best | None:
+        """What the job's ``keep_best`` has kept, as ``Coordinator.best``."""
+        return self.coordinator.best
 
     @property
     def num_workers(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from w5xde_async.telemetry.events import WorkerShare
+from w5xde_async.telemetry.events import Best, WorkerShare
 from w5xde_async.telemetry.notebook import html_table
 
 
@@ -18,6 +18,7 @@ class RunResult:
     (of results, before and after their codec) are its sums. ``downlink_raw_bytes`` and ``downlink_encoded_bytes``: of
     the versions that a codec wrote, each once. ``residuals_lost``: workers that vanished with what it had left out.
     ``steps_skipped``: steps of this session without an update, as their gradient was not finite.
+    ``best``: what the job's ``keep_best`` has kept; its ``path``, ``step`` and ``value``.
     """
 
     outcome: str
@@ -35,6 +36,7 @@ class RunResult:
     downlink_encoded_bytes: int = 0
     residuals_lost: int = 0
     steps_skipped: int = 0
+    best: Best | None = None
 
     @property
     def encode_s(self) -> float:
@@ -61,6 +63,7 @@ class RunResult:
             "seconds": round(self.seconds, 2),
             "digest": self.digest[:12],
             "model": self.model_path,
+            "best": None if self.best is None else self.best.path,
             "metrics": self.metrics_path,
             "plot": self.plot_path,
         }

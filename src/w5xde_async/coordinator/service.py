@@ -41,7 +41,7 @@ from w5xde_async.net.link import Link
 from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Listening, Runtime
-from w5xde_async.telemetry.events import Bus, RunStarted, Subscriber, Warned
+from w5xde_async.telemetry.events import Best, Bus, RunStarted, Subscriber, Warned
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
@@ -333,6 +333,11 @@ class Coordinator:
         if self._prepared is None:
             raise UsageError("the coordinator has not been started; use async with, or await start() first")
         return self._prepared.spec.model
+
+    @property
+    def best(self) -> Best | None:
+        """The best state so far by the job's ``keep_best``: its ``path``, ``step`` and ``value``. None: none yet."""
+        return None if self._run is None else self._run.best
 
     @property
     def running(self) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from torch import nn
+from torch import Tensor, nn
 
 from w5xde_async.errors import ExitCode, RunDirBusy, StoreError
 from w5xde_async.store.failpoints import failpoint
@@ -29,7 +29,10 @@ _LOCK = ".lock"
 _IDENTITY = "run.json"
 # What a run leaves behind, in the order in which it is set aside: journal and checkpoints first, so that a crash
 # half-way can never leave a directory that resumes a run whose history is gone; the identity last.
-_CONTENT = ("journal", "checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "config.toml", _IDENTITY)
+_CONTENT = (
+    "journal", "checkpoints", "metrics.jsonl", "loss.png", "model.safetensors", "best.safetensors", "config.toml",
+    _IDENTITY,
+)  # fmt: skip
 #: Where the directory is a volume of its own, or what it lies in belongs to somebody else.
 _NOT_BESIDE = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
@@ -67,6 +70,7 @@ class RunDir:
         self.metrics_path = path / "metrics.jsonl"
         self.plot_path = path / "loss.png"
         self.model_path = path / "model.safetensors"
+        self.best_path = path / "best.safetensors"
         self.checkpoints_path = path / "checkpoints"
         self.journal_path = path / "journal"
         self.set_aside = set_aside
@@ -183,12 +187,20 @@ def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None 
     Raises:
         StoreError: the disk said no, or the state holds something that is not a tensor; ``path`` is as it was.
     """
+    return export_tensors(model.state_dict(), path, filesystem=filesystem)
+
+
+def export_tensors(
+    tensors: Mapping[str, Tensor], path: Path, *, about: Mapping[str, str] | None = None,
+    filesystem: Filesystem | None = None,
+) -> int:  # fmt: skip
+    """A state dict, as ``export_model`` writes one. ``about``: texts for the file's metadata. Raises StoreError."""
     filesystem = filesystem or Filesystem()
     nbytes = 0
 
     def fill(file: BinaryIO) -> None:
         nonlocal nbytes
-        nbytes = write_tensors(partial(filesystem.write, file), model.state_dict())
+        nbytes = write_tensors(partial(filesystem.write, file), tensors, about)
 
     with disk_errors(path, "write the model"):
         filesystem.make_directories(path.parent)
@@ -197,7 +209,7 @@ def export_model(model: nn.Module, path: Path, *, filesystem: Filesystem | None 
 
 
 def _set_aside(path: Path, filesystem: Filesystem) -> Path | None:
-    content = [*path.glob("abandoned-journal*"), *(path / name for name in _CONTENT if (path / name).exists())]
+    content = [*path.glob("abandoned-*"), *(path / name for name in _CONTENT if (path / name).exists())]
     if not content:
         return None
     real = path.resolve()  # "." and links have no name of their own to build on

@@ -47,8 +47,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 Sink = Callable[[bytes | memoryview], None]
 
 
-def write_tensors(sink: Sink, tensors: Mapping[str, Tensor]) -> int:
+def write_tensors(sink: Sink, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> int:
     """Give ``sink`` the bytes of a safetensors file that holds ``tensors``, in order; how many they are.
+
+    ``about`` stands in the file's metadata, which loaders pass over; its texts are no names of tensors.
 
     Raises:
         StoreError: a value that the format cannot hold; ``path`` is its name.
@@ -56,7 +58,8 @@ def write_tensors(sink: Sink, tensors: Mapping[str, Tensor]) -> int:
     stored, aliases = _distinct(tensors)
     # Wide elements first keeps every tensor aligned without padding, which the format does not allow.
     order = sorted(stored, key=lambda name: -stored[name].element_size())
-    header: dict[str, Any] = {"__metadata__": aliases} if aliases else {}
+    metadata = {**aliases, **(about or {})}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name in order:
         tensor = stored[name]
@@ -76,6 +79,11 @@ def write_tensors(sink: Sink, tensors: Mapping[str, Tensor]) -> int:
     return 8 + len(encoded) + offset
 
 
+def read_metadata(file: BinaryIO, nbytes: int) -> dict[str, str]:
+    """The metadata of a safetensors file of ``nbytes``, without its tensors. Raises CheckpointCorrupt."""
+    return _read_header(file, nbytes, lambda _: None)[0]
+
+
 def read_tensors(file: BinaryIO, nbytes: int, tap: Sink) -> dict[str, Tensor]:
     """Read a safetensors file of ``nbytes`` into fresh tensors; ``tap`` sees every byte in order.
 
@@ -84,16 +92,7 @@ def read_tensors(file: BinaryIO, nbytes: int, tap: Sink) -> dict[str, Tensor]:
     Raises:
         CheckpointCorrupt: not such a file; ``path`` is the part that is wrong.
     """
-    prefix = _read_exactly(file, 8, tap)
-    header_bytes = int.from_bytes(prefix, "little")
-    if header_bytes > min(nbytes - 8, _MAX_HEADER_BYTES):
-        raise CheckpointCorrupt("header", f"claims {header_bytes} bytes in a file of {nbytes}")
-    try:
-        header = json.loads(_read_exactly(file, header_bytes, tap))
-        aliases = {name: str(stored) for name, stored in header.pop("__metadata__", {}).items()}
-        entries = [(name, *_layout(entry)) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt("header", f"is not a safetensors header ({error!r})") from error
+    aliases, entries, header_bytes = _read_header(file, nbytes, tap)
     tensors: dict[str, Tensor] = {}
     position = 0
     for name, dtype, shape, start, end in sorted(entries, key=lambda entry: (entry[3], entry[4])):
@@ -109,6 +108,23 @@ def read_tensors(file: BinaryIO, nbytes: int, tap: Sink) -> dict[str, Tensor]:
         if name in tensors:
             tensors.setdefault(alias, tensors[name])
     return tensors
+
+
+def _read_header(
+    file: BinaryIO, nbytes: int, tap: Sink
+) -> tuple[dict[str, str], list[tuple[str, torch.dtype, list[int], int, int]], int]:
+    """Metadata, what the file says of its tensors, and how many bytes the header has."""
+    prefix = _read_exactly(file, 8, tap)
+    header_bytes = int.from_bytes(prefix, "little")
+    if header_bytes > min(nbytes - 8, _MAX_HEADER_BYTES):
+        raise CheckpointCorrupt("header", f"claims {header_bytes} bytes in a file of {nbytes}")
+    try:
+        header = json.loads(_read_exactly(file, header_bytes, tap))
+        metadata = {name: str(told) for name, told in header.pop("__metadata__", {}).items()}
+        entries = [(name, *_layout(entry)) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt("header", f"is not a safetensors header ({error!r})") from error
+    return metadata, entries, header_bytes
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

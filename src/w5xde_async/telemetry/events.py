@@ -173,9 +173,12 @@ class BatchGrown(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Event):
+    """``best``: it is the best so far, and its state was kept (``Job.keep_best``)."""
+
     step: int
     metrics: Mapping[str, float]
     seconds: float
+    best: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +263,19 @@ class WorkerShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best state that a run's evaluations have found: ``value`` of ``metric`` after ``step`` steps.
+
+    ``path``: its weights, as safetensors.
+    """
+
+    metric: str
+    value: float
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(Event):
     """``outcome`` is ``finished``, ``stopped`` or ``failed``; paths are empty where nothing was written.
 
@@ -293,6 +309,7 @@ class RunFinished(Event):
     downlink_encoded_bytes: int = 0
     residuals_lost: int = 0
     steps_skipped: int = 0
+    best: Best | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,7 +175,8 @@ def line(event: object, paint: Paint) -> str | None:
             return f"{paint('good', '*')} {text}: {why}; {ends}"
         case events.Evaluated():
             took = paint("dim", f"({brief(event.seconds)})")
-            return f"{paint('accent', '*')} step {event.step:,} evaluated: {_metrics(event.metrics)} {took}"
+            best = paint("good", f"{_SEPARATOR}the best so far") if event.best else ""
+            return f"{paint('accent', '*')} step {event.step:,} evaluated: {_metrics(event.metrics)} {took}{best}"
         case events.CheckpointSaved():
             cost = paint("dim", f"({size(event.nbytes)}, {brief(event.seconds)}, paused {brief(event.pause_s)})")
             return f"{paint('dim', '*')} step {event.step:,} saved: {clean(event.path)} {cost}"
@@ -257,6 +258,9 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
         leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
         lines.append(row("wasted", f"{share:.1%} of the leaves", leases))
+    if event.best is not None:
+        found = f"{_name(event.best.metric)} {_value(event.best.value)} at step {event.best.step:,}"
+        lines.append(row("best", found, clean(event.best.path)))
     places = {"model": event.model_path, "metrics": event.metrics_path, "plot": event.plot_path}
     lines += [row(label, clean(path)) for label, path in places.items() if path]
     if event.digest:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from w5xde_async.compute.block import described
+from w5xde_async.coordinator.durability.best import BestModel
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.training import Commit, Parameters
+from w5xde_async.errors import JobError
 from w5xde_async.job import Job
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
@@ -76,10 +78,12 @@ class Evaluation:
 
     def __init__(
         self, evaluator: Evaluator | None, steps: Steps, every: int | None, bus: Bus, thread: Executor,
-        journal: JournalWriter | None = None, *, on_end: Callable[[], None] = lambda: None,
+        journal: JournalWriter | None = None, *, best_model: BestModel | None = None,
+        on_end: Callable[[], None] = lambda: None, on_error: Callable[[JobError], None] = lambda error: None,
     ) -> None:  # fmt: skip
         """``evaluator`` None: nothing is evaluated. ``every``: steps between two; None: after each epoch. ``on_end`` is
-        called where ``stop_when`` finishes the run.
+        called where ``stop_when`` finishes the run, ``on_error`` where the first evaluation lacks the metric that
+        ``best_model`` goes by: of no later one it could be told which is best.
 
         ``thread`` runs one call at a time; it belongs to this object. With a journal, metrics are told when their step
         is durable.
@@ -88,7 +92,8 @@ class Evaluation:
         self._bus, self._thread, self._journal = bus, thread, journal
         self.metrics: dict[str, float] = {}
         self._evaluated_step = self.ended_at = -1
-        self._on_end = on_end
+        self.best_model = best_model
+        self._on_end, self._on_error = on_end, on_error
         self._evaluating: asyncio.Task[None] | None = None
 
     def on_commit(self, commit: Commit, parameters: Parameters, tasks: asyncio.TaskGroup) -> None:
@@ -105,7 +110,7 @@ class Evaluation:
         """The run is finished, after ``step`` steps: what it came to."""
         await self.settle()
         if self._evaluator is not None and self._evaluated_step != step:
-            await self._evaluate(self._evaluator, step, parameters.submit(parameters.snapshot))
+            await self._evaluate(self._evaluator, step, parameters.submit(parameters.snapshot), last=True)
 
     def abandon(self) -> bool:
         """Do not wait for the one that is under way: its thread is left to itself. Whether there was one."""
@@ -120,7 +125,9 @@ class Evaluation:
         """Wait for the thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    async def _evaluate(self, evaluator: Evaluator, step: int, copying: asyncio.Future[dict[str, Tensor]]) -> None:
+    async def _evaluate(
+        self, evaluator: Evaluator, step: int, copying: asyncio.Future[dict[str, Tensor]], *, last: bool = False
+    ) -> None:
         snapshot = await copying
         began = time.monotonic()
         try:
@@ -131,8 +138,16 @@ class Evaluation:
             return
         if self._journal is not None:
             await self._journal.settled(step)
-        self.metrics, self._evaluated_step = metrics, step
-        self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=time.monotonic() - began))
+        seconds = time.monotonic() - began
+        first, self.metrics, self._evaluated_step = self._evaluated_step < 0, metrics, step
+        best = self.best_model is not None and await self.best_model.offer(step, metrics, snapshot)
+        self._bus.publish(Evaluated(step=step, metrics=metrics, seconds=seconds, best=best))
+        if self.best_model is not None and self.best_model.metric not in metrics:
+            unknown = _unknown_metric(self.best_model.metric, metrics)
+            if first and not last:
+                self._on_error(unknown)
+                return
+            self._bus.publish(Warned(text=f"step {step}: {unknown}"))
         try:
             ends = await asyncio.get_running_loop().run_in_executor(self._thread, evaluator.ends, metrics)
         except Exception as error:
@@ -141,3 +156,8 @@ class Evaluation:
         if ends and self.ended_at < 0:
             self.ended_at = step
             self._on_end()
+
+
+def _unknown_metric(metric: str, metrics: Mapping[str, float]) -> JobError:
+    found = ", ".join(metrics) or "no metric at all"
+    return JobError("keep_best", f"evaluate gives no {metric!r}; it gives {found}", "name one that it gives")

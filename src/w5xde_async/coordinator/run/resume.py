@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability.best import take_up_best
 from w5xde_async.coordinator.durability.journal_writer import apply_entry
 from w5xde_async.coordinator.run.overrides import override
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
@@ -103,6 +104,9 @@ def take_up(fresh: Prepared, directory: RunDir, config: CoordinatorConfig) -> Pr
         journal.remove()
     files = RunFiles(directory=directory, checkpoints=store, journal=journal if journalled else None)
     total_steps = spec.total_steps if spec.growing is None else spec.growing.total_steps
+    if spec.job.keep_best is not None:
+        chosen = None if config.resume == "auto" else first
+        point = replace(point, best=take_up_best(spec.job.keep_best, directory, chosen, notes))
     # The term last: a term that is stored has its segment of the journal.
     spec = replace(spec, files=files, total_steps=total_steps, term=directory.next_term())
     return Prepared(spec, strategy, replace(point, notes=tuple(notes)))

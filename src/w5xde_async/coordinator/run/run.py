@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability.best import BestModel
 from w5xde_async.coordinator.durability.checkpointing import Checkpointing, CheckpointPolicy
 from w5xde_async.coordinator.durability.evaluation import Evaluation
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
@@ -29,7 +30,7 @@ from w5xde_async.errors import JobError, UsageError
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
-from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.telemetry.events import Best, Bus, Warned
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Welcome
@@ -90,9 +91,15 @@ class Run:
             self._chooser = StrategyChooser(self._batch_leaves, self._spec.possible, kept=kept)
         self._next: Choice | None = None  # what was chosen, where it needs another training
         bus, spec, files = environment.bus, self._spec, self._spec.files
+        best_model = None
+        if files is not None and spec.job.keep_best is not None:
+            directory = files.directory
+            best_model = BestModel(
+                spec.job.keep_best, spec.layout, directory.best_path, directory.filesystem, bus, resume.best
+            )  # fmt: skip
         self.evaluation = Evaluation(
             spec.evaluator, spec.steps, spec.job.evaluate_every, bus, environment.runtime.executor(1, "w5xde-evaluate"),
-            journal, on_end=self._end_early,
+            journal, best_model=best_model, on_end=self._end_early, on_error=self._fail,
         )  # fmt: skip
         self._policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
@@ -129,6 +136,12 @@ class Run:
         if choice is not None:
             # The rest of the first step would take longer than to compute it again by what was chosen.
             self._choose(choice, grace_s=0.0 if undecided else None)
+
+    @property
+    def best(self) -> Best | None:
+        """The best state that was kept, if any."""
+        kept = self.evaluation.best_model
+        return None if kept is None else kept.best
 
     def stop(self) -> None:
         """End in good order."""

@@ -20,6 +20,7 @@ from w5xde_async.plan.sampler import Sampler, Steps
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.journal import Journal
 from w5xde_async.store.rundir import RunDir
+from w5xde_async.telemetry.events import Best
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import SyncRule
@@ -86,6 +87,7 @@ class ResumePoint:
 
     ``loss`` is of the last step, where it is known. ``saved_step`` is that of the newest checkpoint that counts; -1:
     none. ``replayed`` are the records of steps that came from the journal, for metrics.jsonl. ``notes`` are for people.
+    ``best``: of the evaluations so far, where the job keeps it.
     """
 
     step: int = 0
@@ -94,6 +96,7 @@ class ResumePoint:
     saved_step: int = -1
     replayed: tuple[Mapping[str, object], ...] = ()
     notes: tuple[str, ...] = ()
+    best: Best | None = None
 
 
 class Prepared(NamedTuple):

@@ -53,6 +53,8 @@ def prepare(
             raise UsageError("resume names a checkpoint but there is no run directory")
         if config.durability != "checkpoint":
             raise UsageError(f"durability {config.durability} keeps files but there is no run directory")
+        if job.keep_best is not None:
+            raise UsageError("the job's keep_best keeps a file but there is no run directory; give run_dir")
         prepared, _ = overridden(built._replace(spec=replace(built.spec, run_id=new_run_id())), config)
     elif config.resume not in ("auto", "never") and not is_record(Path(config.resume)):
         raise UsageError(
