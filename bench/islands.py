@@ -1,12 +1,12 @@
 """Islands of two ranks beside the same torch engine without us, on one machine: gloo, one torch thread a rank.
 
-Ours is a coordinator and ``worker --island dp=2|fsdp=2|pp=2``. The peers are what a user would write: DDP with
+Ours is a coordinator and ``worker --island dp=2|fsdp=2|pp=2|tp=2``. The peers are what a user would write: DDP with
 ``no_sync`` over all microbatches but the last; ``fully_shard`` of each layer and of the root; a ``PipelineStage`` a
-rank under 1F1B. Model (a GPT of 10.8M parameters), weights, microbatches (eight of 2 x 128 tokens a step), order of the
+rank under 1F1B; ``parallelize_module`` with the same plan as ours. Model (a GPT of 10.8M parameters), weights, microbatches (eight of 2 x 128 tokens a step), order of the
 data and AdamW are the same, and both must come to the same loss. They take turns (A B A B); a figure is the median of
 the rounds' ratios.
 
-Figures: ``dp_over_torch``, ``fsdp_over_torch``, ``pp_over_torch`` (aims 0.95); tokens/s of each.
+Figures: ``dp_over_torch``, ``fsdp_over_torch``, ``pp_over_torch``, ``tp_over_torch`` (aims 0.95); tokens/s of each.
 """
 
 from __future__ import annotations
@@ -36,8 +36,18 @@ LENGTH, VOCABULARY, LAYERS = 128, 512, 6
 MICROBATCH, LEAVES, RANKS = 2, 8, 2
 WARM, STEPS, QUICK = 3, 20, 6
 TOLERANCE = 2e-3
-MODES = ("dp", "fsdp", "pp")
+MODES = ("dp", "fsdp", "pp", "tp")
 _TIMEOUT_S = 240
+
+
+def split(model: nn.Module, mesh: Any) -> None:
+    """Tensor parallel: the feed-forward layers, and the last one."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
 
 
 def job() -> Job:
@@ -45,6 +55,7 @@ def job() -> Job:
         model=lambda: GPT(vocabulary=VOCABULARY, length=LENGTH, width=384, layers=LAYERS, heads=6, tied=False),
         dataset=text(512, LENGTH, VOCABULARY), loss=next_token_loss, optimizer=adamw, batch_size=MICROBATCH * LEAVES,
         microbatch_size=MICROBATCH, drop_last=True, max_steps=int(os.environ.get("BENCH_STEPS", "10")),
+        parallelize=split,
     )  # fmt: skip
 
 
@@ -136,7 +147,7 @@ def peer(mode: str, rank: int, port: int) -> None:
     sampler = Sampler(
         num_samples=len(made.dataset), batch_size=made.batch_size, leaf_samples=MICROBATCH, seed=made.seed
     )
-    step_of = {"dp": data_parallel, "fsdp": fully_sharded, "pp": pipeline}[mode](model, made, rank)
+    step_of = {"dp": data_parallel, "fsdp": fully_sharded, "pp": pipeline, "tp": tensor_parallel}[mode](model, made, rank)
     seconds, losses = [], []
     for step in range(int(os.environ["BENCH_STEPS"])):
         plan = sampler.plan(step)
@@ -189,6 +200,25 @@ def fully_sharded(model: nn.Module, made: Job, rank: int) -> Any:
         for x, y in leaves[rank::RANKS]:
             loss = made.loss(model(x), y)
             (loss * RANKS / LEAVES).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        return [loss.item() for loss in losses]
+
+    return step
+
+
+def tensor_parallel(model: nn.Module, made: Job, rank: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    split(model, init_device_mesh("cpu", (RANKS,)))
+    optimizer = made.optimizer(model)
+
+    def step(leaves: Any) -> list[float]:
+        optimizer.zero_grad()
+        losses = []
+        for x, y in leaves:
+            loss = made.loss(model(x), y)
+            (loss / LEAVES).backward()
             losses.append(loss.detach())
         optimizer.step()
         return [loss.item() for loss in losses]
