@@ -2,9 +2,9 @@
 
 Ours is a coordinator and ``worker --island dp=2|fsdp=2|pp=2|tp=2``. The peers are what a user would write: DDP with
 ``no_sync`` over all microbatches but the last; ``fully_shard`` of each layer and of the root; a ``PipelineStage`` a
-rank under 1F1B; ``parallelize_module`` with the same plan as ours. Model (a GPT of 10.8M parameters), weights, microbatches (eight of 2 x 128 tokens a step), order of the
-data and AdamW are the same, and both must come to the same loss. They take turns (A B A B); a figure is the median of
-the rounds' ratios.
+rank under 1F1B; ``parallelize_module`` with the same plan as ours. Model (a GPT of 10.8M parameters), weights,
+microbatches (eight of 2 x 128 tokens a step), order of the data and AdamW are the same, and both must come to the same
+loss. They take turns (A B A B); a figure is the median of the rounds' ratios.
 
 Figures: ``dp_over_torch``, ``fsdp_over_torch``, ``pp_over_torch``, ``tp_over_torch`` (aims 0.95); tokens/s of each.
 """
@@ -147,7 +147,8 @@ def peer(mode: str, rank: int, port: int) -> None:
     sampler = Sampler(
         num_samples=len(made.dataset), batch_size=made.batch_size, leaf_samples=MICROBATCH, seed=made.seed
     )
-    step_of = {"dp": data_parallel, "fsdp": fully_sharded, "pp": pipeline, "tp": tensor_parallel}[mode](model, made, rank)
+    peers = {"dp": data_parallel, "fsdp": fully_sharded, "pp": pipeline, "tp": tensor_parallel}
+    step_of = peers[mode](model, made, rank)
     seconds, losses = [], []
     for step in range(int(os.environ["BENCH_STEPS"])):
         plan = sampler.plan(step)
