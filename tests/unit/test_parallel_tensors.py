@@ -277,6 +277,38 @@ def _declared(group: Group) -> None:
         _built("tp", job(model=Unknown), group)
 
 
+WIDE = {
+    "embed.weight", "layers.0.attention.q_proj.weight", "layers.0.attention.q_proj.bias",
+    "layers.0.attention.o_proj.weight", "layers.0.attention.o_proj.bias", "layers.0.up.weight", "layers.0.up.bias",
+    "layers.0.down.weight", "layers.0.down.bias", "frozen.weight", "frozen.bias",
+}  # fmt: skip
+
+
+def _programs(group: Group) -> None:
+    """Without the job's code: every layer is split by itself."""
+    def wide() -> nn.Module:
+        return Model(64, layers=1)
+
+    for given in (job(model=wide), job(model=wide, accumulate_grad_batches=2), job(model=lambda: _untied(Model))):
+        atoms = island_programs.atoms_of(given, group)
+        traced = Traced(atoms.program, atoms.layout, 1 << 32)
+        engine = island_engine(IslandShape("tp", group.size), traced, LeafSpec.of(given), group)
+        assert engine.numerics.startswith(f"tp={group.size} of the program ")
+        together = islands.Together(engine, group)
+        assert isinstance(engine, ComposedEngine)
+        held, whole = engine._local, engine.layout.entries
+        split = {entry.name for index, entry in enumerate(whole) if held[index].numel() < entry.numel}
+        assert split == ({"embed.weight", "head.weight"} if "head.weight" in split else WIDE), split
+        _near(given, together, (4, 4, 4) if given.accumulate_grad_batches == 1 else (8, 8, 3))
+    together = islands.Together(island_engine(IslandShape("tp", group.size), traced, LeafSpec.of(given), group), group)
+    together.load(islands.changed_state(given))
+    broken = island_jobs.batches(given, (4, 4))
+    broken[1] = (broken[1][0] + 1000, broken[1][1])
+    with pytest.raises(LeafError, match="leaf 1: IndexError"):
+        together.compute(broken, (4, 4))
+    together.engine.close()
+
+
 def _untied(make: Any) -> nn.Module:
     model: nn.Module = make()
     model.head = nn.Linear(32, 256, bias=False)
@@ -312,7 +344,7 @@ CASES: dict[str, islands.Case] = {
     "raises": _raises, "parts of a sum": _parts_of_a_sum,
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
-    "declared": _declared,
+    "declared": _declared, "programs": _programs,
 }  # fmt: skip
 
 

@@ -144,23 +144,30 @@ def _composed(
     from w5xde_async.parallel.composed import ComposedEngine
     from w5xde_async.parallel.recomputing import checkpoint_units
     from w5xde_async.parallel.replica import replica_of
+    from w5xde_async.parallel.split_program import split_program
     from w5xde_async.parallel.tensor_plan import parallelized
 
-    if isinstance(source, Traced):
-        raise UsageError("tensor parallel islands compute a job's own code: give --job, or take fsdp or pp")
-    if checkpoint and source.parallelize is not None:
-        raise UsageError("a job that divides its model itself (Job.parallelize) checkpoints activations itself, too")
-    replica = replica_of(source, bucket_bytes)
-    alike(replica.layout)
-    if checkpoint:
-        checkpoint_units(replica.units)
     axes = shape.axes
+    divide: Callable[..., Any] = parallelized
+    if isinstance(source, Traced):
+        if "fsdp" in axes or checkpoint:
+            what = "--checkpoint-activations with tp" if checkpoint else f"--island {shape}"
+            raise UsageError(f"{what} takes the job's own code: give --job")
+        replica, divide = split_program(source, group, spec.precision)
+    elif checkpoint and source.parallelize is not None:
+        raise UsageError("a job that divides its model itself (Job.parallelize) checkpoints activations itself, too")
+    else:
+        replica = replica_of(source, bucket_bytes)
+        if checkpoint:
+            checkpoint_units(replica.units)
+    alike(replica.layout)
     mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if "dp" in axes:
         mesh = mesh[tuple(axis for axis in axes if axis != "dp")]
     words = ",".join(f"{axis}={ranks}" for axis, ranks in axes.items() if axis != "dp")
-    divide = parallelized
-    if source.parallelize is not None:
+    if isinstance(source, Traced):
+        words = f"{words} of the program"
+    elif source.parallelize is not None:
         words, divide = f"{words} of the job", partial(_by_job, source.parallelize)
     return ComposedEngine(replica, divide, spec, group, mesh, words=words, clock=clock)
 

@@ -147,6 +147,11 @@ class Group:
         """All ranks' ``mine``, of one size, one behind the other; ``mine`` may lie in its place."""
         _all_gather(output.view(torch.uint8), mine.view(torch.uint8), group=self._data)
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' ``tensor``, which is contiguous and of any shape, in its place; the same on all."""
+        dist.all_reduce(tensor, group=self._data)
+        return tensor
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """``tensor`` of rank ``source`` into everybody's."""
         dist.broadcast(tensor.view(torch.uint8), group=self._data, group_src=source)
