@@ -33,16 +33,17 @@ from w5xde_async.compute.program.interpreter import example
 from w5xde_async.compute.program.tracing import outline, probe_batches
 from w5xde_async.config import Parser
 from w5xde_async.coordinator.config import CoordinatorConfig
-from w5xde_async.errors import ExitCode, W5xdeError, need
+from w5xde_async.errors import ExitCode, JobError, UsageError, W5xdeError, need
 from w5xde_async.job import Job, load_job, step_function
 from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
 from w5xde_async.params.layout import Entry, Layout
-from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp
+from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp, tp
 from w5xde_async.plan.island_choice import ALONE, USABLE, Devices, Option, choose, wanted
 from w5xde_async.telemetry import wording
 
 _SHOWN = ("dp=2", "fsdp=2", "fsdp=4", "fsdp=8", "pp=2", "pp=4")  # without --island
+_BOTH = ("fsdp", "tp")  # which compute a program in one way, and a job's code in another
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "data", "exchange", "together")
 _NOT_COUNTED = """\
 Activations: the most in forward and backward of a leaf, with what autocast
@@ -79,11 +80,20 @@ class Measured(ABC):
             return [alone(self.model)]
         if mode == "dp":
             return dp(self.model, ranks, self.layout.bucket_bytes)
+        if "," in mode:
+            return f"not known of a product: see {' and '.join(mode.split(','))} by themselves"
+        if mode == "tp" and with_job:
+            return self.tensor_parallel(ranks)
         if mode == "fsdp" and with_job:
             return fsdp(self.model, ranks)
         atoms = self.atoms()
         if isinstance(atoms, NotTraceable):
             return f"the step cannot be cut: {atoms}"
+        if mode == "tp":
+            from w5xde_async.parallel.split_program import splittable
+
+            entries = splittable(atoms.program, self.layout, ranks)
+            return self._split(ranks, {self.layout.entries[entry].name for entry in entries}, self.model.activations)
         if mode == "fsdp":
             replica = replica_of_program(atoms, torch.device("cpu"), self.precision)
             return fsdp(replace(self.model, largest_unit=_largest(replica.units, replica.model)), ranks)
@@ -93,6 +103,16 @@ class Measured(ABC):
             return str(error)
         each = activations_of_stages(atoms, runs, self.tensors, self.precision)
         return pp(self.model, [self._stage(atoms, *pair) for pair in zip(runs, each, strict=True)])
+
+    def tensor_parallel(self, ranks: int) -> list[Need] | str:
+        """By the job's code."""
+        return "not known without the job's code"
+
+    def _split(self, ranks: int, names: set[str], activations: Activations) -> list[Need]:
+        entries = [entry for entry in self.layout.entries if names.intersection(entry.names)]
+        parameters = sum(entry.numel * entry.dtype.itemsize for entry in entries)
+        gradients = sum(4 * entry.numel for entry in entries if entry.role == "grad")
+        return tp(self.model, ranks, (parameters, gradients), activations)
 
     def _stage(self, atoms: Atoms, run: range, activations: Activations) -> Stage:
         held = {index for number in run for index in atoms.atoms[number].entries}
@@ -109,9 +129,10 @@ class Measured(ABC):
         yield Row("coordinator", coordinator(self.model))
         yield Row("a worker alone", alone(self.model))
         for island in islands:
-            yield from rows_of(str(island), self.needs(island.mode, island.ranks), of_program=island.mode == "fsdp")
-            if island.mode == "fsdp":
-                yield Row(f"{island}, with --job", fsdp(self.model, island.ranks)[0])
+            yield from rows_of(str(island), self.needs(island.mode, island.ranks), of_program=island.mode in _BOTH)
+            if island.mode in _BOTH:
+                needed = self.needs(island.mode, island.ranks, with_job=True)
+                yield Row(f"{island}, with --job", needed if isinstance(needed, str) else needed[0])
 
 
 class Survey(Measured):
@@ -138,6 +159,21 @@ class Survey(Measured):
             step=-(-microbatch * job.batch_size // job.microbatch_samples),
         )
         self._atoms: Atoms | NotTraceable | None = None
+
+    def tensor_parallel(self, ranks: int) -> list[Need] | str:
+        from w5xde_async.parallel.tensor_plan import part_of
+
+        if self.job.parallelize is not None:
+            return "Job.parallelize says what is split, and to ranks alone"
+        try:
+            part, names = part_of(self._model, ranks)
+        except UsageError as error:
+            return str(error)
+        try:
+            activations = activations_of(part, step_function(self.job), self._batch, self.precision)
+        except JobError:  # it takes sizes from constants
+            return f"the step does not run with 1/{ranks} of the heads and features: see docs/islands.md"
+        return self._split(ranks, names, activations)
 
     def atoms(self) -> Atoms | NotTraceable:
         if self._atoms is None:
@@ -258,7 +294,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="What a job's model needs in memory, process by process. Nothing of it is allocated.",
         epilog="An island is a worker of several devices: dp=N each with the model, fsdp=N each with a part of every "
-        "layer, pp=N each with some of the layers.",
+        "layer, pp=N each with some of the layers, tp=N each with a part of large layers, and of what they give.",
     )
     parser.add_argument("job", metavar="JOB", help="FILE.py:NAME or MODULE:NAME, a Job or a function that returns one")
     parser.add_argument(

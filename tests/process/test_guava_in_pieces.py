@@ -133,5 +133,5 @@ def test_what_cannot_be_cut_says_what_to_leave_out(tmp_path: Path, capfd: pytest
     with pytest.raises(W5xdeError):
         orchestrator.start_training(DataLoader(TensorDataset(tokens, tokens), batch_size=8))
     said = capfd.readouterr().err
-    assert "leave out model_parallel and pipeline_parallel" in said
+    assert "leave out model_parallel, pipeline_parallel and tensor_parallel" in said
     assert 'mode="local"' not in said

@@ -12,11 +12,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("items.txt")
 HEADING = "## Different on purpose"
-_WORDS = {"differs": "differ on purpose", "gpu": "need a GPU", "open": "wait for tensor parallelism"}
+_WORDS = {"differs": "differ on purpose", "gpu": "need a GPU"}
 
 
 class Item(NamedTuple):
-    """``what`` stands in ``line`` of a document. ``state``: works, differs, gpu or open; ``how`` it is shown."""
+    """``what`` stands in ``line`` of a document. ``state``: works, differs or gpu; ``how`` it is shown."""
 
     document: str
     page: str
@@ -46,8 +46,6 @@ def items(text: str | None = None) -> list[Item]:
 
 def missing(item: Item, root: Path = ROOT) -> str:
     """Why an item is not shown as it says; empty where it is."""
-    if item.state == "open":
-        return "" if item.how == "tensor parallelism" else f"no such work: {item.how}"
     if item.state == "differs":
         return "" if item.how in rows((root / "docs" / item.page).read_text(encoding="utf-8")) else "no such row"
     if item.how.startswith("python "):

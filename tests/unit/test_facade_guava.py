@@ -766,9 +766,6 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert made == [(1, "10.0.0.9:29501", "auto", ""), (0, "there:7", "off", "lo")]
     assert program.main(["--interface", "nothing0"]) == 2
     assert "nothing0" in capsys.readouterr().err
-    monkeypatch.setenv("TENSOR_PARALLEL", "1")
-    assert program.main([]) == 2
-    assert "tensor_parallel=True: no layer is split" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         program.main(["--gpu-id", "first"])
     assert ended.value.code == 2

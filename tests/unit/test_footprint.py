@@ -32,7 +32,7 @@ from w5xde_async.errors import JobError
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.memory import Survey, table
 from w5xde_async.parallel.shape import IslandShape as Island
-from w5xde_async.plan.footprint import Activations, Model, Stage, alone, coordinator, dp, fsdp, pp
+from w5xde_async.plan.footprint import Activations, Model, Stage, alone, coordinator, dp, fsdp, pp, tp
 
 MODEL = Model(
     parameters=1000, gradients=800, native=0, largest_unit=200, optimizer=1600, activations=Activations(50, 70),
@@ -73,6 +73,14 @@ def test_shards_shrink_with_the_ranks_and_units_do_not() -> None:
     assert (two.parameters, two.gradients, two.exchange) == (1000, 3 * 400, 5 * 200)
     assert (eight.parameters, eight.gradients, eight.exchange) == (250, 3 * 100, 5 * 200)
     assert fsdp(replace(MODEL, microbatches=2), 8)[0].gradients == 3 * 100 + 800
+
+
+def test_what_is_split_shrinks_with_the_ranks_and_the_rest_does_not() -> None:
+    two = tp(MODEL, 2, (600, 480), Activations(10, 50))
+    assert len(two) == 2
+    assert two[0].parameters == 500 + 400 + 300  # as it comes in, whole, split
+    assert two[0].gradients == 3 * (800 - 480 + 240) + 400  # the leaf's own, two sums; and what leaves
+    assert two[0].activations == 50
 
 
 def test_a_stage_keeps_the_microbatches_that_are_under_way() -> None:
@@ -183,10 +191,10 @@ def test_a_model_that_is_there_is_measured_and_left_alone() -> None:
 
 def test_rows_for_every_mode() -> None:
     survey = Survey(jobs.mlp_adamw())
-    rows = list(survey.rows([Island("dp", 2), Island("fsdp", 2), Island("pp", 2)]))
+    rows = list(survey.rows([Island("dp", 2), Island("fsdp", 2), Island("pp", 2), Island("tp", 2)]))
     assert [row.name for row in rows] == [
         "coordinator", "a worker alone", "dp=2, a rank", "fsdp=2, a rank", "fsdp=2, with --job", "pp=2, rank 0",
-        "pp=2, rank 1",
+        "pp=2, rank 1", "tp=2, a rank", "tp=2, with --job",
     ]  # fmt: skip
     by_name = {row.name: row.need for row in rows}
     parameters = 4 * survey.layout.num_parameters
@@ -208,6 +216,19 @@ def test_what_cannot_be_cut_says_so() -> None:
             out: Tensor = super().forward(x)
             return out if torch.is_grad_enabled() and out.sum() > 0 else out * 2
 
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(self.up(x).view(-1, 4, 16).flatten(1))
+            return out
+
+    counting = Survey(replace(jobs.mlp_adamw(), model=Counting))
+    said = [str(row.need) for row in counting.rows([Island("tp", 2), Island.parse("fsdp=2,tp=2")])]
+    assert "does not run with 1/2 of the heads and features" in said[-2]
+    assert "not known of a product: see fsdp and tp" in said[-1]
     survey = Survey(_job(Branching, 16))
     assert "parts at most, not 50" in str(list(survey.rows([Island("pp", 50)]))[-1].need)
     with pytest.raises(JobError, match="needs values"):
@@ -226,7 +247,7 @@ def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["examples/llama.py:tiny", "--island", "tp=2"], "tp is none of dp=N"),
+        (["examples/llama.py:tiny", "--island", "zero=2"], "zero is none of dp=N"),
         (["examples/llama.py:tiny", "--island", "fsdp=1"], "2 to 1024 ranks"),
         (["examples/llama.py"], "is not FILE.py:NAME"),
         (["examples/nothing.py:job"], "there is no file"),

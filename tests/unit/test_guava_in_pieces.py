@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import UsageError
 from w5xde_async.facade.calling import NodeLines
-from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator, ParallelismMissing
+from w5xde_async.facade.guava import DistributedConfig, NetworkWorker, Orchestrator
 from w5xde_async.facade.guava.config import WORDS
 from w5xde_async.facade.guava.loaders import reading_of
 from w5xde_async.parallel.shape import IslandShape
@@ -44,6 +43,10 @@ def loader() -> DataLoader[Any]:
         ({"pipeline_parallel": True, "micro_batches": 6}, "pp=4", 6),
         ({"model_parallel": True, "pipeline_parallel": True, "micro_batches": 2}, "pp=4", 2),
         ({"pipeline_parallel": True, "data_parallel": False, "micro_batches": 2}, "pp=4", 2),
+        ({"tensor_parallel": True}, "tp=2", 2),
+        ({"tensor_parallel": True, "tensor_parallel_size": 4}, "tp=4", 1),
+        ({"tensor_parallel": True, "model_parallel": True}, "tp=4", 1),
+        ({"tensor_parallel": True, "pipeline_parallel": True, "micro_batches": 3}, "tp=4", 3),
     ],
 )
 def test_what_the_workers_form_and_how_many_batches_make_a_step(
@@ -55,10 +58,10 @@ def test_what_the_workers_form_and_how_many_batches_make_a_step(
     assert (job.batch_size, job.microbatch_size) == (8 * batches, 8)
     settings = config.coordinator_config()
     assert settings.island == island
-    assert settings.min_workers == (1 if island else 4)  # an island is one worker
+    ranks = IslandShape.parse(island).ranks if island else 1
+    assert settings.min_workers == 4 // ranks  # an island is one worker
+    assert config.island_of_all == ("dp=2,tp=2" if island == "tp=2" else island)
     assert settings.max_workers == (256 if config.data_parallel else 1)
-    if island:
-        assert IslandShape.parse(island).ranks == config.num_workers
 
 
 def test_batches_in_their_own_order_make_steps_of_as_many() -> None:
@@ -83,20 +86,21 @@ def test_one_worker_has_nothing_to_share_a_model_with(kind: str) -> None:
     NetworkWorker(0, DistributedConfig(**{kind: True}))  # how many there are is the orchestrator's to say
 
 
-@pytest.mark.parametrize("more", [{}, {"model_parallel": True}, {"pipeline_parallel": True}])
-def test_tensor_parallelism_is_refused_and_says_what_there_is(more: dict[str, bool]) -> None:
-    config = DistributedConfig(tensor_parallel=True, num_workers=4, **more)
-    orchestrator = Orchestrator(DistributedConfig())
-    orchestrator.register_model(nn.Linear(1, 1))
-    orchestrator.config = config
-    makers: list[Callable[[], Any]] = [
-        lambda: Orchestrator(config), lambda: NetworkWorker(0, config), lambda: orchestrator.start_training([0])
-    ]  # fmt: skip
-    for make in makers:
-        with pytest.raises(ParallelismMissing, match=r"^tensor_parallel=True: .*model_parallel=True") as said:
-            make()
-        assert said.value.kinds == ("tensor_parallel",)
-        assert "\n" not in str(said.value)
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_workers": 1}, "with num_workers=1: .* give num_workers=2 or more"),
+        ({"num_workers": 3}, "num_workers=3 with tensor_parallel_size=2: .* a multiple of it"),
+        ({"num_workers": 4, "tensor_parallel_size": 1}, "with tensor_parallel_size=1: "),
+        (
+            {"num_workers": 4, "data_parallel": False},
+            "data_parallel=False .* give num_workers=2, or data_parallel=True",
+        ),
+    ],
+)
+def test_islands_of_tensor_parallel_size_come_out_even(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Orchestrator(DistributedConfig(tensor_parallel=True, **fields))
 
 
 @pytest.mark.parametrize("fields", [{"codec": "int8"}, {"codec": "auto"}, {"downlink": "fp16"}])
@@ -131,6 +135,13 @@ def test_fields_without_an_effect_are_named(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         Orchestrator(DistributedConfig(num_workers=2, pipeline_parallel=True, micro_batches=8))
     assert "micro_batches" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        Orchestrator(DistributedConfig(num_workers=3, tensor_parallel=True, tensor_parallel_size=3))
+        assert "tensor_parallel_size" not in caplog.text
+        Orchestrator(
+            DistributedConfig(num_workers=2, tensor_parallel=True, tensor_parallel_size=3, model_parallel=True)
+        )
+    assert "tensor_parallel_size has no effect: leave it out; " in caplog.text
 
 
 class Elsewhere:

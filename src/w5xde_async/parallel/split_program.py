@@ -6,8 +6,8 @@ input are added up; of an embedding it looks up some of the rows. Two ranks have
 products each, but all activations, and send more than by splitting layers in pairs, as a job's code allows
 (``tensor_plan``).
 
-Split are weights that only such calls use, of 4096 elements and more, where the number of ranks divides the first
-extent; the rest is whole on every rank.
+Split are weights that only such calls use, where the number of ranks divides the first extent, and not small ones; the
+rest is whole on every rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from w5xde_async.errors import UsageError
 from w5xde_async.parallel.engine import Traced
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import Replica
+from w5xde_async.parallel.tensor_plan import worth
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 
-_LEAST = 4096  # elements
 _LINEAR, _EMBEDDING = "linear", "embedding"
 
 
@@ -82,10 +82,10 @@ def splittable(program: Program, layout: Layout, ranks: int) -> set[int]:
             own = {bias.index} & rest if type(bias) is Ref else set()
             weights.setdefault(weight, set()).update(own)
             others.update(rest - own)
-    found = set()
+    found, least = set(), worth(layout.entries[weight].numel for weight in weights)
     for weight, biases in weights.items():
         entry = layout.entries[weight]
-        if entry.numel >= _LEAST and entry.shape[0] % ranks == 0 and not ({weight} | biases) & others:
+        if entry.numel >= least and entry.shape[0] % ranks == 0 and not ({weight} | biases) & others:
             found |= {weight} | biases
     # A bias of two weights, of which one is whole, is whole, and so is the other.
     while odd := {w for w, biases in weights.items() if w in found and biases - found} | {

@@ -11,10 +11,13 @@ the names of styles.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -45,7 +48,14 @@ _FEED_FORWARD = (
     (("wi",), ("wo",)),
     (("dense_h_to_4h",), ("dense_4h_to_h",)),
 )
-_LEAST = 4096  # elements: what is smaller costs more to exchange than it saves
+_LEAST = 4096  # elements: what is smaller costs more to exchange than it saves, unless all is small
+
+
+def worth(sizes: Iterable[int]) -> int:
+    """The least size, in elements, of a layer that is split by itself, of the sizes of those that could be."""
+    return min(_LEAST, max(sizes, default=0) // 16)
+
+
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -71,14 +81,45 @@ def parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _split(model: nn.Module, mesh: DeviceMesh) -> None:
+def plan_of(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
+    """Styles by module name: declared, or inferred. Raises UsageError where there are none."""
     declared = _declared(model)
-    plan = inferred(model, mesh.size()) if declared is None else declared
+    plan = inferred(model, ranks) if declared is None else declared
     if not plan:
         raise UsageError(
-            f"no layer of {type(model).__name__} can be split over {mesh.size()} ranks: tp needs linear layers or "
+            f"no layer of {type(model).__name__} can be split over {ranks} ranks: tp needs linear layers or "
             "embeddings whose sizes the number of ranks divides; use fsdp, or say in Job.parallelize what is split"
         )
+    return plan
+
+
+def part_of(model: nn.Module, ranks: int) -> tuple[nn.Module, set[str]]:
+    """What one rank computes of a model without memory, a copy, with no exchange; and which parameters are split.
+
+    Layers that are gathered stay whole: what they give is.
+    """
+    part, names = copy.deepcopy(model), set[str]()
+    for path, chosen in plan_of(model, ranks).items():
+        layer: Any = part.get_submodule(path)
+        style: Any = chosen
+        names |= {f"{path}.{name}" for name, _ in layer.named_parameters()}
+        if isinstance(style, RowwiseParallel):
+            names.discard(f"{path}.bias")
+            if type(layer) is nn.Linear and style.input_layouts[0].is_shard():
+                layer.weight = _on_meta(layer.weight, layer.out_features, layer.in_features // ranks)
+        elif style.output_layouts[0].is_shard():
+            layer.weight = _on_meta(layer.weight, layer.out_features // ranks, layer.in_features)
+            if layer.bias is not None:
+                layer.bias = _on_meta(layer.bias, layer.out_features // ranks)
+    return part, names
+
+
+def _on_meta(like: Tensor, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)
+
+
+def _split(model: nn.Module, mesh: DeviceMesh) -> None:
+    plan = plan_of(model, mesh.size())
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -112,14 +153,15 @@ def inferred(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
             if all(fits(linear[name], linear[name].out_features) for name in columns):
                 plan |= {_joined(path, name): ColwiseParallel() for name in columns}
                 plan[_joined(path, row)] = RowwiseParallel()
+    least = worth(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
     single: dict[int, list[tuple[str, ParallelStyle]]] = {}
     for path, module in model.named_modules():
         if path in plan:
             continue
         style: ParallelStyle | None = None
-        if type(module) is nn.Linear and module.weight.numel() >= _LEAST and fits(module, module.out_features):
+        if type(module) is nn.Linear and module.weight.numel() >= least and fits(module, module.out_features):
             style = ColwiseParallel(output_layouts=Replicate())
-        elif type(module) is nn.Embedding and module.weight.numel() >= _LEAST and fits(module, module.num_embeddings):
+        elif type(module) is nn.Embedding and module.weight.numel() >= least and fits(module, module.num_embeddings):
             if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
                 style = RowwiseParallel(input_layouts=Replicate())
         if style is not None:

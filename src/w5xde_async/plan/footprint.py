@@ -131,6 +131,20 @@ def fsdp(model: Model, ranks: int) -> list[Need]:
     return [each] * ranks
 
 
+def tp(model: Model, ranks: int, split: tuple[int, int], activations: Activations) -> list[Need]:
+    """Every rank holds its part of what is ``split`` (bytes of parameters, and of their gradients) and all of the rest,
+    beside an equal part of everything as it comes in and goes out. A leaf has its gradients and a sum of its own."""
+    parameters, gradients = split
+    each = Need(
+        parameters=_share(model.parameters, ranks) + model.parameters - parameters + _share(parameters, ranks),
+        gradients=(_LEAVES + 1) * (model.gradients - gradients + _share(gradients, ranks))
+        + _LEAVING * _share(model.gradients, ranks),
+        activations=activations.peak,
+        data=model.leases,
+    )
+    return [each] * ranks
+
+
 def pp(model: Model, stages: Sequence[Stage]) -> list[Need]:
     """A rank holds one stage. As many microbatches are under way in it as there are stages from it on (1F1B): each
     keeps what it made, and one is in backward. Each leaf has a sum of its own first, and every rank has all data."""

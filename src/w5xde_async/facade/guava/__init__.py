@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from w5xde_async.facade.guava.config import DistributedConfig, ParallelismMissing
+from w5xde_async.facade.guava.config import DistributedConfig
 from w5xde_async.facade.guava.orchestrator import Orchestrator
 
 if TYPE_CHECKING:
     from w5xde_async.facade.guava.workers.network_worker import NetworkWorker
 
-__all__ = ["DistributedConfig", "NetworkWorker", "Orchestrator", "ParallelismMissing"]
+__all__ = ["DistributedConfig", "NetworkWorker", "Orchestrator"]
 
 _PACKAGE = "w5xde_async.facade.guava"
 #: Modules that Guava's document lists, and what there is in their place.

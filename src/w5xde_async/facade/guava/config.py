@@ -1,8 +1,8 @@
 """Guava's configuration: every documented field and environment variable, and what each has become.
 
 Mutable, as it was: it is checked where it is made and again where it is used. Each field says below what it does
-here. Under model and pipeline parallelism the workers are an island, with some of the model's layers each; tensor
-parallelism, which this interface does not have yet, is refused.
+here. Under model and pipeline parallelism the workers are an island, with some of the model's layers each; under tensor
+parallelism with a part of each layer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.facade.arguments import CODEC, SETTINGS, SILENCE, TEXT, takes
 from w5xde_async.facade.words import Words
+from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import HEARTBEAT_S
@@ -42,8 +43,9 @@ WORDS = Words(_FLAGS, _FIELDS, {
 })  # fmt: skip
 #: Of an orchestrator whose model is in pieces.
 WORDS_IN_PIECES = Words(_FLAGS, _FIELDS, {
-    "start the worker with the coordinator's --job": "leave out model_parallel and pipeline_parallel",
-    "workers need --job: ": "it cannot be divided, leave out model_parallel and pipeline_parallel: ",
+    "start the worker with the coordinator's --job": "leave out model_parallel, pipeline_parallel and tensor_parallel",
+    "workers need --job: ": "it cannot be divided, leave out model_parallel, pipeline_parallel "
+    "and tensor_parallel: ",
 })  # fmt: skip
 _FROM_0, _ABOVE_0 = number(">= 0", lambda x: x >= 0), number("> 0", lambda x: x > 0)
 _BEATS = number("from {:g} to {:.0f}".format(*HEARTBEAT_S), lambda x: HEARTBEAT_S[0] <= x <= HEARTBEAT_S[1])
@@ -61,26 +63,12 @@ _SPLIT = ("model_parallel", "pipeline_parallel", "tensor_parallel")
 #: Fields without an effect: where, and what there is instead.
 _IDLE = {
     "micro_batches": (" without pipeline_parallel", "num_workers says how many batches make a step"),
-    "tensor_parallel_size": (" without tensor_parallel", "num_workers says how many workers there are"),
+    "tensor_parallel_size": ("", "tensor_parallel without model_parallel makes islands of so many workers"),
     "activation_cache_steps": ("", "no activation outlives its step: a step that is lost is computed again"),
     "allow_activation_reuse": ("", "no activation outlives its step; gradient checkpointing in the model saves memory"),
     "log_activations": ("", "compact_log=False shows where each step's time went"),
 }
 _NEVER_S = 86400.0  # a timeout of 0 was none
-#: Where it stands what is missing and what is planned.
-_MODELS_IN_PIECES = '"Models in pieces" in docs/migrating-from-guava.md'
-
-
-class ParallelismMissing(UsageError):
-    """A kind of parallelism that this interface does not have yet. Field: ``kinds``."""
-
-    def __init__(self, kinds: tuple[str, ...]) -> None:
-        self.kinds = kinds
-        named = ", ".join(f"{kind}=True" for kind in kinds)
-        super().__init__(
-            f"{named}: no layer is split among devices yet: leave it out; model_parallel=True divides the layers among "
-            f"num_workers workers, see {_MODELS_IN_PIECES}"
-        )
 
 
 def _knob(default: Any, kind: Kind, env: str = "") -> Any:
@@ -104,7 +92,9 @@ class DistributedConfig(Config):
     model_parallel        the workers are an island of num_workers, with some of the model's layers each
     pipeline_parallel     the same; a step is micro_batches batches, which go through the workers one behind the other
     micro_batches         batches in a step of a pipeline
-    tensor_parallel       raises ParallelismMissing when used
+    tensor_parallel       islands of tensor_parallel_size, with a part of each large layer each; num_workers is a
+                          multiple, and the islands share the batches. With model_parallel or pipeline_parallel: one
+                          island of num_workers, with a part of each layer, not some of the layers
     activation_timeout    seconds that a worker's result may take before its work is given to another; 0: no limit
     ack_timeout           seconds of silence after which a peer counts as gone; 0: a day
     max_resends           times that work whose code failed is given out again
@@ -201,23 +191,28 @@ class DistributedConfig(Config):
 
     # -- for this project ----------------------------------------------------------------------------------
 
-    def require_known(self) -> None:
-        """Raises ParallelismMissing for a kind of parallelism that is not there."""
-        if self.tensor_parallel:
-            raise ParallelismMissing(("tensor_parallel",))
-
     def require_possible(self) -> None:
         """Check what an orchestrator is asked for, and say what of it has no effect.
 
-        Raises ParallelismMissing, and UsageError for workers that are to share and must not, or have nothing to.
+        Raises UsageError for workers that are to share and must not, or have nothing to.
         """
-        self.require_known()
-        if kinds := [kind for kind in ("model_parallel", "pipeline_parallel") if getattr(self, kind)]:
+        if kinds := [kind for kind in _SPLIT if getattr(self, kind)]:
             named = ", ".join(f"{kind}=True" for kind in kinds)
             need(
                 self.num_workers > 1,
                 f"{named} with num_workers={self.num_workers}: each worker holds a part of the model: give "
                 f"num_workers=2 or more, or leave out {' and '.join(kinds)}",
+            )
+            size = self._of_an_island
+            need(
+                size > 1 and self.num_workers % size == 0,
+                f"num_workers={self.num_workers} with tensor_parallel_size={size}: each layer is divided among "
+                "tensor_parallel_size workers, 2 or more: give a num_workers that is a multiple of it",
+            )
+            need(
+                self.data_parallel or self.num_workers == size,
+                f"data_parallel=False with num_workers={self.num_workers} and tensor_parallel_size={size}: without it "
+                f"one island computes every batch; give num_workers={size}, or data_parallel=True",
             )
             for name, value in (("codec", self.codec), ("downlink", self.downlink)):
                 need(
@@ -232,22 +227,41 @@ class DistributedConfig(Config):
                 "give num_workers=1, or data_parallel=True",
             )
         for name, (where, instead) in _IDLE.items():
-            if name == "micro_batches" and self.pipeline_parallel:
+            if (name == "micro_batches" and self.pipeline_parallel) or (
+                name == "tensor_parallel_size" and self.tensor_parallel and not self._in_stages
+            ):
                 continue
             if getattr(self, name) != getattr(type(self), name):
                 logger.warning("%s has no effect%s: leave it out; %s", name, where, instead)
 
     @property
+    def _in_stages(self) -> bool:
+        return self.model_parallel or self.pipeline_parallel
+
+    @property
+    def _of_an_island(self) -> int:
+        """Workers that hold one model."""
+        return self.tensor_parallel_size if self.tensor_parallel and not self._in_stages else self.num_workers
+
+    @property
     def island(self) -> str:
         """What the workers form, as ``IslandShape`` reads it; empty where each computes by itself."""
-        return f"pp={self.num_workers}" if self.model_parallel or self.pipeline_parallel else ""
+        if self.tensor_parallel:
+            return f"tp={self._of_an_island}"
+        return f"pp={self.num_workers}" if self._in_stages else ""
+
+    @property
+    def island_of_all(self) -> str:
+        """The same where one island is made of all of them."""
+        copies = self.num_workers // self._of_an_island if self.island else 1
+        return self.island if copies == 1 else f"dp={copies},{self.island}"
 
     @property
     def batches_per_step(self) -> int:
-        """Batches of the DataLoader in a step: one for each worker, or those under way in a pipeline."""
+        """Batches of the DataLoader in a step: one for each worker or island, or those under way in a pipeline."""
         if self.pipeline_parallel:
             return self.micro_batches
-        return 1 if self.model_parallel else max(self.num_workers, 1)
+        return max(self.num_workers, 1) // (self._of_an_island if self.island else 1)
 
     def coordinator_config(
         self,
@@ -257,18 +271,24 @@ class DistributedConfig(Config):
         loader_processes: int = 0,
         code_free: bool = True,
         dashboard: str = "",
+        island: str | None = None,
     ) -> CoordinatorConfig:
-        """What the timeouts, retries and intervals come to. Raises UsageError."""
+        """What the timeouts, retries and intervals come to. ``island``: what the workers form (default: ``island``).
+
+        Raises UsageError.
+        """
+        island = self.island if island is None else island
+        ranks = IslandShape.parse(island).ranks if island else 1
         limit_s = self.activation_timeout or _NEVER_S
         silence_s = self.ack_timeout or _NEVER_S
         pacing = PacingConfig(min_deadline_s=min(5.0, limit_s), max_deadline_s=limit_s, first_deadline_s=limit_s)
-        if self.island:  # between two leases a pipeline is empty
+        if island.startswith("pp"):  # between two leases a pipeline is empty
             pacing = replace(pacing, target_lease_s=_NEVER_S)
         return CoordinatorConfig(
             host=self.master_ip,
             port=self.master_port,
             token=token,
-            min_workers=1 if self.island else max(self.num_workers, 1),
+            min_workers=max(self.num_workers // ranks, 1),
             max_workers=CoordinatorConfig.max_workers if self.data_parallel else 1,
             auto=self.codec == "auto",
             update=UpdateConfig(codec="raw" if self.codec == "auto" else self.codec, downlink=self.downlink),
@@ -281,5 +301,5 @@ class DistributedConfig(Config):
             code_free=code_free,
             dashboard=dashboard,
             pacing=pacing,
-            island=self.island,
+            island=island,
         )

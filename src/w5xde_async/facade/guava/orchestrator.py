@@ -78,7 +78,7 @@ class Orchestrator:
         resume: str = "never",
         dashboard: str | bool = False,
     ) -> None:
-        """Raises UsageError, and ParallelismMissing for a kind of parallelism that is not there."""
+        """Raises UsageError."""
         config.validate()
         config.require_possible()
         if mode == "local" and config.island:
@@ -133,6 +133,7 @@ class Orchestrator:
             loader_processes=given.processes,
             code_free=code_free,
             dashboard=self._dashboard,
+            island=config.island_of_all if self.mode == "local" else None,
         )
         ended = block_on(lambda: self._train(job, settings), instead="w5xde_async.Coordinator", words=WORDS)
         return WORDS.of_result(ended)
@@ -293,7 +294,7 @@ class Orchestrator:
                 self.listening.set()
                 if self.mode == "local":
                     job = dataclasses.replace(job, model=lambda: copy.deepcopy(template))
-                    workers = local_workers(coordinator, job, settings.token, config.num_workers, config.island)
+                    workers = local_workers(coordinator, job, settings.token, config.num_workers, config.island_of_all)
                     await stack.enter_async_context(workers)
                 try:
                     return await coordinator.wait()

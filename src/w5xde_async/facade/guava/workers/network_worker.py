@@ -77,9 +77,8 @@ class NetworkWorker:
         interface: str = "",
         log: LogMode = "normal",
     ) -> None:
-        """Raises UsageError: a device that is not there, a bad address or join file; ParallelismMissing."""
+        """Raises UsageError: a device that is not there, a bad address or join file."""
         config = config or DistributedConfig.from_env()
-        config.require_known()
         self.gpu_id, self.config = gpu_id, config
         address = (master_ip or config.master_ip, config.master_port if master_port is None else master_port)
         arguments.PORT.check("master_port", address[1])
