@@ -12,6 +12,7 @@ import socket
 import sys
 
 _OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "compute.program"))
+_INHERITED = "ISLAND_STORE_FD"  # names a file that this process was given, and its server was not
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -20,7 +21,7 @@ def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
     arguments = arguments[arguments[:1] == ["-u"] :]  # a forked program's output is not kept back
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours = arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] in _OURS)
-    forked = ours and searched.endswith(os.environ.get("PYTHONPATH", ""))
+    forked = ours and searched.endswith(os.environ.get("PYTHONPATH", "")) and _INHERITED not in os.environ
     if not forked or asked.connect_ex(door):
         os.execv(python, [python, *arguments])
     status, theirs = socket.socketpair()
