@@ -10,6 +10,7 @@ from w5xde_async.settings.flags import Program
 ALWAYS = "--print-config --version --help --help-all"
 COORDINATOR = """
 --max-steps --epochs --max-time --override --evaluate --no-evaluate --code-free --no-code-free --max-leaf-failures
+--init-from
 --update --codec --downlink --feedback --no-feedback --inner-steps --outer-lr --outer-momentum --fragments --overlap
 --mixing --results-per-step --max-staleness --staleness-exponent --average --quorum --data-dir
 --target-batch --batch-patience

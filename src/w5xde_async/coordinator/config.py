@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
-from w5xde_async.config import TIME, Kind, setting, text, whole
+from w5xde_async.config import PATH, TIME, Kind, setting, text, whole
 from w5xde_async.coordinator.durability.config import DurabilityConfig
 from w5xde_async.coordinator.monitoring.config import MonitoringConfig
 from w5xde_async.coordinator.verification_config import VerificationConfig
@@ -38,6 +39,10 @@ class CoordinatorConfig(VerificationConfig, MonitoringConfig, DurabilityConfig, 
     epochs: int | None = setting(None, "end after so many passes over the data", whole(1), "the run", shown="the job's")
     max_time_s: float | None = setting(None, "stop in good order after that long", TIME, "the run", flag="max_time")
     auto: bool = False
+    init_from: Path | None = setting(
+        None, "begin a new run with the weights of this safetensors file; a resume goes on from its checkpoint", PATH,
+        "the run",
+    )  # fmt: skip
     override: str | None = setting(
         None, "from here on: optimizer.lr=3e-4, or another setting of the optimizer or the scheduler, several with "
         "commas between; with a scheduler lr is what its schedule begins with",

@@ -22,6 +22,7 @@ from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.coordinator.run.resume import overridden, take_up
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
 from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
+from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model
@@ -47,7 +48,7 @@ def prepare(
 
     Raises JobError, StoreError, CheckpointMismatch, UsageError; then nothing is held.
     """
-    built = _build(job, config, alone)
+    built = _build(job, config, alone, anew=begins_anew(run_path, config.resume))
     if run_path is None:
         if config.resume not in ("auto", "never"):
             raise UsageError("resume names a checkpoint but there is no run directory")
@@ -76,8 +77,8 @@ def prepare(
     return prepared
 
 
-def _build(job: Job, config: CoordinatorConfig, alone: bool) -> Prepared:
-    """The run at its very beginning, as if nothing had been kept of it."""
+def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> Prepared:
+    """The run at its very beginning, as if nothing had been kept of it. ``anew``: it is there that it begins."""
     sampler = Sampler(
         num_samples=len(job.dataset),
         batch_size=job.batch_size,
@@ -103,6 +104,10 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool) -> Prepared:
     state = FlatState(layout)
     state.copy_from(model)
     state.adopt(model)
+    begun = None
+    if config.init_from is not None:
+        unused = "--init-from is for the beginning of a run; this one goes on from its checkpoint"
+        begun = begin_with(state, Path(config.init_from)) if anew else unused
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
         state=state, program=program, untraceable=untraceable,
@@ -119,6 +124,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool) -> Prepared:
         )  # fmt: skip
         spec = replace(spec, growing=growing)
     warnings = [
+        begun,
         delay_warning(optimizer.param_groups) if config.update.rule == "async" else None,
         config.unlike_results(config.update),
     ]
