@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -32,7 +33,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 PYTHON = sys.executable
 _MESSAGE_BYTES = 1 << 17
+_MOST_INHERITED, _APART = 16, 200  # files beside the first three, and numbers that none of them has
 
 
 class Forked:
@@ -99,7 +101,7 @@ class ForkServer:
         """``python -m`` with these arguments; text of both its outputs is in pipes, its input is empty."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         status, status_end = socket.socketpair()
-        told = {"arguments": ["-m", *arguments], "cwd": str(cwd), "env": dict(env), "ignored": []}
+        told = {"arguments": ["-m", *arguments], "cwd": str(cwd), "env": dict(env), "ignored": [], "inherited": []}
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
@@ -169,7 +171,7 @@ def _serve(held: socket.socket, door: socket.socket) -> None:
         if held in ready:
             os._exit(0)
         with door.accept()[0] as asked:
-            data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 4)
+            data, files, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 4 + _MOST_INHERITED)
         if not data:
             continue
         with contextlib.suppress(ChildProcessError):
@@ -211,13 +213,15 @@ def _prepare() -> None:
     gc.freeze()  # a collection would copy every page that it looks at
 
 
-def _wait_for_it(told: dict[str, Any], given: int, out: int, err: int, status: int) -> None:
+def _wait_for_it(told: dict[str, Any], given: int, out: int, err: int, status: int, *inherited: int) -> None:
     """Returns in the program."""
     program = os.fork()
     if not program:
         os.close(status)
-        _become(told, given, out, err)
+        _become(told, given, out, err, inherited)
         return
+    for number in inherited:
+        os.close(number)
     os.close(given)
     os.close(out)
     os.close(err)
@@ -237,14 +241,18 @@ def _wait_for_it(told: dict[str, Any], given: int, out: int, err: int, status: i
     os._exit(0)
 
 
-def _become(told: dict[str, Any], given: int, out: int, err: int) -> None:
+def _become(told: dict[str, Any], given: int, out: int, err: int, inherited: Sequence[int]) -> None:
     os.setsid()
+    kept = [fcntl.fcntl(number, fcntl.F_DUPFD, _APART) for number in inherited]
     for number in told["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(given, 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.closerange(3, max(given, out, err) + 1)
+    os.closerange(3, max(given, out, err, *inherited) + 1)
+    for number, place in zip(kept, told["inherited"], strict=True):
+        os.dup2(number, place)
+        os.close(number)
     os.chdir(told["cwd"])
     os.environ.clear()
     os.environ.update(told["env"])

@@ -1,8 +1,9 @@
 """``python`` for what runs beside the tests: our programs, and scripts, are forked from their server (forking.py).
 
-Started as ``relay.py DOOR PYTHON SEARCHED ARGUMENT...``. The program has this process's files, directory and
-environment; signals that come here go on to it, this process ends as it ends, and where this one is killed so is the
-program. Anything but our own programs, and those that look elsewhere for modules, is a real interpreter's.
+Started as ``relay.py DOOR PYTHON SEARCHED ARGUMENT...``. The program has this process's files, all that it inherited,
+directory and environment; signals that come here go on to it, this process ends as it ends, and where this one is
+killed so is the program. Anything but our own programs, and those that look elsewhere for modules, is a real
+interpreter's.
 """
 
 import json
@@ -16,9 +17,18 @@ _INHERITED = "ISLAND_STORE_FD"  # names a file that this process was given, and 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
 def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
     """The program's exit code; negative: the signal that ended it."""
     arguments = arguments[arguments[:1] == ["-u"] :]  # a forked program's output is not kept back
+    inherited = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and _is_open(number)]
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours = arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] in _OURS)
     forked = ours and searched.endswith(os.environ.get("PYTHONPATH", "")) and _INHERITED not in os.environ
@@ -26,10 +36,14 @@ def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
         os.execv(python, [python, *arguments])
     status, theirs = socket.socketpair()
     ignored = [int(number) for number in _PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
-    told = {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ), "ignored": ignored}
+    told = {
+        "arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ), "ignored": ignored, "inherited": inherited,
+    }  # fmt: skip
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    socket.send_fds(asked, [json.dumps(told).encode()], [0, 1, 2, theirs.fileno()])
+    socket.send_fds(asked, [json.dumps(told).encode()], [0, 1, 2, theirs.fileno(), *inherited])
     theirs.close()
+    for number in inherited:  # the program has them now
+        os.close(number)
     answers = status.makefile("rb", buffering=0)
     program = int(answers.readline())
     for number in set(_PASSED_ON) - set(ignored):
