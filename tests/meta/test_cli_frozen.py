@@ -18,7 +18,7 @@ COORDINATOR = """
 --host --port --token-file --tls-cert --tls-key --tls-ca-file --insecure --join-file --advertise
 --heartbeat --silence --bucket-size --bulk-threads
 --workers --worker-threads --min-workers --max-workers --numerics --grace --leases-ahead
---name --run-dir --checkpoint-every --keep-checkpoints --durability --resume
+--name --run-dir --checkpoint-every --checkpoint-time --keep-checkpoints --durability --resume
 --dashboard --no-dashboard --dashboard-address --tracker
 --loader-threads --loader-processes --prefetch-leaves
 --threads --loop --log --log-format --profile-memory --config

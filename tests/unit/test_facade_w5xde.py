@@ -292,7 +292,7 @@ def test_defaults_are_the_originals() -> None:
     job, config = server._job, server._config
     assert (job.batch_size, config.host, config.port, config.prefetch_leaves) == (16, "localhost", 5555, 1000)
     assert server._directory == Path("checkpoints")
-    assert server._interval_s == 300
+    assert config.checkpoint_time_s == 300
     assert job.step._criterion is class_loss  # type: ignore[union-attr]
     assert type(job.optimizer(model())) is torch.optim.Adam
     assert server.address == "localhost:5555"

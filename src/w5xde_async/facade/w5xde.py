@@ -170,7 +170,6 @@ class CentralServer:
         self.port = port  #: where it listens; with port 0, the one that was picked once it listens
         self.listening = threading.Event()  #: set while nodes can connect
         self._directory = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._interval_s = 60 * checkpoint_interval
         self._log: LogMode = log
         kwargs = dict(optimizer_kwargs or {})
         microbatch = None
@@ -208,6 +207,7 @@ class CentralServer:
             token=token,
             join_file=self._directory / "join" if secure and self._directory is not None else None,
             checkpoint_every=_BY_TIME_ALONE,
+            checkpoint_time_s=60 * checkpoint_interval,
             prefetch_leaves=queue_size,
             code_free=criterion is not None,
             resume=resume,
@@ -292,8 +292,6 @@ class CentralServer:
                 with self._lock:
                     if self._stopped:
                         coordinator.request_stop(self._stopped)
-                saving = asyncio.create_task(self._save_by_time(coordinator), name="checkpoint interval")
-                stack.callback(saving.cancel)
                 try:
                     return await coordinator.wait()
                 except asyncio.CancelledError:  # Ctrl-C
@@ -309,11 +307,6 @@ class CentralServer:
         host, port = (self._config.host, coordinator.port) if told is None else (told.host, told.port)
         joined = "" if told is None else f"W5XDE_JOIN_FILE={self._directory / 'join'}  " if self._directory else ""
         return f"{joined}TrainingNode(model, ('{host}', {port})).train()"
-
-    async def _save_by_time(self, coordinator: Coordinator) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            coordinator.request_checkpoint()
 
 
 class TrainingNode:

@@ -9,6 +9,7 @@ that led to it is on the disk too: its steps' lines of metrics.jsonl and, with a
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,12 +42,14 @@ class RunState(Protocol):
 class CheckpointPolicy:
     """Where checkpoints go, and how often.
 
-    ``store`` None: nothing is kept. ``every``: steps between two. ``before_save`` runs before one is written, and may
-    block. ``saved_step``: of the newest one that there is when the run starts; -1: none.
+    ``store`` None: nothing is kept. ``every``: steps between two; ``every_s``: seconds, where these are over first.
+    ``before_save`` runs before one is written, and may block. ``saved_step``: of the newest one that there is when the
+    run starts; -1: none.
     """
 
     store: CheckpointStore | None
     every: int
+    every_s: float = math.inf
     before_save: Callable[[], None] = lambda: None
     saved_step: int = -1
 
@@ -63,6 +66,7 @@ class Checkpointing:
         self.save_error: W5xdeError | None = None
         self._wanted = self._asked = False
         self._saved_step, self._saved_version = policy.saved_step, state.version
+        self._tried_at = clock()
         self._retry_at = self._remind_at = self._retry_s = 0.0  # after a failure
         self._saving: asyncio.Task[None] | None = None
 
@@ -72,10 +76,12 @@ class Checkpointing:
 
     def on_commit(self, commit: Commit, tasks: asyncio.TaskGroup) -> None:
         """Runs before anything else can touch the parameters: what is submitted to their thread sees this version."""
-        due = self._wanted or commit.passes(self._policy.every) or self._again()
+        late = self._clock() >= self._tried_at + self._policy.every_s
+        due = self._wanted or late or commit.passes(self._policy.every) or self._again()
         if due and self._policy.store is not None:
             self._wanted = self._saving is not None and not self._saving.done()
             if not self._wanted:
+                self._tried_at = self._clock()
                 asked, self._asked = self._asked, False
                 saving = self._save(
                     self._policy.store, commit.step, self._copy(commit.step), self._rotate(commit.step), asked=asked

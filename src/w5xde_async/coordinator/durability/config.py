@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w5xde_async.config import YES_OR_NO, Config, one_of, setting, text, whole
+from w5xde_async.config import TIME, YES_OR_NO, Config, one_of, setting, text, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,10 @@ class DurabilityConfig(Config):
     """
 
     checkpoint_every: int = setting(500, "steps between checkpoints; the end always writes one", whole(1), "files")
+    checkpoint_time_s: float = setting(
+        600.0, "longest time between them: one is written after the next step", TIME, "files", flag="checkpoint_time",
+        shown="10m",
+    )  # fmt: skip
     keep_checkpoints: int = setting(3, "how many are kept", whole(1), "files")
     durability: str = setting(
         "checkpoint", "what a crash goes back to: the newest checkpoint, or, with a journal of every step, nothing",

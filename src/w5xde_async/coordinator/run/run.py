@@ -103,7 +103,7 @@ class Run:
         )  # fmt: skip
         self._policy = CheckpointPolicy(
             store=None if files is None else files.checkpoints, every=config.checkpoint_every,
-            before_save=self._hooks.before_save, saved_step=resume.saved_step,
+            every_s=config.checkpoint_time_s, before_save=self._hooks.before_save, saved_step=resume.saved_step,
         )  # fmt: skip
         self.training = self._begin(History(step=resume.step, samples=resume.samples, loss=resume.loss))
         self.checkpointing = self._checkpointing()
