@@ -17,6 +17,7 @@ the heads of one rank) is refused by the parameter's name.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import struct
 import time
@@ -55,6 +56,8 @@ from w5xde_async.plan.shares import Share, leaves_of
 from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
 from w5xde_async.users_code import is_interrupt
+
+logger = logging.getLogger(__name__)
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
 """Divides a model, whose parameters are on the meta device, over a mesh with named axes; it may return another."""
@@ -125,6 +128,7 @@ class ComposedEngine:
         self._boxes = {entry: one for entry, one in box.items() if self.layout.entries[entry].role != "frozen"}
         self._apart = {entry for entry in self._boxes if self._turns > 1 and entry not in self._gathered}
         self._spare: list[_Sums] = []
+        self._told_of_failure = False
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -348,6 +352,12 @@ class ComposedEngine:
         """Raises what is none of the job's doing, and LoneLeafError where the others compute other leaves."""
         if is_interrupt(error) or isinstance(error, UsageError):
             raise error
+        if not self._told_of_failure:
+            self._told_of_failure = True
+            logger.warning(
+                "a leaf failed under %s: where the model takes its number of heads or features from a constant, it has "
+                "to take that from the tensor, or Job.parallelize says what is split (docs/islands.md)", self.numerics,
+            )  # fmt: skip
         if self._turns > 1:
             raise LoneLeafError(leaf, error) from error
         self._drop_gradients()

@@ -138,8 +138,9 @@ class WorkerSettings(Program):
     )  # fmt: skip
     island: str | None = setting(
         None, "compute with several processes or devices as one worker: dp=N (each has leaves of its own), fsdp=N "
-        "(each holds a part of every layer), pp=N (each holds some of the layers), or auto: what the model's size and "
-        "this machine's devices ask for", text("dp=N, fsdp=N, pp=N or auto", "SHAPE"), "machine", shown="one device",
+        "(each holds a part of every layer), pp=N (each holds some of the layers), tp=N (each computes a part of large "
+        "layers), fsdp=N,tp=M, dp=N,tp=M, dp=N,pp=M, or auto: what the model's size and this machine's devices ask for",
+        text("dp=N, fsdp=N, pp=N, tp=N, two of them, or auto", "SHAPE"), "machine", shown="one device",
     )  # fmt: skip
     island_member: str | None = setting(
         None, "the same, as one rank: the coordinator brings those together that say the same shape, from any machines",
