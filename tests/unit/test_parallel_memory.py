@@ -17,9 +17,12 @@ from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.job import Job
+from w5xde_async.parallel.building import island_engine
 from w5xde_async.parallel.fsdp import FsdpEngine
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
+from w5xde_async.parallel.shape import IslandShape
+from w5xde_async.plan.footprint import Activations, Model, tp
 from w5xde_async.worker.executors.island import sum_across
 from w5xde_async.worker.executors.published import Published
 from w5xde_async.worker.executors.replicas import SteppingReplica
@@ -117,13 +120,49 @@ def _walk(group: Group, job: Job) -> None:
     engine.close()
 
 
-CASES: dict[str, islands.Case] = {"peak": _peak, "steps": _steps}
+def _split(group: Group) -> None:
+    """Tensor parallel: of every layer a half, as it comes in and as it is computed with; its gradient, a sum of each of
+    two leaves, and the result."""
+    shape = IslandShape("tp", group.size)
+
+    def walk(job: Job) -> None:
+        engine = island_engine(shape, job, LeafSpec.of(job), group)
+        for bucket in engine.layout.buckets:
+            for place in engine.incoming(bucket.index):
+                place[:] = bytes(len(place))
+        engine.load([bucket.index for bucket in engine.layout.buckets])
+        wanted = islands.task(island_jobs.batches(job, (1, 1)), (1, 1), [0, 1])
+        for _ in range(2):
+            engine.release(engine.compute(wanted, lambda bucket, pieces: None).vectors)
+        engine.close()
+
+    walk(island_jobs.mlp())
+    before = forget_peak()
+    walk(_job())
+    model = Model(
+        parameters=_MODEL, gradients=_MODEL, native=0, largest_unit=0, optimizer=0, activations=Activations(0, 0),
+        microbatch=0, microbatches=1, step=0,
+    )  # fmt: skip
+    expected = tp(model, group.size, (_MODEL, _MODEL), Activations(0, 0))[0].together
+    _compare(group, "split", peak_bytes() - before, expected)
+
+
+CASES: dict[str, islands.Case] = {"peak": _peak, "steps": _steps, "split": _split}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_rank_holds_its_shards_and_a_unit(tmp_path: Path) -> None:
     islands.run(
-        "tests.unit.test_parallel_memory", 2, tmp_path, timeout_s=170, W5XDE_TEST_FIGURES=str(tmp_path),
-        MALLOC_MMAP_THRESHOLD_="4194304",  # a freed unit goes back to the system
+        "tests.unit.test_parallel_memory", 2, tmp_path, ("peak", "steps"), timeout_s=170,
+        W5XDE_TEST_FIGURES=str(tmp_path), MALLOC_MMAP_THRESHOLD_="4194304",  # a freed unit goes back to the system
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_a_tensor_parallel_rank_takes_what_the_arithmetic_says(tmp_path: Path) -> None:
+    islands.run(
+        "tests.unit.test_parallel_memory", 2, tmp_path, ("split",), timeout_s=90, W5XDE_TEST_FIGURES=str(tmp_path),
+        MALLOC_MMAP_THRESHOLD_="1048576",  # half of a layer
     )  # fmt: skip

@@ -211,6 +211,25 @@ def _of_the_job(group: Group) -> None:
         _built("tp", given, group, checkpoint_activations=True)
 
 
+def _as_torchtitan_does(group: Group) -> None:
+    """Four ranks: layers split, checkpointed, compiled and fully sharded."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        for number, layer in enumerate(model.layers):
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            wrapped = checkpoint_wrapper(layer)
+            wrapped.compile(backend="eager")
+            fully_shard(wrapped, mesh=mesh["fsdp"])
+            model.layers[number] = wrapped
+        fully_shard(model, mesh=mesh["fsdp"], ignored_params={model.scale})
+
+    given = job(model=lambda: Model(dropout=0.0), parallelize=parallelize)
+    together = _built("fsdp,tp", given, group)
+    assert together.engine.numerics.startswith("fsdp=2,tp=2 of the job ")
+    _near(given, together, (4, 4, 4), (4,))
+
+
 def _of_the_job_fully_sharded(group: Group) -> None:
     def parallelize(model: nn.Module, mesh: Any) -> None:
         assert isinstance(model, Model)
@@ -367,7 +386,11 @@ def _pipelines(group: Group) -> None:
                 island_engine(IslandShape.parse(text), given, LeafSpec.of(given), group)
 
 
-FOUR: dict[str, islands.Case] = {"products": _products, "pipelines": _pipelines}
+FOUR: dict[str, islands.Case] = {
+    "as torchtitan does": _as_torchtitan_does,
+    "products": _products,
+    "pipelines": _pipelines,
+}
 FAST = tuple(CASES)
 CASES |= FOUR
 
