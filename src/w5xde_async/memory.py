@@ -11,6 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -161,19 +162,25 @@ class Survey(Measured):
         self._atoms: Atoms | NotTraceable | None = None
 
     def tensor_parallel(self, ranks: int) -> list[Need] | str:
-        from w5xde_async.parallel.tensor_plan import part_of
+        from w5xde_async.parallel.tensor_plan import part_of, plan_of
 
         if self.job.parallelize is not None:
             return "Job.parallelize says what is split, and to ranks alone"
+        found: list[Activations] = []
+
+        def computes(part: nn.Module) -> bool:
+            with suppress(JobError):  # it takes sizes from constants
+                found.append(activations_of(part, step_function(self.job), self._batch, self.precision))
+            return bool(found)
+
         try:
-            part, names = part_of(self._model, ranks)
+            plan = plan_of(self._model, ranks, computes)
         except UsageError as error:
             return str(error)
-        try:
-            activations = activations_of(part, step_function(self.job), self._batch, self.precision)
-        except JobError:  # it takes sizes from constants
-            return f"the step does not run with 1/{ranks} of the heads and features: see docs/islands.md"
-        return self._split(ranks, names, activations)
+        part, names = part_of(self._model, ranks, plan)
+        if not found and not computes(part):
+            return f"the step does not run with 1/{ranks} of the heads and features that the model's _tp_plan splits"
+        return self._split(ranks, names, found[-1])
 
     def atoms(self) -> Atoms | NotTraceable:
         if self._atoms is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -225,9 +225,14 @@ def test_what_cannot_be_cut_says_so() -> None:
             out: Tensor = self.down(self.up(x).view(-1, 4, 16).flatten(1))
             return out
 
+    class Declaring(Counting):
+        _tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
+
     counting = Survey(replace(jobs.mlp_adamw(), model=Counting))
     said = [str(row.need) for row in counting.rows([Island("tp", 2), Island.parse("fsdp=2,tp=2")])]
-    assert "does not run with 1/2 of the heads and features" in said[-2]
+    assert "Need(" in said[-2]
+    counting = Survey(replace(jobs.mlp_adamw(), model=Declaring))
+    assert "that the model's _tp_plan splits" in str(list(counting.rows([Island("tp", 2)]))[-1].need)
     assert "not known of a product: see fsdp and tp" in said[-1]
     survey = Survey(_job(Branching, 16))
     assert "parts at most, not 50" in str(list(survey.rows([Island("pp", 50)]))[-1].need)

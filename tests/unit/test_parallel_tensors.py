@@ -323,6 +323,30 @@ def _programs(group: Group) -> None:
     together.engine.close()
 
 
+class Counted(Heads):
+    """Knows how many heads it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(*x.shape[:2], heads, self.head).transpose(1, 2) for part, heads in
+                   ((self.q_proj, 4), (self.k_proj, 2), (self.v_proj, 2)))  # fmt: skip
+        attended = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+def _heads_of_a_constant(group: Group) -> None:
+    """Attention that cannot have fewer heads is split layer by layer."""
+
+    def make() -> nn.Module:
+        model = Model()
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.attention = Counted(32, 8)
+        return model
+
+    _near(job(model=make), _built("tp", job(model=make), group), (4, 4))
+
+
 def _untied(make: Any) -> nn.Module:
     model: nn.Module = make()
     model.head = nn.Linear(32, 256, bias=False)
@@ -359,6 +383,7 @@ CASES: dict[str, islands.Case] = {
     "of the job": _of_the_job, "fully sharded by the job": _of_the_job_fully_sharded,
     "what a job may not do": _what_the_job_may_not_do, "checkpoints": _checkpoints, "half precision": _half,
     "declared": _declared, "programs": _programs,
+    "heads of a constant": _heads_of_a_constant,
 }  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from w5xde_async.compute.block import LeafSpec
 from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.program_job import ProgramJob
-from w5xde_async.errors import LocalError, UsageError
-from w5xde_async.job import Job, made_by
+from w5xde_async.errors import JobError, LocalError, UsageError
+from w5xde_async.job import Job, made_by, step_function
 from w5xde_async.parallel.agreement import fingerprint_of, require_alike
 from w5xde_async.parallel.data_parallel import DataParallelEngine
 from w5xde_async.parallel.engine import IslandEngine, Traced
@@ -145,10 +145,11 @@ def _composed(
     from w5xde_async.parallel.recomputing import checkpoint_units
     from w5xde_async.parallel.replica import replica_of
     from w5xde_async.parallel.split_program import split_program
-    from w5xde_async.parallel.tensor_plan import parallelized
+    from w5xde_async.parallel.tensor_plan import parallelized, plan_of
 
     axes = shape.axes
     divide: Callable[..., Any] = parallelized
+    parts: list[tuple[str, str]] = []
     if isinstance(source, Traced):
         if "fsdp" in axes or checkpoint:
             what = "--checkpoint-activations with tp" if checkpoint else f"--island {shape}"
@@ -158,9 +159,13 @@ def _composed(
         raise UsageError("a job that divides its model itself (Job.parallelize) checkpoints activations itself, too")
     else:
         replica = replica_of(source, bucket_bytes)
+        if source.parallelize is None:
+            plan = plan_of(replica.model, axes["tp"], partial(_computes, source, spec))
+            parts = [(name, type(style).__name__) for name, style in plan.items()]
+            divide = partial(parallelized, plan=plan)
         if checkpoint:
             checkpoint_units(replica.units)
-    alike(replica.layout)
+    alike(replica.layout, *parts)
     mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if "dp" in axes:
         mesh = mesh[tuple(axis for axis in axes if axis != "dp")]
@@ -170,6 +175,24 @@ def _composed(
     elif source.parallelize is not None:
         words, divide = f"{words} of the job", partial(_by_job, source.parallelize)
     return ComposedEngine(replica, divide, spec, group, mesh, words=words, clock=clock)
+
+
+def _computes(job: Job, spec: LeafSpec, part: nn.Module) -> bool:
+    """Whether the step runs with a part of the model, as far as that can be found without memory. Where the job's data
+    is not, names alone decide."""
+    from w5xde_async.compute.footprint import activations_of
+    from w5xde_async.compute.program.tracing import probe_batches
+
+    try:
+        with users_code():
+            (batch,) = probe_batches(job, [spec.microbatch_samples])
+    except Exception:
+        return True
+    try:
+        activations_of(part, step_function(job), batch, spec.precision)
+    except JobError:
+        return False
+    return True
 
 
 def _by_job(parallelize: Callable[..., Any], model: nn.Module, mesh: Any) -> Any:

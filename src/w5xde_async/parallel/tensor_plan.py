@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.replica import units_of
 
+_Pairs = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
 #: Of attention: queries, keys, values, and what follows. Between them lie heads, of which each rank computes some.
-_ATTENTION = (
+_ATTENTION: _Pairs = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj")),
     (("query", "key", "value"), ("out",)),
     (("wq", "wk", "wv"), ("wo",)),
     (("q", "k", "v"), ("o", "out")),
 )
 #: Of feed-forward layers. Between them lie features.
-_FEED_FORWARD = (
+_FEED_FORWARD: _Pairs = (
     (("gate_proj", "up_proj"), ("down_proj",)),
     (("up_proj",), ("down_proj",)),
     (("gate", "up"), ("down",)),
@@ -66,14 +67,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def parallelized(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | None = None) -> nn.Module:
     """Split a model's layers over the axis ``tp``, in place, and its units fully over ``fsdp``, where there is that.
 
-    Raises UsageError for a model in which nothing can be split.
+    ``plan``: what ``plan_of`` has found. Raises UsageError for a model in which nothing can be split.
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
-        _split(model, mesh["tp"])
+        _split(model, mesh["tp"], plan_of(model, mesh["tp"].size()) if plan is None else plan)
     if "fsdp" in names:
         whole: set[nn.Parameter] = {p for p in model.parameters() if not p.dim() or not p.numel()}
         for module in (*units_of(model), model):
@@ -81,25 +82,36 @@ def parallelized(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def plan_of(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
-    """Styles by module name: declared, or inferred. Raises UsageError where there are none."""
+def plan_of(
+    model: nn.Module, ranks: int, computes: Callable[[nn.Module], bool] = lambda part: True
+) -> dict[str, ParallelStyle]:
+    """Styles by module name: declared, or inferred. ``model`` is on the meta device.
+
+    ``computes``: whether the step runs with one rank's part of a model. A model that takes its number of heads from a
+    constant does not; then the layers of attention are split each by itself, or those of all pairs.
+
+    Raises UsageError where there is nothing to split.
+    """
     declared = _declared(model)
-    plan = inferred(model, ranks) if declared is None else declared
-    if not plan:
+    if declared:
+        return declared
+    plans = [inferred(model, ranks, pairs) for pairs in ((*_ATTENTION, *_FEED_FORWARD), _FEED_FORWARD, ())]
+    if not plans[0]:
         raise UsageError(
             f"no layer of {type(model).__name__} can be split over {ranks} ranks: tp needs linear layers or "
             "embeddings whose sizes the number of ranks divides; use fsdp, or say in Job.parallelize what is split"
         )
-    return plan
+    # Where none computes it is not for the split: such a step needs values.
+    return next((plan for plan in plans if computes(part_of(model, ranks, plan)[0])), plans[0])
 
 
-def part_of(model: nn.Module, ranks: int) -> tuple[nn.Module, set[str]]:
+def part_of(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> tuple[nn.Module, set[str]]:
     """What one rank computes of a model without memory, a copy, with no exchange; and which parameters are split.
 
     Layers that are gathered stay whole: what they give is.
     """
     part, names = copy.deepcopy(model), set[str]()
-    for path, chosen in plan_of(model, ranks).items():
+    for path, chosen in plan.items():
         layer: Any = part.get_submodule(path)
         style: Any = chosen
         names |= {f"{path}.{name}" for name, _ in layer.named_parameters()}
@@ -118,8 +130,7 @@ def _on_meta(like: Tensor, *shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)
 
 
-def _split(model: nn.Module, mesh: DeviceMesh) -> None:
-    plan = plan_of(model, mesh.size())
+def _split(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -131,8 +142,8 @@ def _split(model: nn.Module, mesh: DeviceMesh) -> None:
             module._parameters[name] = owner._parameters[own]
 
 
-def inferred(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
-    """Styles by module name. Pairs are taken only where every layer of theirs can be split."""
+def inferred(model: nn.Module, ranks: int, pairs: _Pairs) -> dict[str, ParallelStyle]:
+    """Styles by module name. ``pairs`` are taken only where every layer of theirs can be split."""
     plan: dict[str, ParallelStyle] = {}
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -145,7 +156,7 @@ def inferred(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
 
     for path, module in model.named_modules():
         linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-        for columns, row in _pairs(linear):
+        for columns, row in _pairs(linear, pairs):
             if any(uses[id(linear[name].weight)] > 1 or f"{path}.{name}" in plan for name in (*columns, row)):
                 continue
             if linear[columns[0]].out_features != linear[row].in_features:
@@ -173,10 +184,10 @@ def inferred(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _pairs(linear: Mapping[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _pairs(linear: Mapping[str, nn.Linear], pairs: _Pairs) -> Iterator[tuple[tuple[str, ...], str]]:
     """The layers of one module that belong together, each once."""
     taken: set[str] = set()
-    for columns, rows in (*_ATTENTION, *_FEED_FORWARD):
+    for columns, rows in pairs:
         row = next((name for name in rows if name in linear), None)
         if row is not None and all(name in linear for name in columns) and taken.isdisjoint((*columns, row)):
             taken.update((*columns, row))
