@@ -18,7 +18,7 @@ from tests.support.events import FINISHED, STARTED, committed, joined, left, rep
 
 from w5xde_async.telemetry.dashboard.feed import Feed, sse
 from w5xde_async.telemetry.dashboard.server import Dashboard
-from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View, recorded_rows
+from w5xde_async.telemetry.dashboard.view import SERIES, LogHandler, View, recorded
 from w5xde_async.telemetry.events import (
     Audited,
     CheckpointSaved,
@@ -245,12 +245,12 @@ def test_a_resumed_run_shows_what_was_before(tmp_path: Path):
         for n in range(1, 9)
     ]
     path.write_text("".join(map(to_line, lines)) + '{"event": "step_comm')
-    rows = list(recorded_rows(path, 5))
+    rows: list[Any] = list(recorded(path, 5))
     assert [row[0] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[0] == (1, 101.0, 1, 1, 1, 20.0, 1, None)
     assert rows[1][2] is None  # nan
-    assert [row[0] for row in recorded_rows(path, 9, most_bytes=len(to_line(lines[-1])) + 30)] == [8]
-    assert list(recorded_rows(tmp_path / "absent", 5)) == []
+    assert [row[0] for row in recorded(path, 9, most_bytes=len(to_line(lines[-1])) + 30)] == [8]
+    assert list(recorded(tmp_path / "absent", 5)) == []
     view, wall = view_of()
     view.recall(rows)
     view(replace(STARTED, resumed_step=5))
@@ -258,6 +258,28 @@ def test_a_resumed_run_shows_what_was_before(tmp_path: Path):
     view(committed(6))
     view.update()
     assert [row[0] for row in view.snapshot()["series"]["rows"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_shows_its_evaluations_too(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    told = [
+        Evaluated(step=2, metrics={"val_loss": 1.0, "f1": float("nan")}, seconds=0.5, best=True),
+        Evaluated(step=4, metrics={"val_loss": 2.0}, seconds=0.5),
+        Evaluated(step=6, metrics={"val_loss": 3.0}, seconds=0.5),
+    ]
+    strange = [{"event": "evaluated", "step": 3}, {"event": "evaluated", "step": 3, "metrics": 1, "seconds": 1}]
+    old = {"event": "evaluated", "step": 3, "metrics": {"f1": "inf"}, "seconds": 1}  # without best
+    path.write_text("".join(map(to_line, [*map(to_record, told), *strange, old, {"event": "evaluated", "step": "x"}])))
+    view, _ = view_of()
+    view.recall(recorded(path, 5))
+    view(replace(STARTED, resumed_step=5))
+    assert view.snapshot()["evaluations"] == [
+        {"step": 2, "metrics": {"val_loss": 1.0, "f1": "nan"}, "seconds": 0.5, "best": True},
+        {"step": 4, "metrics": {"val_loss": 2.0}, "seconds": 0.5, "best": False},
+        {"step": 3, "metrics": {"f1": "inf"}, "seconds": 1, "best": False},
+    ]
+    view(committed(6, metrics={"accuracy": 0.5}))
+    assert status_of(view)["metrics"] == {"accuracy": 0.5}
 
 
 # -- the feed

@@ -15,7 +15,7 @@ from w5xde_async.telemetry.metrics import Metrics
 
 EVENTS = [
     replace(STARTED, durability="journal"), joined("a"), joined("b"), committed(1, seconds=0.02),
-    committed(2, seconds=3.0, skipped=True, staleness=1.5),
+    committed(2, seconds=3.0, skipped=True, staleness=1.5, metrics={"accuracy": 0.25}),
     Evaluated(step=2, metrics={"accuracy": 0.5}, seconds=0.1),
     CheckpointSaved(step=2, path="p", nbytes=77, pause_s=0.1, seconds=0.2),
     CheckpointFailed(step=3, reason="full"), JournalFailed(step=3, reason="full", seconds=1.0),
@@ -38,6 +38,17 @@ def filled() -> Metrics:
 def values(of: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(of.text().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_what_the_step_returned():
+    made = Metrics()
+    made(STARTED)
+    assert ("w5xde_step_metric", (("metric", "accuracy"),)) not in values(made)
+    made(committed(1, metrics={"accuracy": 0.5, "only once": 1.0}))
+    made(committed(2, metrics={"accuracy": 0.75}))
+    found = values(made)
+    assert found["w5xde_step_metric", (("metric", "accuracy"),)] == 0.75
+    assert ("w5xde_step_metric", (("metric", "only once"),)) not in found
 
 
 def test_figures():

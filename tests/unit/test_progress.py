@@ -17,6 +17,7 @@ from w5xde_async.errors import UsageError
 from w5xde_async.job import ENDLESS, shown_end
 from w5xde_async.telemetry.events import (
     BatchGrown,
+    Best,
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
@@ -448,3 +449,40 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_share_and_no_estimate(ter
     text += shown(replace(FINISHED, outcome="stopped", total_steps=0))
     for word in ("ETA", "/0", "of 0", "1,000,000,000"):
         assert word not in text
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (140, "step 7/1,000 · loss 0.5000 · accuracy 0.9712 · f1 0.5000 · recall 1.500e-05 · - samples/s · 2 workers"),
+        (80, "| 7/1,000 · loss 0.5000 · accuracy 0.9712 · -/s · 2 w"),
+        (72, "| 7/1,000 · loss 0.5000 · accuracy 0.9712 · -/s · ETA -"),
+        (62, "  1% | 7/1,000 · loss 0.5000 · accuracy 0.9712 · -/s · ETA -"),
+        (60, "| 7/1,000 · loss 0.5000 · -/s · 2 w"),
+        (44, "7/1,000 · loss 0.5000"),
+    ],
+)
+def test_what_the_step_returns_stands_beside_the_bar_as_far_as_there_is_room(columns: int, shown: str) -> None:
+    metrics = {"accuracy": 0.9712, "f1": 0.5, "recall": 1.5e-5, "a fourth": 1.0}
+    text = Shown(terminal=True, columns=columns, color=False)(START, step(7, metrics=metrics))
+    assert shown.removeprefix("step ") in text
+    assert max(len(line.rstrip()) for line in text.rpartition("\n")[2].split("\r")) < columns
+    assert "a fourth" not in text
+
+
+def test_off_a_terminal_and_in_verbose_mode_they_are_in_the_line() -> None:
+    metrics = {"accuracy": 0.9712, "bad\x1b[2J": float("nan")}
+    assert "loss 0.5000 · accuracy 0.9712 · bad\N{REPLACEMENT CHARACTER}[2J nan · - samples/s" in Shown()(
+        START, step(7, metrics=metrics)
+    )
+    assert "step 7  loss 0.5000  accuracy 0.9712  bad" in Shown(mode="verbose")(START, step(7, metrics=metrics))
+
+
+def test_the_best_evaluation_is_said_at_once_and_at_the_end() -> None:
+    shown = Shown()
+    shown(START)
+    best = Evaluated(step=5, metrics={"acc": 0.5}, seconds=1.2, best=True)
+    assert shown(best) == "* step 5 evaluated: acc 0.5000 (1.2 s) · the best so far\n"
+    kept = Best(metric="acc", value=0.5, step=5, path="runs/digits/best.safetensors")
+    ended = shown(replace(FINISHED, best=kept))
+    assert "  best       acc 0.5000 at step 5 · runs/digits/best.safetensors\n" in ended

@@ -178,6 +178,12 @@ class Metrics(Collector):
                 yield _gauge("staleness_versions", "How old the last step's results were, in versions.", step.staleness)
             if step.gradient_norm is not None:
                 yield _gauge("gradient_norm", "Norm of the last step's gradient.", step.gradient_norm)
+            told = GaugeMetricFamily(
+                f"{_PREFIX}step_metric", "What the job's step returned, of the last step.", labels=["metric"]
+            )
+            for name, value in step.metrics.items():
+                told.add_metric([name], value)
+            yield told
         evaluated = GaugeMetricFamily(f"{_PREFIX}evaluation", "What the last evaluation found.", labels=["metric"])
         for name, value in self._evaluated.items():
             evaluated.add_metric([name], value)

@@ -31,6 +31,15 @@ _ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHAR
 #: What is shown in silent mode too, as is a run that fails.
 _ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined)
 _RATE_MEMORY_S = 10.0
+_MOST_METRICS = 3  # of the job's step, in a line
+_BAR, _SHARE = 16, 7  # columns that a bar takes, and the share alone
+#: What stands beside the bar, the first that there is room for: how terse, with how many metrics of the job's step, and
+#: the columns that are left.
+_FORMS = ((0, 0, _BAR), (1, 0, _BAR), (2, 0, _BAR), (3, 0, _BAR))
+_FORMS_OF_METRICS = (
+    (0, _MOST_METRICS, _BAR), (1, _MOST_METRICS, _BAR), (0, 1, _BAR), (1, 1, _BAR), (2, 1, _BAR), (2, 1, _SHARE),
+    *_FORMS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +171,7 @@ class Progress:
             self._draw()
         elif not self._json:
             share = f" ({100 * event.step // self._total_steps} %)" if self._total_steps else ""
-            self._screen.write(f"step {self._done(event.step)}{share} · {self._status(0)}")
+            self._screen.write(f"step {self._done(event.step)}{share} · {self._status(0, _MOST_METRICS)}")
         elif self._config.mode != "verbose":
             self._screen.write(self._dated(event))
 
@@ -170,9 +179,11 @@ class Progress:
         event = self._last
         step = event.step if event else self._first_step
         done = self._done(step)
-        self._screen.draw(
-            step, [f"{done} · {self._status(terse)}" if event else self._idle(done) for terse in range(4)]
-        )
+        if event is None:
+            self._screen.draw(step, [(self._idle(done), _BAR)])
+            return
+        forms = _FORMS_OF_METRICS if event.metrics else _FORMS
+        self._screen.draw(step, [(f"{done} · {self._status(*form)}", room) for *form, room in forms])
 
     def _done(self, step: int) -> str:
         return f"{step:,}/{self._total_steps:,}" if self._total_steps else f"{step:,}"
@@ -180,7 +191,7 @@ class Progress:
     def _idle(self, done: str) -> str:
         return f"{done} · waiting: {wording.clean(self._waiting, limit=60)}" if self._waiting else done
 
-    def _status(self, terse: int) -> str:
+    def _status(self, terse: int, metrics: int) -> str:
         assert self._last is not None
         return wording.status(
             self._last,
@@ -189,6 +200,7 @@ class Progress:
             waiting=self._waiting,
             num_workers=self._num_workers,
             terse=terse,
+            metrics=metrics,
         )
 
     # --- everything else
@@ -314,17 +326,19 @@ class _Screen:
         if self._bar is not None:
             self._bar.total = total or None
 
-    def draw(self, step: int, texts: list[str]) -> None:
-        """Move the bar; the first of ``texts`` that leaves room for a bar stands beside it."""
+    def draw(self, step: int, texts: list[tuple[str, int]]) -> None:
+        """Move the bar; the first of ``texts`` that leaves so many columns, or the last, stands beside it."""
         if self._bar is None:
             return
         columns = self._columns() - 1  # a full last column makes some terminals wrap
-        text = next((text for text in texts if len(text) + 16 <= columns), texts[-1])
+        text = next((text for text, room in texts if len(text) + room <= columns), texts[-1][0])
         width = min(columns - len(text) - 8, 40) if self._bar.total else 0  # nothing is a share of no end
         with _LOCK:
             self._bar.n = step
             self._bar.ncols = columns
-            self._bar.bar_format = f"{{percentage:3.0f}}% |{{bar:{width}}}| {{desc}}" if width >= 4 else "{desc}"
+            bar = f"{{bar:{width}}}|" if width >= 4 else ""
+            shares = self._bar.total and len(text) + _SHARE <= columns
+            self._bar.bar_format = f"{{percentage:3.0f}}% |{bar} {{desc}}" if shares else "{desc}"
             self._bar.set_description_str(self._encodable(text), refresh=False)
             self._bar.refresh()
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import islice
 from operator import add
 
 from w5xde_async.telemetry import events
@@ -208,10 +209,15 @@ def status(
     waiting: str,
     num_workers: int,
     terse: int,
+    metrics: int = 0,
 ) -> str:
-    """The figures beside the bar; each ``terse`` level above 0 is shorter and says less."""
+    """The figures beside the bar; each ``terse`` level above 0 is shorter and says less.
+
+    ``metrics``: how many of those that the job's step returns are among them.
+    """
     wide = terse == 0
-    parts = [f"loss {_value(event.loss)}"]
+    shown = dict(islice(event.metrics.items(), metrics))
+    parts = [f"loss {_value(event.loss)}", *(_metrics({name: value}) for name, value in shown.items())]
     if waiting:
         return _SEPARATOR.join([*parts, f"waiting: {clean(waiting, limit=60)}"])
     rate = "-" if samples_per_s is None else short(samples_per_s)
@@ -229,7 +235,8 @@ def phases(event: StepCommitted, paint: Paint) -> str:
     norm = "" if event.gradient_norm is None else f"  |g| {event.gradient_norm:.3g}"
     traffic = f"out {size(event.bytes_sent)}  in {size(event.bytes_received)}"
     skipped = f"  skipped (scale {event.loss_scale:g})" if event.skipped else ""
-    text = f"step {event.step:,}  loss {_value(event.loss)}  lr {event.learning_rate:.3g}{norm}"
+    metrics = "".join(f"  {_metrics({name: value})}" for name, value in event.metrics.items())
+    text = f"step {event.step:,}  loss {_value(event.loss)}{metrics}  lr {event.learning_rate:.3g}{norm}"
     return paint("dim", f"{text}  {brief(event.seconds)}: {spent}  {traffic}{skipped}")
 
 

@@ -21,7 +21,7 @@ from w5xde_async.net.endpoint import DASHBOARD_PORT, parse_address
 from w5xde_async.net.join import write_private_line
 from w5xde_async.net.own_addresses import advertised, own_addresses
 from w5xde_async.net.tls import is_loopback
-from w5xde_async.telemetry.events import Bus, Warned
+from w5xde_async.telemetry.events import Bus, Evaluated, Warned
 from w5xde_async.telemetry.links import LINK_FILE, DashboardLink
 from w5xde_async.telemetry.trackers import Tracking
 
@@ -110,7 +110,7 @@ class Outputs:
             self._notes.append(f"no dashboard: {error.name} is not installed (pip install 'w5xde-async[dashboard]')")
             return
         from w5xde_async.telemetry.dashboard.server import Dashboard
-        from w5xde_async.telemetry.dashboard.view import LogHandler, View, recorded_rows
+        from w5xde_async.telemetry.dashboard.view import LogHandler, View, recorded
         from w5xde_async.telemetry.metrics import Metrics
 
         local = is_loopback(host)
@@ -120,7 +120,11 @@ class Outputs:
         view, metrics = View(settings), Metrics()
         if resumed_step and self._run_path is not None:
             path = self._run_path / "metrics.jsonl"
-            view.recall(await loop.run_in_executor(None, lambda: list(recorded_rows(path, resumed_step))))
+            known = await loop.run_in_executor(None, lambda: list(recorded(path, resumed_step)))
+            view.recall(known)
+            for evaluated in known:
+                if isinstance(evaluated, Evaluated):
+                    metrics(evaluated)
         if self._advertise:
             shown = advertised(self._advertise)[0][0]
         else:

@@ -84,10 +84,13 @@ class View:
         self._seconds = self._step_s = 0.0
         self._in_vain = self._in_vain_before = self._leaves = self._leaves_before = 0
 
-    def recall(self, rows: Iterable[Row]) -> None:
-        """What the run had come to before it was resumed (``recorded_rows``); before the first event."""
-        for row in rows:
-            self._series.append(row)
+    def recall(self, records: Iterable[Row | events.Evaluated]) -> None:
+        """What the run had come to before it was resumed (``recorded``); before the first event."""
+        for record in records:
+            if isinstance(record, events.Evaluated):
+                self._evaluations.append(plain_fields(record))
+            else:
+                self._series.append(record)
 
     # -- in ------------------------------------------------------------------------------------------------
 
@@ -332,15 +335,25 @@ class LogHandler(logging.Handler):
             self.handleError(record)
 
 
-def recorded_rows(path: Path, resumed_step: int, *, most_bytes: int = _MOST_BYTES) -> Iterator[Row]:
-    """A row of ``SERIES`` for each step of ``metrics.jsonl`` up to ``resumed_step``.
+def recorded(
+    path: Path, resumed_step: int, *, most_bytes: int = _MOST_BYTES
+) -> Iterator[Row | events.Evaluated]:  # fmt: skip
+    """Of ``metrics.jsonl`` up to ``resumed_step``: a row of ``SERIES`` for each step, and the evaluations.
 
     Blocking; never raises for the file's sake.
     """
     with suppress(OSError):
         for record in read_records(path, last_bytes=most_bytes):
-            with suppress(ValueError, KeyError, TypeError):  # a record that is not ours
-                if record["event"] == "step_committed" and record["step"] <= resumed_step:
+            with suppress(ValueError, KeyError, TypeError, AttributeError):  # a record that is not ours
+                if record["step"] > resumed_step:
+                    continue
+                if record["event"] == "evaluated":
+                    metrics = {str(name): number(value) for name, value in record["metrics"].items()}
+                    yield events.Evaluated(
+                        step=int(record["step"]), metrics=metrics, seconds=number(record["seconds"]),
+                        best=record.get("best") is True,
+                    )  # fmt: skip
+                if record["event"] == "step_committed":
                     loss, seconds = _finite(record["loss"]), _finite(record["seconds"])
                     rate = number(record["samples"]) / seconds if seconds else None
                     workers = int(number(record["num_workers"]))

@@ -82,6 +82,7 @@ const drawStatus = () => {
   const arithmetic = [...workers.values()].reduce((sum, worker) => sum + (number(worker.flops_per_s) || 0), 0);
   by("tiles").replaceChildren(
     tile("Loss", figure(status.loss), status.epoch === undefined ? "" : `epoch ${count(status.epoch)}`),
+    ...Object.entries(status.metrics || {}).slice(0, 4).map(([name, value]) => tile(name, figure(value), `of step ${count(status.step)}`)),
     tile("Throughput", `${short(status.samples_per_s)}/s`, status.step_s ? `samples; ${brief(status.step_s)} a step` : "samples"),
     tile("Workers", count(status.num_workers || 0), status.num_joining ? `${count(status.num_joining)} joining` : ""),
     tile("In vain", leaves + vain ? percent(vain / (leaves + vain)) : "–", "leaves computed and not used"),
@@ -111,7 +112,8 @@ const drawStatus = () => {
   by("verdicts").replaceChildren(table("Verdicts", [["Verdict", (row) => row[0]], ["", (row) => row[2], { class: "dim" }],
     ["Number", (row) => count(row[1] || 0), { number: true }]], verdicts));
   const names = last ? Object.keys(last.metrics) : [];
-  by("evaluations").replaceChildren(names.length ? table("Evaluations", [["Step", (row) => count(row.step)],
+  const best = evaluations.filter((row) => row.best).pop();
+  by("evaluations").replaceChildren(names.length ? table("Evaluations", [["Step", (row) => `${count(row.step)}${row === best ? " · best" : ""}`],
     ...names.map((name) => [name, (row) => figure(row.metrics[name]), { number: true }])], evaluations.slice(-8).reverse())
     : element("p", { class: "empty shown" }, "None yet."));
 };
