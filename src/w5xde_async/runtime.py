@@ -15,12 +15,14 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from w5xde_async.errors import UsageError
+from w5xde_async.errors import LocalError, UsageError
 from w5xde_async.net import endpoint
 from w5xde_async.net.link import Link
 from w5xde_async.store.filesystem import Filesystem
+
+_MOST_RACES, _RACE_S = 1000, 0.01  # between threads that start programs: one takes a few milliseconds
 
 
 class Listening(Protocol):
@@ -88,3 +90,16 @@ class Runtime:
     connect: Callable[..., Awaitable[Link]] = endpoint.connect
     filesystem: Filesystem = field(default_factory=Filesystem)
     random_bytes: Callable[[int], bytes] = os.urandom
+
+
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """As ``asyncio.create_subprocess_exec``, also where a loop of another thread is just starting one: uvloop refuses
+    that then. Raises as it does."""
+    for _ in range(_MOST_RACES):
+        try:
+            return await asyncio.create_subprocess_exec(*command, **options)
+        except RuntimeError as error:
+            if "Racing with another loop" not in str(error):
+                raise
+        await asyncio.sleep(_RACE_S)
+    raise LocalError(f"{command[0]} could not be started: other threads start programs all the time")

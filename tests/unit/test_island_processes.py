@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ from w5xde_async.hub.members import roster
 from w5xde_async.parallel.group import join_store, open_store
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.plan.shares import Share
-from w5xde_async.runtime import Runtime
+from w5xde_async.runtime import Runtime, loop_factory, start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
 from w5xde_async.worker.connection.connection import Departure
 from w5xde_async.worker.connection.dialing import Dialer
@@ -183,3 +185,24 @@ async def test_a_member_that_waits_takes_the_place_of_one_that_leaves(leaving: i
         assert await asyncio.gather(first[1 - leaving], waiting) == [ExitCode.OK] * 2
     assert result.digest == expected.digest
     assert [member.formed for member in members] == [2 - (n == leaving) for n in range(2)] + [1]
+
+
+@pytest.mark.allow_leaks  # uvloop forgets the copies of files that it made for a start that it refuses
+async def test_loops_of_several_threads_start_processes_at_once() -> None:
+    """uvloop refuses where another of its loops is just doing so: four members of one process came to three."""
+    gate = threading.Barrier(4)
+
+    async def many() -> list[int]:
+        codes = []
+        for _ in range(10):
+            gate.wait(20)
+            process = await start_process(sys.executable, "-IS", "-c", "")
+            codes.append(await process.wait())
+        return codes
+
+    def run() -> list[int]:
+        with asyncio.Runner(loop_factory=loop_factory("auto")) as runner:
+            return runner.run(many())
+
+    ends = await asyncio.gather(*[asyncio.to_thread(run) for _ in range(4)])
+    assert ends == [[0] * 10] * 4

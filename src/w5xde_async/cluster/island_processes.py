@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from w5xde_async.errors import ExitCode, RefusalCode, Refused
 from w5xde_async.parallel.shape import STORE_FD, IslandShape
+from w5xde_async.runtime import start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class IslandProcesses:
         serves = () if rank else (listening.fileno(),)
         if serves:
             environment[STORE_FD] = str(serves[0])
-        return await asyncio.create_subprocess_exec(
+        return await start_process(
             sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE,
             env=environment, start_new_session=True, pass_fds=serves,
         )  # fmt: skip

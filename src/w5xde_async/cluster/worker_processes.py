@@ -26,6 +26,7 @@ from typing import Self
 import torch
 
 from w5xde_async.errors import ExitCode
+from w5xde_async.runtime import start_process
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class LocalWorkers:
             environment["W5XDE_JOIN"] = self._join
         elif self._token:
             environment["W5XDE_TOKEN"] = self._token
-        process = await asyncio.create_subprocess_exec(
+        process = await start_process(
             *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment, start_new_session=True,
             limit=_LINE_BYTES,
         )  # fmt: skip

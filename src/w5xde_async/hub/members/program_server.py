@@ -20,6 +20,7 @@ from w5xde_async.errors import RefusalCode, W5xdeError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
 from w5xde_async.params.layout import Layout
+from w5xde_async.runtime import start_process
 from w5xde_async.telemetry.events import Bus, Warned
 from w5xde_async.wire.frame import LENGTH_BYTES, SESSION_CAPS, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message, Program, ProgramRequest, Refusal
@@ -100,7 +101,7 @@ class ProgramServer:
                 await self._asked.wait()
         try:
             # One that gives way: whoever trains on this machine comes first.
-            child = await asyncio.create_subprocess_exec(
+            child = await start_process(
                 sys.executable, "-m", "w5xde_async.compute.program", reference,
                 str(self._config.bucket_bytes),
                 stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
