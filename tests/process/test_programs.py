@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 from tests.support.processes import ROOT, Program, programs
 
 from w5xde_async.errors import ExitCode
@@ -44,6 +47,16 @@ def _job(model, **more):
 
 def job():
     return _job(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+
+def scored():
+    def step(model, batch):
+        output = model(batch[0])
+        return nn.functional.cross_entropy(output, batch[1]), {"right": (output.argmax(1) == batch[1]).float().mean()}
+    def evaluate(model):
+        return {"val_loss": nn.functional.cross_entropy(model(torch.zeros(1, 4)), torch.zeros(1, dtype=torch.int64))}
+    return _job(
+        lambda: nn.Linear(4, 2), loss=None, step=step, evaluate=evaluate, evaluate_every=4, keep_best="val_loss",
+    )
 
 def wider():
     return _job(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
@@ -190,6 +203,46 @@ def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp
     assert second.last("run_started")["resumed_step"] == stopped["step"]
     assert second.last("run_finished")["outcome"] == "finished"
     assert second.last("run_finished")["metrics"]["accuracy"] >= 0.95
+
+
+def test_the_best_model_is_kept_over_a_resume_and_begins_another_run(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    """As a user does it: stop, go on, look at the page, take the best weights, begin with them elsewhere."""
+    run_dir, best = tmp_path / "run", tmp_path / "run" / "best.safetensors"
+    command = coordinate(
+        f"{jobs}:scored", run_dir, "--workers", "1", "--dashboard", "--dashboard-address", "127.0.0.1:0"
+    )
+    first = start(*command, "--max-steps", "8")
+    assert first.finish() == ExitCode.OK
+    kept = first.last("run_finished")["best"]
+    assert (kept["metric"], kept["step"], kept["path"]) == ("val_loss", 8, str(best))
+
+    second = start(*command, "--max-steps", "1000000")
+    page = second.wait_for("run_started")["dashboard"]
+    second.wait_for("evaluated", step=12)
+    with urllib.request.urlopen(f"{page}api/v1/evaluations") as answer:
+        evaluations = json.load(answer)
+    assert [one["step"] for one in evaluations][:3] == [4, 8, 12]
+    with urllib.request.urlopen(f"{page}metrics") as answer:
+        assert 'w5xde_step_metric{metric="right"} 1.0' in answer.read().decode()
+    second.signal(signal.SIGINT)
+    assert second.finish() == ExitCode.OK
+    assert second.last("run_finished")["best"]["value"] < kept["value"]
+
+    model = torch.nn.Linear(4, 2)
+    model.load_state_dict(safetensors.torch.load_file(best))
+    warm = coordinate(f"{jobs}:scored", tmp_path / "warm", "--max-steps", "4", "--init-from", str(best))
+    third = start(*warm, "--min-workers", "1", code_free=True)
+    address = third.wait_for("run_started")["address"]
+    worker = start("w5xde_async.worker", "--server", address, "--threads", "1", cwd=tmp_path)  # without job and file
+    assert third.finish() == ExitCode.OK
+    assert worker.finish() == ExitCode.OK
+    assert third.last("run_finished")["best"]["value"] < second.last("run_finished")["best"]["value"]
+
+    code, text = run(*coordinate(f"{jobs}:wider", tmp_path / "other", "--init-from", str(best)))
+    assert code == ExitCode.USAGE
+    assert "is of another model: it lacks 0.weight, 0.bias, 1.weight and 1 more; the model lacks weight, bias" in text
 
 
 def test_what_local_workers_left_out_outlives_ctrl_c(start: Callable[..., Program], tmp_path: Path) -> None:
