@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from w5xde_async import LocalCluster
 from w5xde_async.coordinator.config import CoordinatorConfig
+from w5xde_async.coordinator.durability import best
 from w5xde_async.coordinator.service import RunResult
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job
@@ -58,7 +60,7 @@ def same(path: Path | str, state: Mapping[str, Tensor]) -> bool:
 
 
 async def run(scored: Scored, path: Path, **kwargs: Any) -> RunResult:
-    of_job = {name: kwargs.pop(name) for name in ("keep_best", "max_steps") if name in kwargs}
+    of_job = {name: kwargs.pop(name) for name in ("keep_best", "max_steps", "stop_when") if name in kwargs}
     return await train(lambda: job(scored, **of_job), run_dir=path, **kwargs)
 
 
@@ -66,7 +68,10 @@ async def run(scored: Scored, path: Path, **kwargs: Any) -> RunResult:
 async def test_the_best_evaluation_is_kept_as_plain_weights(tmp_path: Path, rule: str) -> None:
     scored, events = Scored(float("nan"), 3.0, 2.0, 8.0), []  # type: list[Event]
     local = {"inner_steps": 1} if rule in ("local", "streaming", "async-local") else {}
-    result = await run(scored, tmp_path / "run", max_steps=40, events=events, update=UpdateConfig(rule=rule, **local))
+    result = await run(
+        scored, tmp_path / "run", max_steps=100_000, stop_when=lambda metrics: metrics["val_loss"] == 8.0,
+        events=events, update=UpdateConfig(rule=rule, **local),
+    )  # fmt: skip
     best = result.best
     assert best is not None
     assert (best.metric, best.value, best.path) == ("val_loss", 2.0, str(tmp_path / "run" / "best.safetensors"))
@@ -199,3 +204,27 @@ async def test_a_cluster_gives_it(tmp_path: Path) -> None:
     assert cluster.best == result.best
     assert cluster.best is not None
     assert same(cluster.best.path, scored.state(1.0))
+
+
+async def test_a_disk_that_hangs_holds_up_neither_evaluations_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, create = threading.Event(), Filesystem.create
+
+    def hanging(self: Filesystem, path: Path) -> BinaryIO:
+        if "best.safetensors" in path.name:
+            assert works.wait(30)
+        return create(self, path)
+
+    monkeypatch.setattr(Filesystem, "create", hanging)
+    monkeypatch.setattr(best, "_PATIENCE_S", 0.05)
+    events: list[Event] = []
+    try:
+        result = await run(Scored(3.0, 2.0), tmp_path / "run", max_steps=40, events=events)
+    finally:
+        works.set()
+    assert (result.outcome, result.best) == ("finished", None)
+    said = [event.text for event in events if isinstance(event, Warned) and "was not written" in event.text]
+    assert "the disk hangs" in said[0]
+    assert all("the disk still hangs" in text for text in said[1:])
+    assert len([event for event in events if isinstance(event, Evaluated)]) > 1
