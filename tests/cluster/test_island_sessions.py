@@ -149,6 +149,24 @@ async def test_the_same_rank_twice_is_refused() -> None:
         await step(run, ranks)
 
 
+@pytest.mark.parametrize("says", [{"together": 2}, {"together": 3}, {"share": 2}, {"numerics": "tp=2 1f2e3d4c"}])
+async def test_ranks_that_do_not_agree_are_refused_and_nothing_else(says: dict[str, Any]) -> None:
+    async with scripted() as run:
+        alone = await run.worker("alone")
+        layout = run.prepared.spec.layout
+        halves = [
+            [(g.index, 0, g.numel // 2) for g in layout.groups],
+            [(g.index, g.numel // 2, g.numel) for g in layout.groups],
+        ]
+        ranks = []
+        for number, half in enumerate(halves):
+            ranks.append(await run.worker("island", ready=False, rank=number, ranks=2))
+            ranks[-1].shard, ranks[-1].says = Shard.of(layout, half), says if number else {}
+            await ranks[-1].ready()
+        await run.until(lambda: all(rank.ended() for rank in ranks))
+        await step(run, [alone])
+
+
 async def test_a_rank_that_is_lost_before_the_island_is_whole_keeps_the_others_from_waiting() -> None:
     async with scripted() as run:
         first = await run.worker("island", ready=False, rank=0, ranks=2)

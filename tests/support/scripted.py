@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import torch
+from msgspec import structs
 from tests.support.memory_links import memory_pair
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -189,13 +190,15 @@ class Scripted:
         self.run, self.link, self.session, self.worker_id = run, link, session, worker_id
         self.seen: list[Message] = []
         self.shard: Shard | None = None  # of an island's rank
+        self.says: dict[str, Any] = {}  # and what else it says of itself
 
     async def ready(self) -> None:
         if self.shard is None:
             await self.link.send(ready(self.run))
         else:
             fingerprint, shard = self.run.prepared.spec.layout.fingerprint, self.shard.packed
-            await self.link.send(encode(Ready(fingerprint, "cpu", "test", 1, "0", shape="test=2", shard=shard)))
+            told = Ready(fingerprint, "cpu", "test", 1, "0", shape="test=2", shard=shard)
+            await self.link.send(encode(structs.replace(told, **self.says)))
         self.run.task(self._read())
         await settle()
 

@@ -30,6 +30,7 @@ BOUNDED: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("Welcome", "silence_s"): st.floats(1e-3, 1e6),
     ("Ready", "threads"): st.integers(0, 1 << 16),
     ("Ready", "together"): st.integers(1, 1024),
+    ("Ready", "numerics"): st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=20),
     ("Introduction", "rank"): st.integers(0, 3),
     ("Volunteer", "ranks"): st.integers(2, 1024),
     ("Volunteer", "port"): st.integers(1, 65535),
@@ -203,3 +204,10 @@ def test_a_number_is_given_once():
     kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
     assert {kind.TYPE: kind for kind in kinds if kind is not Message} == MESSAGES
     assert len(kinds) == len(MESSAGES) + 1
+
+
+@pytest.mark.parametrize("numerics", ["", "tp=2\n", "\x1b[2J"])
+def test_numerics_are_a_name_that_can_be_shown(numerics: str) -> None:
+    right = structs.astuple(sample(messages.Ready))
+    with pytest.raises(MalformedFrame, match=r"Ready\.numerics "):
+        messages.Ready.parse(msgpack.packb((*right[:-1], numerics)))

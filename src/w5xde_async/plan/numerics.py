@@ -9,6 +9,7 @@ the last bits, and are never compared with each other.
 from __future__ import annotations
 
 EXACT = "exact"  #: as one process computes
+_MOST_KNOWN = 64  # that are remembered by name
 FIRST, ANY = "first", "any"  #: settings: as the first worker of the run, and all
 
 
@@ -28,7 +29,7 @@ class RunNumerics:
 
     def joined(self, numerics: str) -> bool:
         """A worker of these numerics is a member. True where it is the first that differs from others."""
-        if numerics not in self.past:
+        if numerics not in self.past and len(self.past) < _MOST_KNOWN:
             self.past.append(numerics)
         first, self._agreed = not self._agreed, self._agreed or numerics
         mixed = not first and self._agreed != numerics and not self._mixed

@@ -182,6 +182,10 @@ class Ready(Message, frozen=True):
     together: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     numerics: _Name = "exact"
 
+    def __post_init__(self) -> None:
+        if not self.numerics or not self.numerics.isprintable():
+            raise MalformedFrame("Ready.numerics has a value of the wrong type or range")
+
 
 class Params(Message, frozen=True):
     """One bucket of one version's parameters; the version is whole when all ``num_buckets`` have come.

@@ -1,0 +1,44 @@
+"""Whose sums may be in one run."""
+
+from __future__ import annotations
+
+import pytest
+
+from w5xde_async.plan.numerics import ANY, EXACT, FIRST, RunNumerics, fits, refusal
+
+TP = "tp=2 1f2e3d4c"
+
+
+def test_the_first_worker_decides() -> None:
+    run = RunNumerics()
+    assert run.asked(FIRST) == ""
+    assert not run.joined(TP)
+    assert run.asked(FIRST) == TP
+    assert fits(TP, run.asked(FIRST))
+    assert not fits(EXACT, run.asked(FIRST))
+    assert not fits("tp=2 other", run.asked(FIRST))
+    assert all(word in " ".join(refusal(EXACT, TP)) for word in (EXACT, TP, "--numerics any"))
+
+
+@pytest.mark.parametrize(("wanted", "numerics", "taken"), [
+    (EXACT, EXACT, True), (EXACT, TP, False), ("tp=2", TP, True), ("tp=2", "tp=4 1f2e3d4c", False), (ANY, TP, True),
+])  # fmt: skip
+def test_or_the_setting(wanted: str, numerics: str, taken: bool) -> None:
+    assert fits(numerics, RunNumerics().asked(wanted)) is taken
+
+
+def test_a_shape_that_is_asked_for_is_one_division_once_somebody_has_come() -> None:
+    run = RunNumerics()
+    run.joined(TP)
+    assert run.asked("tp=2") == TP
+
+
+def test_that_there_are_several_is_told_once_and_those_that_were_are_remembered() -> None:
+    run = RunNumerics()
+    run.past[:] = ["tp=4 before"]
+    assert [run.joined(one) for one in (EXACT, EXACT, TP, EXACT, "tp=2 other")] == [False, False, True, False, False]
+    assert run.past == ["tp=4 before", EXACT, TP, "tp=2 other"]
+    assert run.asked(ANY) == ""
+    for number in range(1000):
+        run.joined(f"tp=2 {number}")
+    assert len(run.past) == 64
