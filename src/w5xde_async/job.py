@@ -241,7 +241,7 @@ def loss_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         if loss is None:
             raise TypeError("the batch is a tuple (inputs, target) and the job has no loss; give loss=... or step=...")
         *inputs, target = batch
-        return loss(_output(model(*inputs)), target)
+        return loss(logits_of(model(*inputs)), target)
     if isinstance(batch, dict):
         if loss is None:
             output = model(**batch)
@@ -253,11 +253,12 @@ def loss_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         if key is None:
             raise TypeError(f"the batch is a dict without any of {', '.join(_LABELS)}; give step=... to say what to do")
         inputs_by_name = {name: value for name, value in batch.items() if name != key}
-        return loss(_output(model(**inputs_by_name)), batch[key])
+        return loss(logits_of(model(**inputs_by_name)), batch[key])
     raise TypeError(f"the default step understands (x, y) tuples and dicts, not {type(batch).__name__}; give step=...")
 
 
-def _output(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
+    """What a model gives as ``logits``, by name or as an attribute; else its output as it is."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return output if logits is None else logits
 

@@ -844,9 +844,21 @@ def test_how_a_batch_is_read() -> None:
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
             return type("Output", (), {"logits": input_ids * attention_mask})
 
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"logits": 2 * x}
+
+    for batch in ({"x": x, "y": 2 * x}, {"input_ids": x, "labels": 2 * x}, (x, 2 * x)):
+        assert step(Named(), batch) == 0
+
     masked = {"input_ids": x, "attention_mask": torch.tensor([[0.0], [1.0]]), "labels": torch.tensor([[0.0], [2.0]])}
     assert step(Masked(), masked) == 0
     assert step(doubled, masked) == F.mse_loss(2 * x, masked["labels"])  # it takes none
+
+
+def test_an_output_of_several_parts_needs_a_criterion() -> None:
+    with pytest.raises(TypeError, match=r"the model gave .*tuple.*: give criterion="):
+        class_loss((torch.ones(2, 2), torch.ones(())), torch.zeros(2, dtype=torch.int64))
 
 
 def test_classes_are_the_second_axis_or_the_last() -> None:

@@ -204,6 +204,12 @@ def test_a_secret_that_could_be_guessed_is_refused_off_this_machine(weak: str) -
     assert CoordinatorConfig(token=weak).token == weak  # on loopback that is its owner's affair
 
 
+@pytest.mark.parametrize(("weak", "why"), [("ab" * 40, "2 different characters"), ("swordfish", "strength of 42 bits")])
+def test_why_it_could_be_guessed_is_said(weak: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        check_strength(weak, "the token")
+
+
 def test_a_random_secret_is_strong() -> None:
     for strong in (new_secret(), "0123456789abcdef" * 2, "another secret, long enough"):
         check_strength(strong, "the token")

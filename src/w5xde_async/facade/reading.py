@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from w5xde_async.compute.block import described
-from w5xde_async.job import loss_of
+from w5xde_async.job import logits_of, loss_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class BatchLoss:
         inputs, target = batch["input_ids"], batch.get("labels")
         mask = batch.get("attention_mask")
         output = model(inputs, attention_mask=mask) if mask is not None and self._takes_mask(model) else model(inputs)
-        output = getattr(output, "logits", output)
+        output = logits_of(output)
         if target is None and not self._told:
             self._told = True
             logger.warning(
@@ -82,11 +82,17 @@ def _readable(batch: Any) -> Any:
     return batch
 
 
-def class_loss(output: Tensor, target: Tensor) -> Tensor:
+def class_loss(output: Any, target: Tensor) -> Tensor:
     """Cross entropy with the class axis second, as ``CrossEntropyLoss`` has it, or last, as language models have it.
 
-    Raises ValueError where the shapes fit both: the wrong guess would train something else without a word.
+    Raises TypeError for an output that is no tensor, and ValueError where the shapes fit both: the wrong guess would
+    train something else without a word.
     """
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"the model gave {described(output)}, not a tensor of scores: give criterion=, a function of output and "
+            "target that returns the loss"
+        )
     if target.is_floating_point() or output.dim() < 3 or output.dim() != target.dim() + 1:
         return F.cross_entropy(output, target)
     last, second = output.shape[:-1] == target.shape, output.shape[2:] == target.shape[1:]

@@ -128,11 +128,15 @@ def check_strength(secret: str, what: str) -> None:
     size = sum(count for letters, count in alphabets if set(secret) & set(letters))
     size += 32 if set(secret) - set(known) else 0
     bits = len(secret) * math.log2(max(size, 2))
-    if bits < _LEAST_BITS or len(set(secret)) < _LEAST_CHARACTERS:
-        raise UsageError(
-            f"{what} could be guessed: it has the strength of {bits:.0f} bits at most, and off this machine "
-            f"{_LEAST_BITS} are needed; make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-        )
+    if bits < _LEAST_BITS:
+        why = f"it has the strength of {bits:.0f} bits at most, and off this machine {_LEAST_BITS} are needed"
+    elif (different := len(set(secret))) < _LEAST_CHARACTERS:
+        why = f"it has {different} different characters, and off this machine {_LEAST_CHARACTERS} are needed"
+    else:
+        return
+    raise UsageError(
+        f"{what} could be guessed: {why}; make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+    )
 
 
 def worker_secret(secret: str, identity: str) -> str:
