@@ -60,7 +60,8 @@ def test_events_become_lines(tmp_path: Path) -> None:
     assert first["loss"] == 0.5
     assert first["gradient_norm"] is None
     assert first["phases_s"] == {"wait": 0.008}
-    assert second == {"time": 5.0, "event": "evaluated", "step": 1, "metrics": {"accuracy": 0.9}, "seconds": 0.2}
+    metrics = {"accuracy": 0.9}
+    assert second == {"time": 5.0, "event": "evaluated", "step": 1, "metrics": metrics, "seconds": 0.2, "best": False}
 
 
 def test_what_is_no_number_is_a_string_everywhere(tmp_path: Path) -> None:
