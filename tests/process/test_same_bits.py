@@ -71,7 +71,7 @@ def killed_and_late(name: str, run: Path) -> str:
         gate = Gate((host, int(port)))
         try:
             late = worker(start, name, f"127.0.0.1:{gate.port}", "late", 0.01)
-            early = [worker(start, name, f"{host}:{port}", f"early-{number}", 0.01) for number in range(3)]
+            early = [worker(start, name, f"{host}:{port}", f"early-{number}", 0.05) for number in range(3)]
             assert gate.knocked.wait(60)
             coordinator.wait_for("step_committed", step=4)
             early[0].signal(signal.SIGKILL)

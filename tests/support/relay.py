@@ -3,7 +3,7 @@
 Started as ``relay.py DOOR PYTHON SEARCHED ARGUMENT...``. The program has this process's files, all that it inherited,
 directory and environment; signals that come here go on to it, this process ends as it ends, and where this one is
 killed so is the program. Anything but our own programs, and those that look elsewhere for modules, is a real
-interpreter's.
+interpreter's; so is an island's rank where a test stops ranks (REAL_RANKS), for that cannot be passed on.
 """
 
 import json
@@ -13,7 +13,6 @@ import socket
 import sys
 
 _OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "compute.program"))
-_INHERITED = "ISLAND_STORE_FD"  # names a file that this process was given, and its server was not
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -31,7 +30,9 @@ def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
     inherited = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and _is_open(number)]
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours = arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] in _OURS)
-    forked = ours and searched.endswith(os.environ.get("PYTHONPATH", "")) and _INHERITED not in os.environ
+    forked = (
+        ours and searched.endswith(os.environ.get("PYTHONPATH", "")) and not ({"RANK", "REAL_RANKS"} <= set(os.environ))
+    )
     if not forked or asked.connect_ex(door):
         os.execv(python, [python, *arguments])
     status, theirs = socket.socketpair()
