@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape
 from w5xde_async.parallel.shard_memory import add
-from w5xde_async.parallel.tensor_plan import parallelized
+from w5xde_async.parallel.tensor_plan import parallelized, plan_of
 from w5xde_async.plan.numerics import EXACT
 
 BUCKET = islands.BUCKET_BYTES
@@ -431,3 +432,23 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.timeout(150)
 def test_four_ranks(tmp_path: Path) -> None:
     islands.run("tests.unit.test_parallel_tensors", 4, tmp_path, tuple(FOUR), timeout_s=140)
+
+
+class Positions(nn.Module):
+    """Uses one embedding's weight without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(64, 64), nn.Embedding(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.tokens(x) + self.positions.weight[: x.shape[1]])
+        return out
+
+
+def test_a_layer_that_is_never_called_stays_whole() -> None:
+    with torch.device("meta"):
+        model, x = Positions(), torch.zeros(2, 8, dtype=torch.int64)
+    assert set(plan_of(model, 2)) == {"tokens", "positions", "head"}  # nothing is known of the step
+    # As whoever measures does, with a copy.
+    assert set(plan_of(model, 2, lambda part: copy.deepcopy(part)(x) is not None)) == {"tokens", "head"}

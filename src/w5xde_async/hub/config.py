@@ -17,6 +17,9 @@ from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import HEARTBEAT_S, SILENCE_S
 
+_AXIS = r"(dp|fsdp|pp|tp)=[1-9]\d*"
+_NUMERICS = rf"first|any|exact|{_AXIS}(,{_AXIS})*( .+)?"
+
 
 def _time_within(least: float, most: float) -> Kind:
     """A time that WELCOME can tell (``wire.messages.Welcome``): beyond its bounds nobody could join."""
@@ -77,7 +80,8 @@ class NetworkConfig(SecurityConfig):
     grace_s: float = setting(10.0, "a stop waits so long for the step under way", TIME_OR_0, "workers", flag="grace")
     numerics: str = setting(
         FIRST, "whose results count: of workers that compute as the first one does, to the last bit ('first'), of all "
-        "('any'), or of some: 'exact' (as one process), 'tp=2'", text("first, any, exact or an island's shape", "KIND"),
+        "('any'), or of some: 'exact' (as one process), 'tp=2'",
+        text("first, any, exact or an island's shape", "KIND", _NUMERICS),
         "workers",
     )  # fmt: skip
     quarantine: bool = setting(

@@ -355,8 +355,9 @@ class ComposedEngine:
         if not self._told_of_failure:
             self._told_of_failure = True
             logger.warning(
-                "a leaf failed under %s: where the model takes its number of heads or features from a constant, it has "
-                "to take that from the tensor, or Job.parallelize says what is split (docs/islands.md)", self.numerics,
+                "a leaf failed under %s, which splits parameters: a model that uses one outside its own layer, or "
+                "takes its number of heads from a constant, says in Job.parallelize what is split (docs/islands.md)",
+                self.numerics,
             )  # fmt: skip
         if self._turns > 1:
             raise LoneLeafError(leaf, error) from error

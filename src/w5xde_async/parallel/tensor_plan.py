@@ -88,7 +88,8 @@ def plan_of(
     """Styles by module name: declared, or inferred. ``model`` is on the meta device.
 
     ``computes``: whether the step runs with one rank's part of a model. A model that takes its number of heads from a
-    constant does not; then the layers of attention are split each by itself, or those of all pairs.
+    constant does not; then the layers of attention are split each by itself, or those of all pairs. A layer that the
+    step never calls, for it uses the weight itself, stays whole.
 
     Raises UsageError where there is nothing to split.
     """
@@ -101,8 +102,23 @@ def plan_of(
             f"no layer of {type(model).__name__} can be split over {ranks} ranks: tp needs linear layers or "
             "embeddings whose sizes the number of ranks divides; use fsdp, or say in Job.parallelize what is split"
         )
-    # Where none computes it is not for the split: such a step needs values.
-    return next((plan for plan in plans if computes(part_of(model, ranks, plan)[0])), plans[0])
+    for plan in plans:
+        called = set[str]()
+        part = part_of(model, ranks, plan)[0]
+        for path in plan:
+            part.get_submodule(path).register_forward_pre_hook(_noting(called, path))
+        if computes(part):
+            return {path: style for path, style in plan.items() if path in called} if called else plan
+    return plans[0]  # it is not for the split that none computes: such a step needs values
+
+
+def _noting(called: set[str], path: str) -> Callable[[nn.Module, object], None]:
+    """A function, of which copies of the model have no copy."""
+
+    def note(module: nn.Module, inputs: object) -> None:
+        called.add(path)
+
+    return note
 
 
 def part_of(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> tuple[nn.Module, set[str]]:

@@ -161,8 +161,8 @@ class WorkerSettings(Program):
         text("names with commas between", "NAMES"), "machine", shown="even shares of the arithmetic",
     )  # fmt: skip
     checkpoint_activations: bool = setting(
-        False, "under fsdp=N and pp=N, compute forward passes once more in backward, in place of keeping what they "
-        "made", YES_OR_NO, "machine",
+        False, "under fsdp=N, tp=N and pp=N, compute forward passes once more in backward, in place of keeping what "
+        "they made", YES_OR_NO, "machine",
     )  # fmt: skip
     exit_with_stdin: bool = setting(
         False, "end when standard input does: whoever holds its other end is gone", YES_OR_NO, "program", hidden=True
