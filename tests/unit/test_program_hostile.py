@@ -408,7 +408,7 @@ def test_memory_stays_flat() -> None:
     for program in found:
         refused(program)
     grown = peak_bytes() - before
-    assert grown < 256 << 20, f"{grown >> 20} MiB more"  # what they ask for goes from a gigabyte up
+    assert grown < 256 << 20, f"{grown >> 20} MiB more"
 
 
 def test_what_may_be_a_view_of_much_takes_little_memory_to_check() -> None:
