@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,9 @@ from w5xde_async.plan.shares import Share
 from w5xde_async.runtime import Runtime
 from w5xde_async.worker.executors.island import Rank
 from w5xde_async.worker.service import Departure, Worker
+
+#: What events say of the process itself, and not of the run: two runs of a seed differ in it.
+_MEASURED = re.compile(r"\b(host_bytes=|cpu_s=)[0-9.e+-]+")
 
 __all__ = ["Cluster", "Violation"]
 
@@ -122,6 +126,7 @@ class Cluster(ABC):
         line = f"{self.loop.now:9.4f} {kind} {text}"
         if kind != "bytes":
             line = line.replace(str(self.disk.root), "")  # a temporary directory has another name every time
+            line = _MEASURED.sub(r"\1", line)  # this process, as it is by now
         self.hash.update(line.encode())
         if self.verbose and kind != "bytes":
             self.trace.append(line)
