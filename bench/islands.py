@@ -55,7 +55,7 @@ def job() -> Job:
         model=lambda: GPT(vocabulary=VOCABULARY, length=LENGTH, width=384, layers=LAYERS, heads=6, tied=False),
         dataset=text(512, LENGTH, VOCABULARY), loss=next_token_loss, optimizer=adamw, batch_size=MICROBATCH * LEAVES,
         microbatch_size=MICROBATCH, drop_last=True, max_steps=int(os.environ.get("BENCH_STEPS", "10")),
-        parallelize=split,
+        parallelize=split if os.environ.get("BENCH_MODE") == "tp" else None,
     )  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def main() -> None:
     report = Report({"rounds": rounds, "steps": steps, "ranks": RANKS, "threads": 1})
     tokens = MICROBATCH * LEAVES * LENGTH
     for mode in args.modes:
+        os.environ["BENCH_MODE"] = mode
         found: dict[str, list[float]] = {"ours": [], "torch": []}
         losses: dict[str, float] = {}
         for _ in range(rounds):

@@ -264,6 +264,14 @@ def _what_the_job_may_not_do(group: Group) -> None:
         with pytest.raises(W5xdeError, match=words):
             _built("tp", job(parallelize=parallelize), group)
 
+    def over_the_data(model: nn.Module, mesh: Any) -> None:
+        assert isinstance(model, Model)
+        parallelize_module(model.layers[0], mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model.layers[1], mesh=mesh)
+
+    with pytest.raises(UsageError, match=r"divides 'layers.0.up.weight' over the axis 'fsdp', whose ranks"):
+        _built("fsdp", job(parallelize=over_the_data), group)
+
 
 def _checkpoints(group: Group) -> None:
     _near(job(), _built("tp", job(), group, checkpoint_activations=True), (4, 4, 4))

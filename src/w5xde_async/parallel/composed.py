@@ -101,6 +101,7 @@ class ComposedEngine:
         self._valid: list[bool] = []  # of a microbatch: whose gradients count, by turn
         self._units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
         self._parameters = self._found(source)
+        self._data_is_not_split_otherwise(mesh)
         box = {e: _box_of(self.layout.entries[e].name, p) for e, p in self._parameters.items()}
         for entry, told in enumerate(self.layout.entries):
             if told.role in ("mean", "max"):
@@ -423,6 +424,23 @@ class ComposedEngine:
                     found[_plain(f"{path}.{name}" if path else name)] = parameter
         return {number: found[entry.name] for number, entry in enumerate(self.layout.entries)
                 if entry.role in ("grad", "frozen")}  # fmt: skip
+
+    def _data_is_not_split_otherwise(self, mesh: DeviceMesh) -> None:
+        """Raises UsageError for a parameter that is divided among ranks whose leaves are not the same, but by
+        ``fully_shard``: such layers would mix what the ranks compute."""
+        if self._turns == 1:
+            return
+        axis = (mesh.mesh_dim_names or ()).index(_DATA)
+        alike = set(mesh.mesh.select(axis, self._turn).flatten().tolist())
+        for entry, parameter in self._parameters.items():
+            if not isinstance(parameter, DTensor) or entry in self._gathered:
+                continue
+            if not alike.issuperset(parameter.device_mesh.mesh.flatten().tolist()):
+                raise UsageError(
+                    f"Job.parallelize divides {self.layout.entries[entry].name!r} over the axis {_DATA!r}, whose ranks "
+                    f"compute leaves of their own, and not by fully_shard; parallelize_module takes mesh['tp'] of "
+                    f"--island {_DATA}=N,tp=M, or of tp=M"
+                )
 
     def _watch(self, unit: Any, entry_of: Mapping[int, int]) -> None:
         """Have a unit of ``fully_shard`` sum by the tree."""
