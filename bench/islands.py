@@ -104,7 +104,7 @@ def ours(mode: str) -> tuple[float, float]:
     here, port = Path(__file__), free_port()
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, "-m", "w5xde_async.coordinator", f"{here}:job", "--port", str(port), "--run-dir",
-               f"{folder}/run", "--log", "silent", "--threads", "1"]  # fmt: skip
+               f"{folder}/run", "--log", "silent"]  # fmt: skip
         if mode != "pp":
             run.append("--no-code-free")
         coordinator = subprocess.Popen(run, cwd=here.parent)

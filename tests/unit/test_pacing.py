@@ -31,7 +31,7 @@ def test_nothing_known_means_one_leaf() -> None:
 
 def test_half_of_the_fair_share_as_a_power_of_two() -> None:
     assert paced(a=1.0, b=1.0).block_leaves("a", 64) == 16
-    assert paced(a=1.0).block_leaves("a", 64) == 32
+    assert paced(a=1.0, b=1.0, c=2.0).block_leaves("c", 160) == 16  # half of 32
     assert paced(a=1.0, b=1.0).block_leaves("a", 63) == 8
 
 
@@ -66,6 +66,14 @@ def test_a_lease_is_worth_its_cost_but_not_more_than_the_share() -> None:
     assert pacing.block_leaves("a", 16) == 4  # 4 ms of work, all of a share
     assert pacing.block_leaves("a", 8) == 2  # every worker still gets one
     assert pacing.block_leaves("a", 1) == 1
+
+
+def test_who_is_alone_has_two_seconds_of_work_at_once() -> None:
+    pacing = paced(a=0.1)
+    assert pacing.block_leaves("a", 16) == 16  # a result is as large as the model, whatever it is of
+    assert pacing.block_leaves("a", 32) == 16  # half of it, which others may come for
+    assert pacing.block_leaves("a", 64) == 32
+    assert among(pacing, "b").block_leaves("a", 16) == 4
 
 
 def test_a_step_that_is_short_is_one_lease() -> None:

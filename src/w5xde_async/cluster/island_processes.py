@@ -151,8 +151,6 @@ class IslandProcesses:
         environment = {
             **self._environment, "RANK": str(rank), "LOCAL_RANK": str(place.ranks.index(rank)),
             "WORLD_SIZE": str(self._shape.ranks), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
-            # Gathered parameters come and go: what is freed has to go back to the system at once.
-            "MALLOC_MMAP_THRESHOLD_": self._environment.get("MALLOC_MMAP_THRESHOLD_", str(4 << 20)),
         }  # fmt: skip
         environment.setdefault("W5XDE_THREADS", str(self._threads))
         serves = () if rank else (listening.fileno(),)
