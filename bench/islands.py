@@ -3,7 +3,7 @@
 Ours is a coordinator and ``worker --island dp=2|fsdp=2|pp=2|tp=2``. The peers are what a user would write: DDP with
 ``no_sync`` over all microbatches but the last; ``fully_shard`` of each layer and of the root; a ``PipelineStage`` a
 rank under 1F1B; ``parallelize_module`` with the same plan as ours. Model (a GPT of 10.8M parameters), weights,
-microbatches (eight of 2 x 128 tokens a step), order of the data and AdamW are the same, and both must come to the same
+microbatches (eight of 8 x 128 tokens a step), order of the data and AdamW are the same, and both must come to the same
 loss. They take turns (A B A B); a figure is the median of the rounds' ratios.
 
 Figures: ``dp_over_torch``, ``fsdp_over_torch``, ``pp_over_torch``, ``tp_over_torch`` (aims 0.95); tokens/s of each.
@@ -33,7 +33,7 @@ from w5xde_async.job import Job, build_model
 from w5xde_async.plan.sampler import Sampler
 
 LENGTH, VOCABULARY, LAYERS = 128, 512, 6
-MICROBATCH, LEAVES, RANKS = 2, 8, 2
+MICROBATCH, LEAVES, RANKS = 8, 8, 2
 WARM, STEPS, QUICK = 3, 20, 6
 TOLERANCE = 2e-3
 MODES = ("dp", "fsdp", "pp", "tp")

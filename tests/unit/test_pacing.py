@@ -68,8 +68,8 @@ def test_a_lease_is_worth_its_cost_but_not_more_than_the_share() -> None:
     assert pacing.block_leaves("a", 1) == 1
 
 
-def test_who_is_alone_has_two_seconds_of_work_at_once() -> None:
-    pacing = paced(a=0.1)
+def test_who_is_alone_has_seconds_of_work_at_once() -> None:
+    pacing = paced(a=0.25)
     assert pacing.block_leaves("a", 16) == 16  # a result is as large as the model, whatever it is of
     assert pacing.block_leaves("a", 32) == 16  # half of it, which others may come for
     assert pacing.block_leaves("a", 64) == 32

@@ -36,7 +36,7 @@ _ALIKE = 1.5  # speeds that differ by less count as equal
 _MOST_KNOWN = 4096  # workers that are remembered, those that have left among them
 _NEGLIGIBLE_S = 0.005  # no line is slow on which a result takes less
 _COMPUTES = 4.0  # times as long as its result is on its way: a lease, as long as that is no more than a share
-_ALONE_S = 2.0  # of work that who computes alone has at once: nobody else is to have some of it
+_ALONE_S = 5.0  # of work that who computes alone has at once: nobody else is to have some of it
 _COLLAPSED = 2.0  # times slower
 _FADES = 0.95  # what is believed of a line's slowness after each step in which it was not used
 
