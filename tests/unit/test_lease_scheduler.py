@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import deque
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from w5xde_async.data.loader import Loader
-from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
+from w5xde_async.hub.work.lease_scheduler import TURN_S, LeaseScheduler
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.pacing import Pacing, PacingConfig
 from w5xde_async.plan.sharing import Cost, finish_s
@@ -63,6 +64,7 @@ class Farm:
         )  # fmt: skip
         self.coming = [(at, f"w{i}") for i, at in enumerate(late)]
         heapq.heapify(self.coming)
+        self.goes: tuple[float, str] = (math.inf, "")  # who leaves, and when
         self.held: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[float, int]] = {}  # of the lease that each is at
         self.seconds: list[float] = []  # of each step
@@ -90,9 +92,13 @@ class Farm:
             sent = min(((line[0][1], worker) for worker, line in self.sending.items() if line), default=(math.inf, ""))
             looks = self.scheduler.look_again_at
             tick = self.ticked + 1.0 if self.ledger.free_leaves(self.step) else math.inf
-            self.now = max(self.now, min(comes, done[0], sent[0], looks, tick))
+            self.now = max(self.now, min(comes, done[0], sent[0], looks, tick, self.goes[0]))
             assert self.now < math.inf, "nobody has anything to do"
-            if done[0] <= self.now:
+            if self.goes[0] <= self.now:
+                self.leave(self.goes[1])
+                self.goes = math.inf, ""
+                self.schedule(again=True)
+            elif done[0] <= self.now:
                 self.send(done[1])
             elif sent[0] <= self.now:
                 self.finish(sent[1])
@@ -107,6 +113,15 @@ class Farm:
     def arrive(self, worker: str) -> None:
         self.held[worker], self.sending[worker] = [], deque()
         self.scheduler.takes_work(worker, True)
+
+    def leave(self, worker: str) -> None:
+        self.scheduler.takes_work(worker, False)
+        self.scheduler.left(worker)
+        self.ends.pop(worker, None)
+        self.sending.pop(worker)
+        for lease in self.held.pop(worker):
+            if self.ledger.get(lease) is not None:
+                self.ledger.give_back(lease)
 
     def send(self, worker: str) -> None:
         """What is computed is sent, whether or not anybody waits for it."""
@@ -207,12 +222,29 @@ def spread(steps: list[float]) -> float:
 
 @pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 3.0]])
 def test_short_steps_are_not_shared_out_and_workers_take_turns(speeds: list[float]) -> None:
-    farm = Farm(8, [0.0] * len(speeds), speeds, whole_step_s=10 * LEAF_S * 8)
-    farm.run(40)
-    whole = [held for held in farm.most_held[8:-1] if list(held.values()) == [8]]
-    assert len(whole) == len(farm.most_held[8:-1])
-    turns = [next(iter(held)) for held in whole]
-    assert all(turns.count(worker) >= len(turns) // len(speeds) - 1 for worker in farm.leaf_s)
+    farm = Farm(8, [0.0] * len(speeds), [1000 * speed for speed in speeds], whole_step_s=10 * 8 * LEAF_S / 1000)
+    farm.run(1000)
+    steps = list(zip(farm.most_held, farm.seconds, strict=False))[8:-1]
+    assert all(list(held.values()) == [8] for held, _ in steps)
+    spent = dict.fromkeys(farm.leaf_s, 0.0)
+    for held, seconds in steps:
+        spent[next(iter(held))] += seconds
+    assert max(spent.values()) - min(spent.values()) <= 2 * TURN_S  # a turn is a time, the same for all
+    turns = [next(iter(held)) for held, _ in steps]
+    changes = sum(one != other for one, other in pairwise(turns))
+    assert len(speeds) - 1 <= changes <= sum(spent.values()) / TURN_S  # else a step lies with who made the last
+
+
+def test_a_turn_ends_with_the_worker_that_has_it() -> None:
+    farm = Farm(8, [0.0, 0.0], [1000.0, 1000.0], whole_step_s=10 * 8 * LEAF_S / 1000)
+    farm.goes = 0.25, "w0"
+    farm.run(200)
+    whose = [next(iter(held)) for held in farm.most_held[:200]]
+    left = 1 + max(number for number, worker in enumerate(whose) if worker == "w0")
+    assert set(whose[:left]) == {"w0", "w1"}
+    assert len(whose[left:]) > 100
+    assert sum(farm.seconds[:left]) < 0.3  # it had gone in its turn: nobody waits for the turn's end
+    assert max(farm.seconds[left:]) < 2 * min(farm.seconds[left:])
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 12])

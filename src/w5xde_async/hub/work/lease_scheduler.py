@@ -9,6 +9,9 @@ Where a result takes longer on some worker's line than a leaf to compute, a step
 (``plan.sharing``). Otherwise nothing here goes through all workers or all leases. A worker waits in a queue from when
 it has room until it has none, one queue for each number of leases it has; where nothing is free nobody is looked at.
 Leases that may become late wait in a heap, filled once a step.
+
+Steps so short that they are not shared out go to one worker for ``TURN_S``, then to the one that has waited longest:
+who has no lease is sent no parameters, and the next lease lies with the worker that makes its version.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from w5xde_async.plan.sharing import finish_s, share_out
 from w5xde_async.plan.tree import Block, right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import Lease
+
+
+TURN_S = 0.1  #: some hundred steps, and handing over costs about one
 
 
 class Sendable(NamedTuple):
@@ -82,6 +88,7 @@ class LeaseScheduler:
         self._free_since: dict[str, float] = {}  # worker -> when its last lease was done
         self._plans: dict[int, _Plan] = {}  # by step, where lines are slow
         self._left_out: dict[str, int] = {}  # workers whose line is too slow to be of use -> in which step
+        self._turn: tuple[str, float] | None = None  # who computes whole steps now, and until when
         self._ahead = pacing.config.leases_ahead
         self._at_most_half, self._granted, self._there = at_most_half, granted, there
         self._gave_back = False
@@ -153,6 +160,9 @@ class LeaseScheduler:
         ``again``: who could be given nothing the last times may get something now. ``hold_back``: nothing more of the
         current step is leased, since too much of it waits for verification.
         """
+        if self._turn is not None and now >= self._turn[1]:
+            self._turn = self._next_turn(now)
+            again = True
         if again:
             self._look_again()
         for worker in self._ledger.eased():
@@ -203,6 +213,18 @@ class LeaseScheduler:
         for worker in [worker for worker, over in self._left_out.items() if over < step]:
             del self._left_out[worker]
             self._pacing.left_out(worker)
+
+    def _next_turn(self, now: float) -> tuple[str, float] | None:
+        """Whose turn it is after the one that is over: of those that could be given nothing, who came first."""
+        waiting = (worker for worker in self._refused if worker in self._workers)
+        worker = next(waiting, None)
+        return None if worker is None else (worker, now + TURN_S)
+
+    def _has_turn(self, worker: str, now: float) -> bool:
+        """Whether a step that is not shared out may be ``worker``'s."""
+        if self._turn is None or self._turn[0] not in self._workers:
+            self._turn = worker, now + TURN_S
+        return self._turn[0] == worker
 
     def _look_again(self) -> None:
         refused, self._refused = self._refused, {}
@@ -260,6 +282,8 @@ class LeaseScheduler:
                             self._queue(worker, queue, held + 1)
                         else:
                             self._refused[worker] = None
+                            if self._turn is not None and self._turn[0] == worker and not has_credit(worker):
+                                self._turn = None  # its line is full, and others need not wait for that
 
     def _grant_one(self, worker: str, step: int, now: float, *, current: bool) -> bool:
         """Lease ``worker`` a block of ``step``. False where there is none for it."""
@@ -294,7 +318,7 @@ class LeaseScheduler:
         free, step_leaves = ledger.free_leaves(step), ledger.num_leaves(step)
         leaves = pacing.block_leaves(worker, free, step_leaves=step_leaves)
         if pacing.takes_whole(worker, step_leaves):
-            return leaves
+            return leaves if self._has_turn(worker, now) else 0
         if current and pacing.unequal:
             return min(leaves, self._most_in_time(worker, step, free, now))
         if current:
