@@ -151,8 +151,8 @@ class Group:
             self._swap(output, mine, self._data)
 
     def _swap(self, output: Tensor, mine: Tensor, group: Any, patience: timedelta | None = None) -> None:
-        """An all-gather in host memory: each rank's part goes straight to each other. gloo's own, a ring, takes twice as
-        long for two ranks, six times for a few numbers; and its sends and receives need not be begun in one order."""
+        """An all-gather in host memory: each rank's part goes straight to each other. gloo's own, a ring, takes twice
+        as long for two ranks, and six times for a few numbers. Raises RuntimeError where one does not come."""
         rows = output.view(torch.uint8).view(self.size, -1)
         own, others = rows[self.rank], [(self.rank + n) % self.size for n in range(1, self.size)]
         if own.data_ptr() != mine.data_ptr():

@@ -30,7 +30,6 @@ from w5xde_async.plan.tree import Block, right_half
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.messages import Lease
 
-
 TURN_S = 0.1  #: some hundred steps, and handing over costs about one
 
 
