@@ -404,11 +404,12 @@ def test_there_are_enough() -> None:
 @pytest.mark.slow
 def test_memory_stays_flat() -> None:
     found = [make() for make, _ in HOSTILE.values()]
-    before = forget_peak()
-    for program in found:
-        refused(program)
-    grown = peak_bytes() - before
-    assert grown < 256 << 20, f"{grown >> 20} MiB more"
+    for allowed_mb in (256, 64):  # the tensors that a program may make are 150 MB, which the process keeps and uses again
+        before = forget_peak()
+        for program in found:
+            refused(program)
+        grown = peak_bytes() - before
+        assert grown < allowed_mb << 20, f"{grown >> 20} MiB more"
 
 
 def test_what_may_be_a_view_of_much_takes_little_memory_to_check() -> None:
