@@ -404,7 +404,7 @@ def test_there_are_enough() -> None:
 @pytest.mark.slow
 def test_memory_stays_flat() -> None:
     found = [make() for make, _ in HOSTILE.values()]
-    for allowed_mb in (256, 64):  # the tensors that a program may make are 150 MB, which the process keeps and uses again
+    for allowed_mb in (256, 64):  # as many tensors as a program may make are 150 MB, which the process keeps
         before = forget_peak()
         for program in found:
             refused(program)
