@@ -19,6 +19,7 @@ from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import LinkLost, RefusalCode, Refused, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.plan.shares import Share
+from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Audited, Bus, Event, Warned, WorkerJoined, WorkerLeft
 from w5xde_async.worker.connection.connection import Departure
 from w5xde_async.worker.service import Worker
@@ -230,6 +231,32 @@ async def test_all_kinds_are_taken_with_a_warning_and_never_compared_with_each_o
     assert all({event.worker_id, event.second_id} == islands for event in compared)
     (warned,) = [event.text for event in events if isinstance(event, Warned) and "in several ways" in event.text]
     assert f"exact, {TP}" in warned
+
+
+async def test_what_the_coordinator_computes_itself_is_another_kind_and_is_told_once(tmp_path: Path) -> None:
+    circle, events, bus = Circle(2, Share.BLOCK, numerics=TP), list[Event](), Bus()
+    bus.subscribe(events.append)
+    failed: set[int] = set()
+
+    def fails(task: Any, rank: int) -> bool:
+        if rank == 0 or task.step not in (3, 5) or task.step in failed:
+            return False
+        failed.add(task.step)
+        return True
+
+    config, path = settings(max_leaf_failures=1, checkpoint_every=1), tmp_path / "run"
+    async with Coordinator(jobs.mlp_sgd(), run_dir=path, config=config, bus=bus) as coordinator:
+        ranks = start(coordinator.address, circle, jobs.mlp_sgd, fails=fails)
+        running = [asyncio.create_task(rank.run()) for rank in ranks]
+        await coordinator.wait()
+        assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
+    said = [event.text for event in events if isinstance(event, Warned)]
+    assert sum("what the coordinator computed counts" in text for text in said) == 2
+    (warned,) = [text for text in said if "in several ways" in text]
+    assert f"exact, {TP}" in warned
+    record, _ = await asyncio.to_thread(CheckpointStore(path / "checkpoints").latest)
+    assert record is not None
+    assert record.meta["numerics"] == [TP, "exact"]
 
 
 async def test_single_workers_go_on_where_an_island_left_off(tmp_path: Path) -> None:

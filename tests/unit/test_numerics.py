@@ -12,7 +12,7 @@ TP = "tp=2 1f2e3d4c"
 def test_the_first_worker_decides() -> None:
     run = RunNumerics()
     assert run.asked(FIRST) == ""
-    assert not run.joined(TP)
+    assert not run.note(TP)
     assert run.asked(FIRST) == TP
     assert fits(TP, run.asked(FIRST))
     assert not fits(EXACT, run.asked(FIRST))
@@ -29,16 +29,18 @@ def test_or_the_setting(wanted: str, numerics: str, taken: bool) -> None:
 
 def test_a_shape_that_is_asked_for_is_one_division_once_somebody_has_come() -> None:
     run = RunNumerics()
-    run.joined(TP)
+    run.note(TP)
     assert run.asked("tp=2") == TP
 
 
 def test_that_there_are_several_is_told_once_and_those_that_were_are_remembered() -> None:
     run = RunNumerics()
     run.past[:] = ["tp=4 before"]
-    assert [run.joined(one) for one in (EXACT, EXACT, TP, EXACT, "tp=2 other")] == [False, False, True, False, False]
+    told = [run.note(one) for one in (EXACT, EXACT, TP, EXACT, "tp=2 other")]
+    assert [bool(text) for text in told] == [False, False, True, False, False]
+    assert f"in several ways ({EXACT}, {TP}, tp=4 before)" in told[2]
     assert run.past == ["tp=4 before", EXACT, TP, "tp=2 other"]
     assert run.asked(ANY) == ""
     for number in range(1000):
-        run.joined(f"tp=2 {number}")
+        run.note(f"tp=2 {number}")
     assert len(run.past) == 64

@@ -14,7 +14,7 @@ FIRST, ANY = "first", "any"  #: settings: as the first worker of the run, and al
 
 
 class RunNumerics:
-    """Those of one run. ``past``: what had computed before this coordinator started, and has joined since."""
+    """Those of one run. ``past``: what had computed before this coordinator started, and what has since."""
 
     def __init__(self) -> None:
         self.past: list[str] = []
@@ -27,14 +27,19 @@ class RunNumerics:
             return ""
         return self._agreed or ("" if wanted == FIRST else wanted)
 
-    def joined(self, numerics: str) -> bool:
-        """A worker of these numerics is a member. True where it is the first that differs from others."""
+    def note(self, numerics: str) -> str:
+        """Somebody computes in this way: a new member, or the coordinator itself. What a person is to be told where it
+        is the first that differs from others; else empty."""
         if numerics not in self.past and len(self.past) < _MOST_KNOWN:
             self.past.append(numerics)
         first, self._agreed = not self._agreed, self._agreed or numerics
-        mixed = not first and self._agreed != numerics and not self._mixed
-        self._mixed = self._mixed or mixed
-        return mixed
+        if first or self._agreed == numerics or self._mixed:
+            return ""
+        self._mixed = True
+        return (
+            f"sums are made in several ways ({', '.join(sorted(self.past))}): the run stays exact in what it counts, "
+            "but its last bits depend on who computed what"
+        )
 
 
 def fits(numerics: str, asked: str) -> bool:

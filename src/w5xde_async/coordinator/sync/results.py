@@ -28,6 +28,7 @@ from w5xde_async.hub.work.lease_scheduler import LeaseScheduler
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.leases import FailedWork
 from w5xde_async.plan.ledger import BlockGrant
+from w5xde_async.plan.numerics import EXACT
 from w5xde_async.plan.tree import Block
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
@@ -401,6 +402,8 @@ class Results:
             f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
             f"{''.join(error.splitlines()[:1])[:300]}"
         )
+        if mixed := self._context.run.numerics.note(EXACT):
+            self._phase.warn(mixed)
         await self._count_own(step, grant, reference)
         return True
 

@@ -394,11 +394,9 @@ class Roster:
         )  # fmt: skip
         self.sessions[session.worker_id] = session
         self._compare_devices(ready)
-        if self._numerics.joined(ready.numerics) and self._welcome.update == "sync":
-            self._warn(
-                f"workers make their sums in several ways ({', '.join(sorted(self._numerics.past))}): the run stays "
-                "exact in what it counts, but its last bits depend on which of them computed what"
-            )
+        mixed = self._numerics.note(ready.numerics)
+        if mixed and self._welcome.update == "sync":
+            self._warn(mixed)
         self._bus.publish(
             WorkerJoined(
                 worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,
