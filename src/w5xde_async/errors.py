@@ -4,6 +4,7 @@ W5xdeError
     LocalError              our own bug or our own machine: stop and report
         ProtocolViolation   we were about to break the protocol ourselves
         DeviceLost          the device is of no use to this process any more: start another, exit code 7
+        IslandBroken        a leaf failed on some ranks of an island: start all of them again, exit code 8
     UsageError              the person must change something: one line, exit code 2
         JobError            the job cannot be loaded or cannot work; says what and where
         PortInUse           exit code 6
@@ -110,6 +111,21 @@ class DeviceLost(LocalError):
     def __init__(self, device: str, reason: str) -> None:
         self.device, self.reason = device, reason
         super().__init__(f"{device} is lost to this process: {reason}; only a new process gets it back")
+
+
+class IslandBroken(LocalError):
+    """The job failed on a leaf that this rank of an island computed, and not on all ranks: the others wait for it.
+
+    Fields: ``step``, ``leaf``, ``reason``.
+    """
+
+    exit_code = ExitCode.ISLAND_LOST
+
+    def __init__(self, step: int, leaf: int, reason: str) -> None:
+        self.step, self.leaf, self.reason = step, leaf, reason
+        super().__init__(
+            f"step {step}, leaf {leaf}: {reason}; not all ranks of the island share the failure, so it begins anew"
+        )
 
 
 class UsageError(W5xdeError):

@@ -12,16 +12,17 @@ import pytest
 from tests.support import jobs
 from tests.support.circle import Circle
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
-from torch import nn
+from torch import Tensor, nn
 
 from w5xde_async.coordinator.run_result import RunResult
 from w5xde_async.coordinator.service import Coordinator
-from w5xde_async.errors import LinkLost, RefusalCode, Refused, W5xdeError
+from w5xde_async.errors import IslandBroken, LeafFailed, LinkLost, RefusalCode, Refused, W5xdeError
 from w5xde_async.job import Job
 from w5xde_async.plan.shares import Share
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.telemetry.events import Audited, Bus, Event, Warned, WorkerJoined, WorkerLeft
-from w5xde_async.worker.connection.connection import Departure
+from w5xde_async.worker.connection import connection
+from w5xde_async.worker.connection.connection import Departure, RunFailed
 from w5xde_async.worker.service import Worker
 
 EVERY = [(Share.BLOCK, 2), (Share.TURNS, 3), (Share.ALL, 2), (Share.BLOCK, 4)]
@@ -136,6 +137,32 @@ async def test_a_leaf_that_fails_on_an_island_is_tried_elsewhere() -> None:
         assert await asyncio.gather(*running, single) == [Departure.FINISHED] * 3
     assert failed
     assert result.digest == expected.digest
+
+
+@pytest.mark.parametrize("share", [Share.TURNS, Share.ALL], ids=lambda share: share.name)
+async def test_a_leaf_that_breaks_islands_ends_the_run_with_the_jobs_own_error(
+    share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that begins anew is one attempt, as another worker; the last one hears of the end."""
+
+    def refuses(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("a bug of the job")
+
+    make, ends = lambda: replace(jobs.mlp_sgd(), loss=refuses), list[list[Any]]()
+    async with Coordinator(make(), config=settings(max_leaf_failures=3)) as coordinator:
+        for attempt in range(3):
+            monkeypatch.setattr(connection, "_WORD_S", 0.0 if attempt < 2 else 30.0)
+            circle = Circle(2, share, seed=attempt)
+            running = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, circle, make)]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            circle.end()
+            ends.append(await asyncio.gather(*running, return_exceptions=True))
+        with pytest.raises(LeafFailed, match=r"leaf 0: ValueError: a bug of the job") as failed:
+            await coordinator.wait()
+    assert failed.value.attempts == 3
+    assert all(isinstance(error, IslandBroken | LinkLost) for ended in ends[:2] for error in ended)
+    assert all("leaf 0: " in str(error) for ended in ends[:2] for error in ended if isinstance(error, IslandBroken))
+    assert [type(error) for error in ends[2]] == [RunFailed, RunFailed]
 
 
 async def test_a_rank_that_does_not_come_keeps_nobody_waiting() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -204,6 +205,54 @@ def test_a_run_that_has_failed_ends_its_islands(start: Any, tmp_path: Path) -> N
     assert island.finish(30) == 1, "".join(island.text)
     assert "a bug of the user" in "".join(island.text)
     member.close()
+
+
+BREAKING = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+from w5xde_async import Job
+
+class Refusing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        if (x == 7).any():
+            raise RuntimeError("a bug of the user")
+        return self.layer(x)
+
+def divide(model, mesh):
+    fully_shard(model, mesh=mesh["fsdp"])
+
+def job():
+    x = torch.zeros(8, 4)
+    x[0] = 7
+    return Job(
+        model=Refusing, dataset=TensorDataset(x, torch.zeros(8, dtype=torch.int64)), parallelize=divide,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.cross_entropy,
+        batch_size=8, microbatch_size=1, max_steps=20,
+    )
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_leaf_that_breaks_an_island_is_told_and_ends_the_run(start: Any, tmp_path: Path) -> None:
+    """One rank raises; the other waits for it, and nothing that it meets then is the job's error."""
+    job = tmp_path / "breaking.py"
+    job.write_text(BREAKING)
+    program, address = coordinator(start, tmp_path, "--max-leaf-failures", "2", job=f"{job}:job")
+    island = worker(start, address, "--island", "fsdp=2", job=f"{job}:job")
+    assert program.finish() == 1
+    code, text = island.finish(30), "".join(island.text)
+    assert code == 1, text
+    again = [line for line in island.text if "all of it is started again" in line]
+    assert len(again) == 1
+    assert re.search(r"rank \d ended with exit code 8: step 0, leaf \d: RuntimeError: a bug of the user", again[0])
+    assert "is lost to this process" not in text
+    assert not [line for line in island.text if "leaf failed leaf=" in line and "a bug of the user" not in line]
 
 
 LLAMA = f"{ROOT / 'examples/llama.py'}:tiny"

@@ -32,7 +32,7 @@ from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.run import run as coordinator_run
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.coordinator.sync.training import SyncTraining
-from w5xde_async.errors import DeviceLost, LeafFailed, LinkLost, Refused, StoreError
+from w5xde_async.errors import IslandBroken, LeafFailed, LinkLost, Refused, StoreError
 from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.plan.shares import Share
 from w5xde_async.runtime import Runtime
@@ -159,7 +159,7 @@ class World(Checks):
             self.violate("durability", f"{host.name} was told of an end when step {self.durable_step} was safe")
         if isinstance(outcome, Killed):
             return
-        if host.of_island and isinstance(outcome, LinkLost | Gone | DeviceLost):
+        if host.of_island and isinstance(outcome, LinkLost | Gone | IslandBroken):
             return  # it was lost, and it all begins anew
         failures = self.faults["leaf failed"] >= self.config.max_leaf_failures
         if isinstance(outcome, LeafFailed | RunFailed) and (failures or len(self.vanished) >= 8):

@@ -19,7 +19,7 @@ from w5xde_async.compute.block import ComputedBlock, LeafSpec, Task
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.job import Job
 from w5xde_async.parallel.building import whole_engine
-from w5xde_async.parallel.engine import EmitPieces, Traced
+from w5xde_async.parallel.engine import EmitPieces, LoneLeafError, Traced
 from w5xde_async.params.flat import FlatState, bytes_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.params.shard import Shard
@@ -165,7 +165,7 @@ class HeadComputes:
             result = self._compute(task, [one for leaf in range(*block) for one in data[leaf]], brought)
         vector, outcome, error = circle.meet(self._rank, result)[0]
         if error is not None:
-            raise LeafError(task.start, ValueError(error), device_lost=circle.share is not Share.BLOCK)
+            raise (LeafError if circle.share is Share.BLOCK else LoneLeafError)(task.start, ValueError(error))
         for bucket in self.layout.result_buckets:
             if bucket.index not in outcome.absent and bucket.index in self.shard.buckets:
                 pieces = self.shard.pieces(bucket)

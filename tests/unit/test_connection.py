@@ -20,7 +20,8 @@ from w5xde_async.codecs.registry import codec
 from w5xde_async.compute.batch import flatten
 from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.compute.engine import Engine, LeafError
-from w5xde_async.errors import DeviceLost, LinkLost, MalformedFrame, RemoteError, UsageError
+from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, MalformedFrame, RemoteError, UsageError
+from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.wire.frame import SESSION_CAPS, BufferSpec, encode
 from w5xde_async.wire.messages import (
@@ -37,8 +38,9 @@ from w5xde_async.wire.messages import (
     VerdictCode,
     Welcome,
 )
+from w5xde_async.worker.connection import connection as connection_module
 from w5xde_async.worker.connection.compute_queue import ComputeThread
-from w5xde_async.worker.connection.connection import Connection, Departure
+from w5xde_async.worker.connection.connection import Connection, Departure, RunFailed
 from w5xde_async.worker.connection.dialing import _LONGEST_PAUSE_S, _pause_s
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.executors.coded import CodedExecutor
@@ -360,3 +362,32 @@ async def test_a_worker_that_loses_its_device_says_which_leaf_it_was_and_leaves(
         assert [type(message) for message in said] == [Failed, Bye]
         assert (said[0].lease, said[0].leaf) == (1, 1)
         assert said[1].code == ByeCode.LEAVING
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["the run ends over it", "the run goes on"])
+async def test_a_rank_whose_leaf_breaks_its_island_says_which_and_waits_for_the_coordinators_word(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    monkeypatch.setattr(connection_module, "_WORD_S", 30.0 if ended else 0.0)
+    async with served(ends=RunFailed if ended else IslandBroken) as coordinator:
+
+        def alone(*_: Any) -> None:
+            raise LoneLeafError(1, ValueError("a bug of the job"))
+
+        monkeypatch.setattr(coordinator.engine, "compute", alone)
+        monkeypatch.setattr(coordinator.engine, "counted", alone)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.lease(2)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()
+        if ended:
+            await coordinator.lease(3)  # it was a member still, and begins nothing
+            await coordinator.say(Bye(ByeCode.FAILED, "step 0, leaf 1: ValueError: a bug of the job"))
+            await coordinator.settle()
+        assert not coordinator.compute.waiting
+        said = [message for message in coordinator.seen if isinstance(message, Failed | Done | Bye)]
+        assert [type(message) for message in said] == [Failed, Bye]
+        assert (said[0].lease, said[0].leaf, said[0].error) == (1, 1, "ValueError: a bug of the job")
+        assert ended or said[1].reason.startswith("step 0, leaf 1: ValueError: a bug of the job; not all ranks")

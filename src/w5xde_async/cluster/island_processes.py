@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from w5xde_async.errors import ExitCode, RefusalCode, Refused
-from w5xde_async.parallel.shape import STORE_FD, IslandShape
+from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
 from w5xde_async.runtime import start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
 
@@ -34,6 +34,7 @@ _HOPELESS = (
 )  # fmt: skip
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
 _OTHERS_S = 1.5  # what one rank ends with may only follow from another's end
+_WORD_BYTES = 2000  # of what a rank says of its end
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
 
 
@@ -58,6 +59,7 @@ class IslandProcesses:
         self._shape, self._arguments, self._threads, self._meet = shape, arguments, threads, meet
         self._host, self._environment = host or "127.0.0.1", environment
         self._processes: list[Process] = []
+        self._words: dict[int, int] = {}  # by rank: the pipe in which it says why it ends
         self._left = asyncio.Event()
 
     @property
@@ -122,7 +124,7 @@ class IslandProcesses:
         ends = {waits[task]: task.result() for task in done}
         if good and left:
             logger.warning("ranks %s did not leave with the others", sorted(waits[task] for task in left))
-        said = ", ".join(f"rank {rank} {_how(code)}" for rank, code in sorted(ends.items()))
+        said = "; ".join(f"rank {rank} {_how(code)}{self._word(rank)}" for rank, code in sorted(ends.items()))
         if ExitCode.OK in ends.values():  # asked to leave, or the run is finished: the others have only lost it
             return ExitCode.OK, said
         worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
@@ -156,10 +158,23 @@ class IslandProcesses:
         serves = () if rank else (listening.fileno(),)
         if serves:
             environment[STORE_FD] = str(serves[0])
-        return await start_process(
-            sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE,
-            env=environment, start_new_session=True, pass_fds=serves,
-        )  # fmt: skip
+        self._words[rank], word = os.pipe()
+        os.set_blocking(self._words[rank], False)  # what the rank has started may hold its end for longer
+        environment[WORD_FD] = str(word)
+        try:
+            return await start_process(
+                sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE,
+                env=environment, start_new_session=True, pass_fds=(*serves, word),
+            )  # fmt: skip
+        finally:
+            os.close(word)
+
+    def _word(self, rank: int) -> str:
+        """Why a rank has ended, where it has said that."""
+        with suppress(KeyError, BlockingIOError):
+            if said := os.read(self._words[rank], _WORD_BYTES).decode(errors="replace"):
+                return f": {said}"
+        return ""
 
     async def _kill(self) -> None:
         processes, self._processes = self._processes, []
@@ -170,6 +185,8 @@ class IslandProcesses:
             if process.stdin is not None:
                 process.stdin.close()
         await asyncio.gather(*[process.wait() for process in processes])
+        while self._words:
+            os.close(self._words.popitem()[1])
 
 
 def _how(code: int) -> str:

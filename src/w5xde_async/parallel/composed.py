@@ -43,7 +43,7 @@ from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
-from w5xde_async.parallel.group import Group
+from w5xde_async.parallel.group import Group, is_rank_gone
 from w5xde_async.parallel.replica import Replica
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
@@ -351,7 +351,7 @@ class ComposedEngine:
 
     def _failed(self, error: BaseException, leaf: int) -> LeafError:
         """Raises what is none of the job's doing, and LoneLeafError where the others compute other leaves."""
-        if is_interrupt(error) or isinstance(error, UsageError):
+        if is_interrupt(error) or isinstance(error, UsageError) or is_rank_gone(error):
             raise error
         if not self._told_of_failure:
             self._told_of_failure = True

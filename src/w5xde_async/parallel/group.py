@@ -65,6 +65,11 @@ def loopback() -> str:
     raise UsageError("this machine has no loopback interface; name the interface that the island's ranks are to use")
 
 
+def is_rank_gone(error: BaseException) -> bool:
+    """Whether a collective has raised it since another rank is gone: NCCL's, or gloo's, which names its own source."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
 class Group:
     """One rank's end. There is one in a process, for ``torch.distributed`` has one default group."""
 

@@ -155,6 +155,9 @@ def _work(
         return ExitCode.OK
 
     async def work_as_rank() -> int:
+        from w5xde_async.parallel.group import is_rank_gone
+        from w5xde_async.parallel.shape import WORD_FD
+
         code: int = ExitCode.ISLAND_LOST
         try:
             code = await work()
@@ -162,8 +165,11 @@ def _work(
             code = error.exit_code
             logger.error("rank %s leaves: %s", os.environ["RANK"], error)
         except Exception as error:  # a link or another rank is gone: nothing of this group can go on
-            gone = "pair.cc" in str(error)  # gloo's, where a connection to another rank has ended
-            logger.warning("rank %s leaves: %s", os.environ["RANK"], "another rank is gone" if gone else error)
+            said = "another rank is gone" if is_rank_gone(error) else str(error).partition("\n")[0]
+            if WORD_FD in os.environ:  # who starts the island again says why
+                os.write(int(os.environ[WORD_FD]), said.encode()[:500])
+            else:
+                logger.warning("rank %s leaves: %s", os.environ["RANK"], said)
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)  # a thread may wait for a rank that is gone, and Python's end would wait for it

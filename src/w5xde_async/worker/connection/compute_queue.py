@@ -17,7 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import DeviceLost, MalformedFrame
+from w5xde_async.errors import DeviceLost, IslandBroken, MalformedFrame, headline
+from w5xde_async.parallel.engine import LoneLeafError
 from w5xde_async.wire.messages import Submit, Verdict
 from w5xde_async.worker.executors.executor import HeldLease, LeaseExecutor, Version
 
@@ -48,6 +49,14 @@ class ComputeThread:
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait
     patience_s: float | None = None
+
+
+def raise_if_last(error: LeafError, step: int, executor: LeaseExecutor) -> None:
+    """A leaf of ``step`` has failed. Raises DeviceLost, IslandBroken where this process computes nothing after it."""
+    if error.device_lost:
+        raise DeviceLost(str(executor.device), error.error) from error
+    if isinstance(error, LoneLeafError):
+        raise IslandBroken(step, error.leaf, headline(error.traceback)) from error
 
 
 class ComputeQueue:
@@ -199,8 +208,7 @@ class ComputeQueue:
             computed = self._executor.compute(held, partial(self._soon, answers.result, lease.lease))
         except LeafError as error:
             self._soon(answers.failed, lease.lease, error)
-            if error.device_lost:
-                raise DeviceLost(str(self._executor.device), error.error) from error
+            raise_if_last(error, lease.step, self._executor)
         else:
             self._soon(answers.done, held, computed, max(began - self._idle_since, 0.0))
         self._ended(began, len(lease.samples))

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from w5xde_async.errors import DeviceLost, LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
+from w5xde_async.errors import DeviceLost, IslandBroken, LinkLost, ProgramRefused, Refused, UsageError, W5xdeError
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.telemetry.memory import device_memory, host_bytes, usage_of
@@ -31,6 +31,7 @@ from w5xde_async.worker.hooks import WorkerHooks
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
+_WORD_S = 2.0  # for the coordinator to end the run over a leaf that has broken an island
 
 Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, messages.Ready]]]
 """Makes ready for computing, while heartbeats go on. It may send and receive meanwhile."""
@@ -115,13 +116,14 @@ class Connection:
             if self._bye is not None and self._failure is None:
                 return self._goodbye(self._bye)  # the link ended before it had our answer
             # What broke the compute thread ended the link; the lost link is only what follows from it.
-            raise self._failure or _first(group) from None
+            first = _first(group)
+            raise first if self._failure is None or isinstance(first, RunFailed) else self._failure from None
         finally:
             await self._stop()
 
     def drain(self, reason: str, grace_s: float) -> None:
         """Ask the coordinator to let us go; after ``grace_s`` go without being let. Returns at once."""
-        if self._drain:
+        if self._drain or self._failure is not None:
             return
         self._drain, self._grace_s = reason, grace_s
         self._hurry = asyncio.get_running_loop().call_later(grace_s, self._leave)
@@ -171,11 +173,21 @@ class Connection:
     def _failed(self, error: BaseException) -> None:
         """The compute thread broke off."""
         self._failure = error
-        if isinstance(error, ProgramRefused | DeviceLost):
+        if isinstance(error, IslandBroken):
+            assert self.leases is not None
+            self.leases.stop()
+            if self._hurry is not None:
+                self._hurry.cancel()
+            self._hurry = asyncio.get_running_loop().call_later(_WORD_S, self._give_up, error)
+        elif isinstance(error, ProgramRefused | DeviceLost):
             logger.error("leaving the run reason=%s", error)
-            self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
+            self._give_up(error)
         else:
             self.link.abort()
+
+    def _give_up(self, error: W5xdeError) -> None:
+        """Leave, for this process computes nothing any more."""
+        self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
 
     async def _read(self, leases: Leases) -> Departure | None:
         def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
@@ -184,7 +196,7 @@ class Connection:
 
         while True:
             message, specs, _ = await self._receive(accept)
-            if self._failure is not None:
+            if self._failure is not None and not isinstance(self._failure, IslandBroken):
                 raise self._failure
             if type(message) is messages.Params:
                 leases.params(message, specs)

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import DeviceLost, MalformedFrame
+from w5xde_async.errors import MalformedFrame
 from w5xde_async.wire.messages import Submit, Verdict
-from w5xde_async.worker.connection.compute_queue import ComputeThread, Item
+from w5xde_async.worker.connection.compute_queue import ComputeThread, Item, raise_if_last
 from w5xde_async.worker.executors.executor import HeldLease, Version
 from w5xde_async.worker.executors.island import IslandExecutor, Turn
 
@@ -147,8 +147,7 @@ class FollowerQueue:
             computed = self._executor.compute(held, partial(self._soon, self._answers.result, lease.lease))
         except LeafError as error:
             self._soon(self._answers.failed, lease.lease, error)
-            if error.device_lost:
-                raise DeviceLost(str(self._executor.device), error.error) from error
+            raise_if_last(error, lease.step, self._executor)
         else:
             self._soon(self._answers.done, held, computed, max(began - self._idle_since, 0.0))
         self._idle_since = self._thread.clock()

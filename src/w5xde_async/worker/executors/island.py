@@ -153,6 +153,7 @@ class IslandExecutor:
         self.layout, self.device, self.capacity_bytes = own.layout, own.device, own.capacity_bytes
         self.exact, self.newest_first, self.parameters = own.exact, own.newest_first, own.parameters
         self._own, self._rank = own, rank
+        self._broken = False  # the other ranks wait for this one in the middle of a block
 
     @property
     def version(self) -> int:
@@ -170,8 +171,8 @@ class IslandExecutor:
         self._turn(Turn.COMPUTE, held.message.lease)
         try:
             return self._own.compute(held, send)
-        except LoneLeafError as error:  # the others wait for this rank, which cannot go on
-            error.device_lost = True
+        except LoneLeafError:
+            self._broken = True
             raise
 
     def submit(self, asked: Submit) -> Computed:
@@ -196,7 +197,8 @@ class IslandExecutor:
 
     def end(self) -> None:
         """The link has ended: nothing more comes."""
-        self._turn(Turn.END, 0)  # the others need not wait any more
+        if not self._broken:
+            self._turn(Turn.END, 0)  # the others need not wait any more
 
     def _turn(self, turn: Turn, number: int) -> None:
         if not self._rank.rank:
