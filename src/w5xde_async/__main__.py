@@ -14,6 +14,7 @@ usage: w5xde coordinator JOB [options]
        w5xde doctor --join-file FILE
        w5xde predict JOB [--workers N] [options]
        w5xde memory JOB [--island MODE=N]
+       w5xde tune JOB [--workers N] [options]
 
 Each has its own --help. The same as python -m w5xde_async.coordinator,
 python -m w5xde_async.worker and so on.
@@ -29,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     from w5xde_async.predict import main as predict
     from w5xde_async.status import main as status
+    from w5xde_async.tune import main as tune
 
     programs = {
         "coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor, "predict": predict,
-        "memory": _memory,
+        "memory": _memory, "tune": tune,
     }  # fmt: skip
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")

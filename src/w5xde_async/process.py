@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from w5xde_async.settings import CoordinatorSettings, WorkerSettings
 
-_S = TypeVar("_S", "CoordinatorSettings", "WorkerSettings")
+_S = TypeVar("_S", bound="CoordinatorSettings | WorkerSettings")
 _Body = Callable[[], Coroutine[Any, Any, int]]
 
 _NO_JOIN_SECRET = (

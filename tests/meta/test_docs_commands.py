@@ -25,13 +25,15 @@ from w5xde_async.errors import UsageError
 from w5xde_async.facade.guava.workers import network_worker as guava
 from w5xde_async.settings import PROGRAMS as KINDS
 from w5xde_async.settings import Answer, flag_names, read
-from w5xde_async.settings.programs import DoctorSettings, PredictionSettings
+from w5xde_async.settings.programs import DoctorSettings, PredictionSettings, TuningSettings
 
 _BLOCK = re.compile(r"^```(?:sh|bash|console)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 README = DOCUMENTS[0]
-PROGRAMS = {program.table: program for program in KINDS} | {"doctor": DoctorSettings, "predict": PredictionSettings}
+PROGRAMS = {program.table: program for program in KINDS} | {
+    "doctor": DoctorSettings, "predict": PredictionSettings, "tune": TuningSettings,
+}  # fmt: skip
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 FLAGS = {flag for program in PROGRAMS.values() for flag in flag_names(program)}
 FLAGS |= {flag for one in (status, memory) for flag in one.parser("")._option_string_actions}

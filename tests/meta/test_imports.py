@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2] / "src" / "w5xde_async"
 #: inside, the plain name stands for the files beside those.
 LEVELS = {
     "predict": 24,
+    "tune": 24,
     "process": 23,
     "settings": 22,
     "status": 22,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from w5xde_async.config import NAME, PATH, YES_OR_NO, one_of, same_as, setting, text, whole
+from w5xde_async.config import NAME, PATH, TIME, YES_OR_NO, one_of, same_as, setting, text, whole
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.errors import UsageError, need
 from w5xde_async.net.endpoint import parse_address
@@ -217,6 +217,22 @@ class PredictionSettings(CoordinatorSettings):
         "--workers says for how many workers."
     )
     ending = _EXIT_CODES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningSettings(CoordinatorSettings):
+    """Settings of ``w5xde_async.tune``: a coordinator's, so that its command line will do."""
+
+    about = (
+        "Measure which microbatch_size of JOB trains fastest on this machine, with one worker\nand with --workers (2), "
+        "beside a plain loop on the same cores. Takes about half a\nminute; nothing is written. It takes the options "
+        "of a coordinator."
+    )
+    ending = _EXIT_CODES
+    everyday = "job workers worker_threads seconds update codec"
+
+    workers: int = setting(2, "workers to measure with, beside one", whole(2), "workers")
+    seconds: float = setting(3.0, "of each measurement; two for each size", TIME, "the run")
 
 
 PROGRAMS: tuple[type[Program], ...] = (CoordinatorSettings, WorkerSettings)

@@ -1,0 +1,232 @@
+"""``w5xde tune``: which ``microbatch_size`` trains fastest on this machine.
+
+For each size a run is started as ``w5xde coordinator JOB --workers N`` starts it, without files, and is measured with
+one worker and with all of them. Beside it stands what a plain loop does with the same cores. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from w5xde_async.errors import ExitCode, need
+from w5xde_async.process import launch
+
+if TYPE_CHECKING:
+    from w5xde_async.coordinator.config import CoordinatorConfig
+    from w5xde_async.job import Job
+    from w5xde_async.settings.programs import TuningSettings
+
+_LEAVES = (1, 2, 4, 8)  # of a step, for each worker
+_WARM_STEPS = 3  # a worker's first: it traces, compiles, and is given little
+_PATIENCE_S = 120.0  # until a worker has computed those
+_CLEAR = 1.05  # times faster than the job's own size: less is chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A size measured. Samples a second with one worker and with all; ``worker_bytes``: resident memory of one."""
+
+    microbatch: int
+    leaves: int
+    alone: float
+    together: float
+    worker_bytes: int
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.tune") -> int:
+    """Measure, and print the table; the result is the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch(_kind, given, prog=prog, prepare=_prepare)
+
+
+def _kind() -> type[TuningSettings]:
+    from w5xde_async.settings.programs import TuningSettings
+
+    return TuningSettings
+
+
+def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+    config = settings.coordinator_config(token)
+    assert settings.job is not None
+    workers, threads = settings.workers, settings.worker_threads or 1
+
+    from w5xde_async.job import load_job
+
+    job = load_job(settings.job)
+
+    async def tell() -> int:
+        loop = asyncio.get_running_loop()
+        rows = []
+        for size in sizes(job, workers):
+            sys.stderr.write(f"measuring microbatch_size={size} ...\n")
+            rows.append(await measured(
+                job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
+            ))  # fmt: skip
+        plain = await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds))
+        sys.stdout.write(report(job, rows, plain, workers=workers, threads=threads))
+        return ExitCode.OK
+
+    return tell
+
+
+def sizes(job: Job, workers: int) -> list[int]:
+    """Sizes to try, the largest first: those that give every worker one leaf of a step, two, four and eight, and the
+    job's own. Raises UsageError where a step has no leaf for each worker."""
+    each = job.batch_size // job.accumulate_grad_batches
+    need(
+        each >= workers,
+        f"a batch of {job.batch_size} samples has no leaf for each of {workers} workers; give --workers, or a larger "
+        "batch_size",
+    )
+    tried = {-(-each // (workers * leaves)) for leaves in _LEAVES}
+    return sorted({*tried, job.microbatch_samples}, reverse=True)
+
+
+async def measured(
+    job: Job, size: int, reference: str, config: CoordinatorConfig, *, workers: int, threads: int, seconds: float
+) -> Row:
+    """Run with this ``microbatch_size``. Raises what ends the run, and TimeoutError for workers that do not begin."""
+    from w5xde_async.cluster.task_workers import with_own_model
+    from w5xde_async.cluster.worker_processes import LocalWorkers
+    from w5xde_async.coordinator.service import Coordinator
+    from w5xde_async.job import ENDLESS
+    from w5xde_async.telemetry.events import Bus, Event, StepCommitted
+    from w5xde_async.telemetry.memory import usage_of
+
+    tried = replace(
+        with_own_model(job), microbatch_size=size, max_steps=ENDLESS, epochs=None, scheduler=None, evaluate=None,
+        stop_when=None, keep_best=None,
+    )  # fmt: skip
+    alone = replace(config, host="127.0.0.1", port=0, dashboard="", min_workers=1, resume="never", max_steps=None,
+                    epochs=None, checkpoint_every=ENDLESS, durability="checkpoint")  # fmt: skip
+    bus, samples, steps = Bus(), 0, 0
+    committed = asyncio.Event()
+
+    def see(event: Event) -> None:
+        nonlocal samples, steps
+        if isinstance(event, StepCommitted):
+            samples, steps = samples + event.samples, steps + 1
+            committed.set()
+
+    bus.subscribe(see)
+
+    async def rate(coordinator: Coordinator, count: int) -> float:
+        async with asyncio.timeout(_PATIENCE_S):
+            while coordinator.num_workers < count:
+                await _next(committed)
+            warm = steps + _WARM_STEPS
+            while steps < warm:
+                await _next(committed)
+        began, before = time.perf_counter(), samples
+        await asyncio.sleep(seconds)
+        while samples == before:  # a step takes longer
+            await _next(committed)
+        return (samples - before) / (time.perf_counter() - began)
+
+    async def _next(event: asyncio.Event) -> None:
+        event.clear()
+        happens = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({happens, ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                ended.result()
+        finally:
+            happens.cancel()
+
+    async with AsyncExitStack() as stack:
+        coordinator = Coordinator(tried, config=alone, bus=bus, job_reference=reference)
+        await coordinator.start()
+        stack.push_async_callback(coordinator.aclose)
+        ended = asyncio.ensure_future(coordinator.wait())
+        local = await stack.enter_async_context(LocalWorkers(
+            1, address=coordinator.address, reference=reference, threads=threads, token=alone.token,
+            join=coordinator.local_join, on_all_lost=coordinator.workers_failed,
+        ))  # fmt: skip
+        one = await rate(coordinator, 1)
+        used = max((usage_of(pid).host_bytes for pid in local.processes.values()), default=0)
+        await local.scale(workers)
+        together = await rate(coordinator, workers)
+        coordinator.request_stop("measured")
+        with suppress(asyncio.CancelledError):
+            await ended
+    leaves = -(-job.batch_size // (size * job.accumulate_grad_batches))
+    return Row(microbatch=size, leaves=leaves, alone=one, together=together, worker_bytes=used)
+
+
+def plain_loop(job: Job, threads: int, seconds: float) -> float:
+    """Samples a second of forward, backward and update of whole batches in this process, batches read before."""
+    import torch
+
+    from w5xde_async.cluster.task_workers import with_own_model
+    from w5xde_async.compute.block import autocast
+    from w5xde_async.compute.program.tracing import probe_batches
+    from w5xde_async.job import build_model, made_by, step_function
+    from w5xde_async.randomness import random_state, seed_all
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with random_state():
+            model = build_model(with_own_model(job))
+            seed_all(job.seed)
+            (batch,) = made_by("dataset", lambda: probe_batches(job, [min(job.batch_size, len(job.dataset))]))
+            optimizer = made_by("optimizer", lambda: job.optimizer(model))
+            step, precision = step_function(job), autocast(job.precision)
+            count, began = -1, math.inf  # the first is not counted
+            while count < 1 or time.perf_counter() - began < seconds:
+                optimizer.zero_grad()
+                if precision is None:
+                    loss, _ = step(model, batch)
+                else:
+                    with precision():
+                        loss, _ = step(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                count += 1
+                if not count:
+                    began = time.perf_counter()
+            return count * min(job.batch_size, len(job.dataset)) / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
+
+
+def report(job: Job, rows: Sequence[Row], plain: float, *, workers: int, threads: int) -> str:
+    """The table, and the line for the job."""
+    from w5xde_async.telemetry import wording
+
+    own = job.microbatch_samples
+    lines = [
+        f"{'microbatch_size':>15}  {'leaves':>6}  {'1 worker':>10}  {f'{workers} workers':>10}  {'scaling':>7}  memory"
+    ]
+    for row in rows:
+        mark = "  (the job's)" if row.microbatch == own else ""
+        lines.append(
+            f"{row.microbatch:>15}  {row.leaves:>6}  {row.alone:>10,.0f}  {row.together:>10,.0f}  "
+            f"{row.together / row.alone:>7.2f}  {wording.size(row.worker_bytes)}{mark}"
+        )
+    best, present = max(rows, key=lambda row: row.together), next(row for row in rows if row.microbatch == own)
+    said = f"Samples a second; workers of {threads} thread{'s' * (threads != 1)}. A plain loop on their "
+    said += f"{workers * threads} cores, whole batches that lie in memory: {plain:,.0f}"
+    lines += ["", said + "."]
+    if best.together > _CLEAR * present.together:
+        lines.append(
+            f"microbatch_size={best.microbatch},  # {best.together / present.together:.2f} times as fast as "
+            f"{own} with {workers} workers here; batch norm and dropout see a microbatch"
+        )
+    else:
+        lines.append(f"microbatch_size={own} is as good as any here.")
+    if plain > _CLEAR * best.together:
+        lines.append("On this machine alone the plain loop is faster; other machines add to the workers' rate.")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

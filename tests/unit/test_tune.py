@@ -1,0 +1,76 @@
+"""``w5xde tune``: which sizes it tries, what it says of them, and that it measures runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support import jobs
+
+from w5xde_async.errors import UsageError
+from w5xde_async.tune import Row, plain_loop, report, sizes
+
+
+def row(size: int, together: float) -> Row:
+    return Row(microbatch=size, leaves=64 // size, alone=1000.0, together=together, worker_bytes=200_000_000)
+
+
+def test_each_worker_has_one_to_eight_leaves_and_the_jobs_own_size_is_among_them() -> None:
+    job = replace(jobs.mlp_sgd(), batch_size=64, microbatch_size=None)
+    assert sizes(job, 2) == [32, 16, 8, 4]
+    assert sizes(job, 3) == [22, 11, 8, 6, 3]
+    assert sizes(replace(job, microbatch_size=5), 2) == [32, 16, 8, 5, 4]
+    assert sizes(replace(job, accumulate_grad_batches=4, microbatch_size=4), 4) == [4, 2, 1]
+    with pytest.raises(UsageError, match="a batch of 64 samples has no leaf for each of 65 workers"):
+        sizes(job, 65)
+
+
+def test_the_fastest_is_named_with_what_it_gains() -> None:
+    job = replace(jobs.mlp_sgd(), batch_size=64, microbatch_size=None)
+    said = report(job, [row(32, 1500.0), row(8, 1000.0)], 1400.0, workers=2, threads=1)
+    assert "microbatch_size=32,  # 1.50 times as fast as 8 with 2 workers here" in said
+    assert "200 MB  (the job's)" in said
+    assert "plain loop is faster" not in said
+    said = report(job, [row(32, 1010.0), row(8, 1000.0)], 9000.0, workers=2, threads=1)
+    assert "microbatch_size=8 is as good as any here." in said
+    assert "the plain loop is faster" in said
+
+
+def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
+    job, threads, state = jobs.mlp_sgd(), torch.get_num_threads(), torch.get_rng_state()
+    assert plain_loop(job, 1, 0.01) > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+_JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from w5xde_async import Job
+
+def job():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return Job(model=lambda: nn.Linear(8, 1), dataset=TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4,
+               optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.mse_loss,
+               scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2),
+               max_steps=2, microbatch_size=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_the_command_measures_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_JOB)
+    command = [sys.executable, "-m", "w5xde_async.tune", "train.py:job", "--seconds", "0.05", "--worker-threads", "1"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["2", "2"], ["1", "4"]]
+    assert "microbatch_size=" in ended.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
