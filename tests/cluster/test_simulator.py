@@ -19,7 +19,7 @@ from w5xde_async.plan.ledger import Ledger
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
-CHUNKS, CHUNK_SEEDS = 4, 12
+CHUNKS, CHUNK_SEEDS = 2, 12
 #: Seeds that once found something.
 FOUND = {
     "a superseded coordinator rewrote its successor's journal": 37,
@@ -55,10 +55,9 @@ def test_nothing_is_lost_or_counted_twice_or_stuck(chunk: int) -> None:
     assert len(fired) > len(FAULTS) // 3, fired
 
 
-@pytest.mark.parametrize("chunk", range(2))
-def test_an_island_that_loses_any_rank_or_link_at_any_time_disturbs_nobody(chunk: int) -> None:
+def test_an_island_that_loses_any_rank_or_link_at_any_time_disturbs_nobody() -> None:
     fired: Counter[str] = Counter()
-    for seed in range(chunk * CHUNK_SEEDS, (chunk + 1) * CHUNK_SEEDS):
+    for seed in range(CHUNK_SEEDS):
         outcome = one(seed, mode_of(seed, "both"), islands=True)
         fine(outcome, " --islands")
         assert outcome.finished or outcome.mode == "safety"

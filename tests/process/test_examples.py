@@ -87,43 +87,39 @@ def fell(found: list[re.Match[str]]) -> bool:
 
 
 def test_w5xdes_server_and_nodes(script: Callable[..., Script], tmp_path: Path) -> None:
-    for _ in range(2):  # the same again, in the same directory
-        port = str(free_port())
-        server = script("w5xde/server.py", "--port", port, "--epochs", "40")  # long enough for both to come
-        nodes = [script("w5xde/node.py", "--server", f"localhost:{port}") for _ in range(2)]
-        assert [process.finish() for process in (server, *nodes)] == [0, 0, 0], "".join(server.lines[-30:])
-        assert "finished after 600 batches" in server.lines[-1]
-        assert all("MB sent" in node.lines[-1] for node in nodes)
-        # Nodes take turns, and each tells of some of its batches: the first and the last that any has told of.
-        found = [match for node in nodes for match in node.found(r"^Batch (\d+)_batch(\d+): loss = ([\d.]+)")]
-        told = sorted((int(match[1]), int(match[2]), float(match[3])) for match in found)
-        assert told[-1][2] < 0.9 * told[0][2], told
-    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
+    port = str(free_port())
+    server = script("w5xde/server.py", "--port", port, "--epochs", "20")  # long enough for both to come
+    nodes = [script("w5xde/node.py", "--server", f"localhost:{port}") for _ in range(2)]
+    assert [process.finish() for process in (server, *nodes)] == [0, 0, 0], "".join(server.lines[-30:])
+    assert "finished after 300 batches" in server.lines[-1]
+    assert all("MB sent" in node.lines[-1] for node in nodes)
+    # Nodes take turns, and each tells of some of its batches: the first and the last that any has told of.
+    found = [match for node in nodes for match in node.found(r"^Batch (\d+)_batch(\d+): loss = ([\d.]+)")]
+    told = sorted((int(match[1]), int(match[2]), float(match[3])) for match in found)
+    assert told[-1][2] < 0.9 * told[0][2], told
+    assert (tmp_path / "checkpoints" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
-    ("example", "arguments"),
-    [("transformer.py", ()), ("transformer.py", ("--workers", "2", "--epochs", "6")), ("custom_model.py", ())],
+    ("example", "arguments"), [("transformer.py", ("--workers", "2", "--epochs", "6")), ("custom_model.py", ())]
 )
 def test_guavas_examples_on_one_machine(
     example: str, arguments: tuple[str, ...], script: Callable[..., Script], tmp_path: Path
 ) -> None:
-    for _ in range(2):
-        ran = script(f"guava/{example}", "--port", "0", *arguments)
-        assert ran.finish(100) == 0, "".join(ran.lines[-30:])
-        assert "finished after" in ran.lines[-1]
-        assert fell(ran.found(LOGGED))
-    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
+    ran = script(f"guava/{example}", "--port", "0", *arguments)
+    assert ran.finish(100) == 0, "".join(ran.lines[-30:])
+    assert "finished after" in ran.lines[-1]
+    assert fell(ran.found(LOGGED))
+    assert (tmp_path / "checkpoints" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", [{}, {"PIPELINE_PARALLEL": "1"}], ids=["data", "pipeline"])
 def test_guavas_example_of_several_machines(
     kind: dict[str, str], script: Callable[..., Script], tmp_path: Path
 ) -> None:
-    for _ in range(2):
-        there = {"MASTER_PORT": str(free_port()), "NUM_WORKERS": "2", **kind}
-        orchestrator = script("guava/multi_node.py", "orchestrator", **there)
-        workers = [script("guava/multi_node.py", "worker", "--gpu-id", str(number), **there) for number in range(2)]
-        assert [process.finish(100) for process in (orchestrator, *workers)] == [0, 0, 0], orchestrator.lines[-30:]
-        assert fell(orchestrator.found(LOGGED))
-    assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists()
+    there = {"MASTER_PORT": str(free_port()), "NUM_WORKERS": "2", **kind}
+    orchestrator = script("guava/multi_node.py", "orchestrator", **there)
+    workers = [script("guava/multi_node.py", "worker", "--gpu-id", str(number), **there) for number in range(2)]
+    assert [process.finish(100) for process in (orchestrator, *workers)] == [0, 0, 0], orchestrator.lines[-30:]
+    assert fell(orchestrator.found(LOGGED))
+    assert (tmp_path / "checkpoints" / "model.safetensors").exists()

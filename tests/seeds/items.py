@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,15 +56,21 @@ def missing(item: Item, root: Path = ROOT) -> str:
     path = root / "tests" / file
     if not path.is_file():
         return f"no such file: {path}"
-    source = path.read_text(encoding="utf-8")
-    tests = {
-        node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    source, tests = _read(path)
     if not (name in tests if name else any(test.startswith("test_") for test in tests)):
         return f"no such test: {name}"
     if item.state == "gpu" and "pytest.mark.gpu" not in source:
         return "not a test of GPUs"
     return ""
+
+
+@cache
+def _read(path: Path) -> tuple[str, frozenset[str]]:
+    """A file of tests, and the names of what it defines."""
+    source = path.read_text(encoding="utf-8")
+    return source, frozenset(
+        node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def rows(page: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Every snippet of the documents, the import alone changed, in processes of its own, twice in one directory."""
+"""Every snippet of the documents, the import alone changed, in processes of its own. Of W5XDE and of Guava, one is
+run twice in one directory."""
 
 from __future__ import annotations
 
@@ -108,51 +109,48 @@ def until(directory: Path, steps: int, *running: Script) -> None:
 
 def test_w5xde_as_documented(script: Run, tmp_path: Path) -> None:
     """Open to others means TLS: the nodes of this machine find the join string by themselves."""
-    for again in (False, True):
-        port = str(free_port())
-        filled = W5XDE | OPEN | {"5555": port, "server_ip": "127.0.0.1"}
-        server = script(snippets.SERVER, filled)
-        server.wait_for(r"W5XDE_JOIN_FILE=checkpoints/join +TrainingNode\(model, \('.*', \d+\)\)")
-        basic = script(snippets.NODE_SETUP, filled)
-        metrics = script(BEFORE + snippets.NODE_WITH_METRICS, filled)
-        server.wait_for(r"joined .* 2 workers")
-        metrics.wait_for(r"^Batch (\d+_batch\d+): loss = ([\d.]+)", 100)
-        assert all(float(match[1]) > 0 for match in metrics.wait_for(r"Throughput: ([\d.]+) KB/s", 100))
-        assert {match[1] for match in metrics.wait_for(r"Compression ratio: ([\d.]+)x", 100)} == {"1.00"}
-        until(tmp_path, 300, server, basic, metrics)
-        metrics.process.send_signal(signal.SIGINT)
-        server.wait_for(r"left: drained")
-        assert metrics.finish() != 0
-        assert metrics.lines[-1].strip() == "KeyboardInterrupt"  # as in any script
-        server.process.send_signal(signal.SIGINT)
-        assert server.finish() == 0, "".join(server.lines[-20:])
-        server.wait_for("Ctrl-C")
-        assert fell(losses(tmp_path))
-        assert (tmp_path / "checkpoints" / "model.safetensors").exists()
-        assert (tmp_path / "checkpoints.old-1").exists() is again
-        assert basic.process.poll() is None  # it looks for the server
-        basic.process.kill()
+    port = str(free_port())
+    filled = W5XDE | OPEN | {"5555": port, "server_ip": "127.0.0.1"}
+    server = script(snippets.SERVER, filled)
+    server.wait_for(r"W5XDE_JOIN_FILE=checkpoints/join +TrainingNode\(model, \('.*', \d+\)\)")
+    basic = script(snippets.NODE_SETUP, filled)
+    metrics = script(BEFORE + snippets.NODE_WITH_METRICS, filled)
+    server.wait_for(r"joined .* 2 workers")
+    metrics.wait_for(r"^Batch (\d+_batch\d+): loss = ([\d.]+)", 100)
+    assert all(float(match[1]) > 0 for match in metrics.wait_for(r"Throughput: ([\d.]+) KB/s", 100))
+    assert {match[1] for match in metrics.wait_for(r"Compression ratio: ([\d.]+)x", 100)} == {"1.00"}
+    until(tmp_path, 300, server, basic, metrics)
+    metrics.process.send_signal(signal.SIGINT)
+    server.wait_for(r"left: drained")
+    assert metrics.finish() != 0
+    assert metrics.lines[-1].strip() == "KeyboardInterrupt"  # as in any script
+    server.process.send_signal(signal.SIGINT)
+    assert server.finish() == 0, "".join(server.lines[-20:])
+    server.wait_for("Ctrl-C")
+    assert fell(losses(tmp_path))
+    assert (tmp_path / "checkpoints" / "model.safetensors").exists()
+    assert basic.process.poll() is None  # it looks for the server
 
 
 def short(script: Run, tmp_path: Path, node: str) -> Script:
-    """The three lines of a server, twice, with a node that is told no address; the last node."""
-    for again in (False, True):
-        filled = W5XDE | {"5555": str(free_port())}
-        server = script(BEFORE + snippets.SHORT_SERVER, filled)
-        server.wait_for("TrainingNode")
-        join = {"W5XDE_JOIN_FILE": str(tmp_path / "checkpoints" / "join")}  # it takes the port for 5555
-        working = script(BEFORE + node, filled, **join)
-        until(tmp_path, 300, server, working)
-        server.process.send_signal(signal.SIGINT)
-        assert server.finish() == 0, "".join(server.lines[-20:])
-        assert fell(losses(tmp_path))
-        assert (tmp_path / "checkpoints.old-1").exists() is again
-        working.process.kill()
+    """The three lines of a server, with a node that is told no address; the node."""
+    filled = W5XDE | {"5555": str(free_port())}
+    server = script(BEFORE + snippets.SHORT_SERVER, filled)
+    server.wait_for("TrainingNode")
+    join = {"W5XDE_JOIN_FILE": str(tmp_path / "checkpoints" / "join")}  # it takes the port for 5555
+    working = script(BEFORE + node, filled, **join)
+    until(tmp_path, 300, server, working)
+    server.process.send_signal(signal.SIGINT)
+    assert server.finish() == 0, "".join(server.lines[-20:])
+    assert fell(losses(tmp_path))
+    working.process.kill()
     return working
 
 
 def test_w5xde_in_three_lines(script: Run, tmp_path: Path) -> None:
-    short(script, tmp_path, snippets.NODE_OF_A_CLASS)
+    for again in (False, True):
+        short(script, tmp_path, snippets.NODE_OF_A_CLASS)
+        assert (tmp_path / "checkpoints.old-1").exists() is again
 
 
 def test_w5xde_with_compression(script: Run, tmp_path: Path) -> None:
@@ -182,20 +180,18 @@ orchestrator.start_training(dataloader, num_epochs=10)
 """
 
 
-def twice(script: Run, tmp_path: Path, text: str, replaced: dict[str, str], **env: str) -> Script:
-    """Run it twice; each time it trains, and what was there is kept aside. The last run."""
-    for again in (False, True):
-        ended = script(text, GUAVA | replaced, **env)
-        assert ended.finish(100) == 0, "".join(ended.lines[-30:])
-        assert fell(losses(tmp_path))
-        assert (tmp_path / "checkpoints" / "model.safetensors").exists()
-        assert (tmp_path / "checkpoints.old-1").exists() is again
+def trained(script: Run, tmp_path: Path, text: str, replaced: dict[str, str], **env: str) -> Script:
+    """Run it to its end, with the loss that fell and a model there."""
+    ended = script(text, GUAVA | replaced, **env)
+    assert ended.finish(100) == 0, "".join(ended.lines[-30:])
+    assert fell(losses(tmp_path))
+    assert (tmp_path / "checkpoints" / "model.safetensors").exists()
     return ended
 
 
 def test_guava_on_one_machine(script: Run, tmp_path: Path) -> None:
     own_port = {"vocab_size=50000,": f"vocab_size=64, master_port={free_port()},"}
-    twice(script, tmp_path, DATALOADER + snippets.LOCAL, own_port | SMALL)
+    trained(script, tmp_path, DATALOADER + snippets.LOCAL, own_port | SMALL)
 
 
 def test_guava_on_many_machines(script: Run, tmp_path: Path) -> None:
@@ -203,21 +199,19 @@ def test_guava_on_many_machines(script: Run, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "migrating-from-guava.md").read_text(encoding="utf-8")
     block = next(text for text in re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "MASTER" in text)
     assert block.startswith("export MASTER_IP=192.168.1.100 MASTER_PORT=29500\npython -m w5xde_async.facade.guava ")
-    for again in (False, True):
-        port = str(free_port())
-        here = {"192.168.1.100": "127.0.0.1", "29500": port}
-        orchestrator = script(
-            DATALOADER + snippets.MULTI_MACHINE, GUAVA | SMALL | here | {"num_workers=4": "num_workers=2"}
-        )
-        snippet = script(snippets.WORKER, GUAVA | here)
-        command = shell(block, here, tmp_path)
-        assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
-        orchestrator.wait_for(r"joined .* 2 workers")
-        orchestrator.wait_for(rf"python -m w5xde_async.facade.guava --master-ip 127.0.0.1 --master-port {port}")
-        assert snippet.finish(10) == 0, "".join(snippet.lines[-30:])
-        assert command.wait(10) == 0
-        assert fell(losses(tmp_path))
-        assert (tmp_path / "checkpoints.old-1").exists() is again
+    port = str(free_port())
+    here = {"192.168.1.100": "127.0.0.1", "29500": port}
+    orchestrator = script(
+        DATALOADER + snippets.MULTI_MACHINE, GUAVA | SMALL | here | {"num_workers=4": "num_workers=2"}
+    )
+    snippet = script(snippets.WORKER, GUAVA | here)
+    command = shell(block, here, tmp_path)
+    assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
+    orchestrator.wait_for(r"joined .* 2 workers")
+    orchestrator.wait_for(rf"python -m w5xde_async.facade.guava --master-ip 127.0.0.1 --master-port {port}")
+    assert snippet.finish(10) == 0, "".join(snippet.lines[-30:])
+    assert command.wait(10) == 0
+    assert fell(losses(tmp_path))
 
 
 def shell(text: str, replaced: dict[str, str], home: Path) -> subprocess.Popen[bytes]:
@@ -238,28 +232,26 @@ def test_guavas_launch_script(script: Run, tmp_path: Path) -> None:
     """An orchestrator that is open to others; the worker's script is told no secret, and lies elsewhere."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for again in (False, True):
-        port = str(free_port())
-        filled = GUAVA | SMALL | {"192.168.1.100": "0.0.0.0", "29500": port, "num_workers=4": "num_workers=1"}
-        launch = snippets.LAUNCH
-        for old, new in (
-            GUAVA | {"192.168.1.100": "localhost", "29500": port, "python -m": f"exec {sys.executable} -m"}
-        ).items():
-            launch = launch.replace(old, new)
-        (elsewhere / "launch_worker.sh").write_text(launch)
-        orchestrator = script(DATALOADER + snippets.MULTI_MACHINE, filled)
-        worker = subprocess.run(
-            ["/bin/sh", "launch_worker.sh"], cwd=elsewhere, env=environment(tmp_path), timeout=100, text=True,
-            capture_output=True, check=False,
-        )  # fmt: skip
-        assert worker.returncode == 0, worker.stderr
-        assert "joined run Sequential at " in worker.stderr
-        assert "the run is finished: " in worker.stderr
-        assert "Warning" not in worker.stderr  # Python's own, of the document's module path
-        assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
-        assert fell(losses(tmp_path))
-        assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists() is again
-    orchestrator.wait_for("trains anew")
+    port = str(free_port())
+    filled = GUAVA | SMALL | {"192.168.1.100": "0.0.0.0", "29500": port, "num_workers=4": "num_workers=1"}
+    launch = snippets.LAUNCH
+    for old, new in (
+        GUAVA | {"192.168.1.100": "localhost", "29500": port, "python -m": f"exec {sys.executable} -m"}
+    ).items():
+        launch = launch.replace(old, new)
+    (elsewhere / "launch_worker.sh").write_text(launch)
+    orchestrator = script(DATALOADER + snippets.MULTI_MACHINE, filled)
+    worker = subprocess.run(
+        ["/bin/sh", "launch_worker.sh"], cwd=elsewhere, env=environment(tmp_path), timeout=100, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert worker.returncode == 0, worker.stderr
+    assert "joined run Sequential at " in worker.stderr
+    assert "the run is finished: " in worker.stderr
+    assert "Warning" not in worker.stderr  # Python's own, of the document's module path
+    assert orchestrator.finish() == 0, "".join(orchestrator.lines[-30:])
+    assert fell(losses(tmp_path))
+    assert (tmp_path / "checkpoints" / "model.safetensors").exists()
 
 
 def test_guavas_configuration(script: Run, tmp_path: Path) -> None:
@@ -268,11 +260,9 @@ def test_guavas_configuration(script: Run, tmp_path: Path) -> None:
     assert len(exported) == 15
     of_variables = "from distrib_train_net import DistributedConfig\nconfig = DistributedConfig.from_env()\n"
     port = {"from_env()": f"from_env(); config.master_port = {free_port()}"}
-    twice(script, tmp_path, DATALOADER + of_variables + TRAINED, port, **exported)
-    for path in tmp_path.glob("checkpoints*"):
-        path.rename(tmp_path / f"variables-{path.name}")
+    trained(script, tmp_path, DATALOADER + of_variables + TRAINED, port, **exported)
     slower = {"learning_rate=3e-4": "learning_rate=3e-3"}  # so few steps show little else
-    twice(script, tmp_path, DATALOADER + snippets.CONFIGURATION + TRAINED, {"29500": str(free_port())} | slower)
+    trained(script, tmp_path, DATALOADER + snippets.CONFIGURATION + TRAINED, {"29500": str(free_port())} | slower)
 
 
 def test_guava_with_a_loader_and_a_model_of_ones_own(script: Run, tmp_path: Path) -> None:
@@ -283,7 +273,12 @@ def test_guava_with_a_loader_and_a_model_of_ones_own(script: Run, tmp_path: Path
         "YourDataset(...)": "YourDataset()",
         "w5xde import TrainingNode": "w5xde_async.facade.w5xde import TrainingNode",
     }
-    twice(script, tmp_path, "import torch.nn as nn\n" + BEFORE + snippets.OWN_MODEL + snippets.LOADER, filled)
+    for again in (False, True):  # what was there is kept aside
+        ended = trained(
+            script, tmp_path, "import torch.nn as nn\n" + BEFORE + snippets.OWN_MODEL + snippets.LOADER, filled
+        )
+        assert (tmp_path / "checkpoints.old-1" / "model.safetensors").exists() is again
+    ended.wait_for("trains anew")
 
 
 def test_guavas_tips(script: Run, tmp_path: Path) -> None:
@@ -298,50 +293,38 @@ orchestrator.enable_memory_profiling()
 orchestrator.start_training(dataset, num_epochs=4)
 """
     text = DATALOADER + prepared + snippets.MEMORY + snippets.BATCH_SIZES + snippets.TIMEOUTS
-    ended = twice(script, tmp_path, text + again + snippets.LACK_OF_MEMORY, {})
+    ended = trained(script, tmp_path, text + again + snippets.LACK_OF_MEMORY + again, {})
     assert ended.found("memory report: checkpoints/memory-orchestrator-")
-    ended = script(text + again + snippets.LACK_OF_MEMORY + again, GUAVA)
-    assert ended.finish(100) == 0, "".join(ended.lines[-30:])
     assert len(losses(tmp_path)) == 4 * 256 // 8  # of the smaller batch
-    assert fell(losses(tmp_path))
-    assert (tmp_path / "checkpoints.old-4").exists() is False
-    assert (tmp_path / "checkpoints.old-3").exists()
-
-
-#: Each kind of parallelism that the document has a field for, as its snippets write them.
-IN_PIECES = {
-    "model": "model_parallel=True",
-    "pipeline": "pipeline_parallel=True, micro_batches=2",
-    "tensor": "tensor_parallel=True",
-    "hybrid": "data_parallel=True, model_parallel=True, pipeline_parallel=True, tensor_parallel=True, micro_batches=2",
-    "both": "data_parallel=True, model_parallel=True, pipeline_parallel=True, micro_batches=2",
-}
+    assert (tmp_path / "checkpoints.old-1").exists()
+    assert not (tmp_path / "checkpoints.old-2").exists()
 
 
 def test_guava_with_a_model_in_pieces(script: Run, tmp_path: Path) -> None:
     """As it stands there, but for the number of workers: for the time it takes."""
     here = {"vocab_size=50000,": f"vocab_size=64, master_port={free_port()}, learning_rate=1e-3,"}
-    ended = twice(
+    ended = trained(
         script, tmp_path, DATALOADER + IMPORTED + snippets.IN_PIECES, here | {"num_workers=4": "num_workers=2"}
     )
     ended.wait_for(r"joined .* cpu pp=2, .* 1 worker$")
     assert len(losses(tmp_path)) == 10 * 256 // (32 * 4)  # batches of 32, four in a pipeline
 
 
-@pytest.mark.parametrize("kind", IN_PIECES)
-def test_guava_in_pieces_on_many_machines(kind: str, script: Run, tmp_path: Path) -> None:
-    """The snippet for many machines with each kind of parallelism in it; its workers are told of none."""
+def test_guava_in_pieces_on_many_machines(script: Run, tmp_path: Path) -> None:
+    """The snippet for many machines with every kind of parallelism in it; its workers are told of none."""
     here = {"192.168.1.100": "127.0.0.1", "29500": str(free_port())}
-    split = {"num_workers=4": "num_workers=2, learning_rate=1e-2", "data_parallel=True": IN_PIECES[kind]}
-    split["num_epochs=10"] = "num_epochs=3"  # for the time it takes
+    split = {
+        "num_workers=4": "num_workers=2, learning_rate=1e-2", "num_epochs=10": "num_epochs=3",  # for the time it takes
+        "data_parallel=True": "data_parallel=True, model_parallel=True, pipeline_parallel=True, tensor_parallel=True, "
+        "micro_batches=2",
+    }  # fmt: skip
     orchestrator = script(DATALOADER + snippets.MULTI_MACHINE, GUAVA | SMALL | here | split)
     workers = [script(snippets.WORKER, GUAVA | here) for _ in range(2)]
     assert orchestrator.finish(100) == 0, "".join(orchestrator.lines[-30:])
-    shape = "tp=2" if "tensor" in IN_PIECES[kind] else "pp=2"
-    orchestrator.wait_for(rf"joined .* cpu {shape}, .* 1 worker$")
+    orchestrator.wait_for(r"joined .* cpu tp=2, .* 1 worker$")
     for worker in workers:
         assert worker.finish(30) == 0, "".join(worker.lines[-30:])
-        worker.wait_for(rf"waiting for the other workers that the model is divided among \({shape}\)")
+        worker.wait_for(r"waiting for the other workers that the model is divided among \(tp=2\)")
     assert fell(losses(tmp_path))
 
 

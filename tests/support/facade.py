@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from w5xde_async.facade.w5xde import CentralServer, TrainingNode
+from w5xde_async.hub.members import roster
 from w5xde_async.telemetry.events import Event
 
 
@@ -47,8 +48,9 @@ def no_secret_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.fixture
-def calls() -> Iterator[Callable[..., Future[Any]]]:
-    """``call(f, ...)`` runs a blocking call in a thread of its own."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Future[Any]]]:
+    """``call(f, ...)`` runs a blocking call in a thread of its own. At their end runs wait less for who was cut off."""
+    monkeypatch.setattr(roster, "_RETURN_S", 0.2)
     threads: list[threading.Thread] = []
 
     def call(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
