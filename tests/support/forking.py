@@ -39,7 +39,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Where programs look for modules: the tests first, then where this process does (it may be another working tree).
-SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+SEARCHED = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 PYTHON = sys.executable
 _MESSAGE_BYTES = 1 << 17
 _MOST_INHERITED, _APART = 16, 200  # files beside the first three, and numbers that none of them has
@@ -188,10 +188,11 @@ def _serve(held: socket.socket, door: socket.socket) -> None:
 
 #: What programs import, early or late.
 _IMPORTED = (
-    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "torch._dynamo",
-    "torch._functorch.aot_autograd", "torch.export._trace", "uvloop",
-    "w5xde_async.cluster.worker_processes",
-    "w5xde_async.coordinator.service", "w5xde_async.job", "w5xde_async.settings", "w5xde_async.telemetry.progress",
+    "encodings.idna", "matplotlib.backends.backend_agg", "matplotlib.figure", "sklearn.datasets", "torch._dynamo",
+    "torch._functorch.aot_autograd", "torch.distributed.fsdp", "torch.export._trace", "torch.utils.checkpoint",
+    "uvloop", "w5xde_async.cluster.worker_processes",
+    "w5xde_async.coordinator.service", "w5xde_async.facade.guava", "w5xde_async.facade.w5xde", "w5xde_async.job",
+    "w5xde_async.parallel.building", "w5xde_async.process", "w5xde_async.settings", "w5xde_async.telemetry.progress",
     "w5xde_async.worker.service",
 )  # fmt: skip
 

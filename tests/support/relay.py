@@ -30,9 +30,8 @@ def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
     inherited = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and _is_open(number)]
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours = arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] in _OURS)
-    forked = (
-        ours and searched.endswith(os.environ.get("PYTHONPATH", "")) and not ({"RANK", "REAL_RANKS"} <= set(os.environ))
-    )
+    places = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    forked = ours and places <= set(searched.split(os.pathsep)) and not ({"RANK", "REAL_RANKS"} <= set(os.environ))
     if not forked or asked.connect_ex(door):
         os.execv(python, [python, *arguments])
     status, theirs = socket.socketpair()
