@@ -133,15 +133,17 @@ async def served(
     ends: type[BaseException] | None = None,
     clock: Callable[[], float] = time.monotonic,
     pool: Executor | None = None,
+    patience_s: float | None = None,
 ) -> AsyncIterator[Coordinator]:
-    """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through. ``pool`` computes."""
+    """A worker that has joined; ``ends``: what its ``run`` raises, once the test is through. ``pool`` computes.
+    ``patience_s``: it is a rank of an island."""
     near, far = memory_pair()
     near.caps = SESSION_CAPS
     engine = Engine(mlp_sgd(), bucket_bytes=64 << 10)
     layout, compute = engine.layout, Held()
     welcome = Welcome("0" * 16, "served", 1, 0, "fp32", 2, 1, 64 << 10, layout.fingerprint, 1e6, 2e6)
     welcome = structs.replace(welcome, update=update)
-    connection = Connection(near, welcome, ComputeThread(pool=pool or compute, clock=clock))
+    connection = Connection(near, welcome, ComputeThread(pool=pool or compute, clock=clock, patience_s=patience_s))
 
     async def prepare(*_: Any) -> tuple[LeaseExecutor, Ready]:
         executor: LeaseExecutor = InPlaceExecutor(engine, capacity_bytes=limit)
@@ -369,7 +371,7 @@ async def test_a_rank_whose_leaf_breaks_its_island_says_which_and_waits_for_the_
     monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     monkeypatch.setattr(connection_module, "_WORD_S", 30.0 if ended else 0.0)
-    async with served(ends=RunFailed if ended else IslandBroken) as coordinator:
+    async with served(ends=RunFailed if ended else IslandBroken, patience_s=0.0) as coordinator:
 
         def alone(*_: Any) -> None:
             raise LoneLeafError(1, ValueError("a bug of the job"))
@@ -391,3 +393,22 @@ async def test_a_rank_whose_leaf_breaks_its_island_says_which_and_waits_for_the_
         assert [type(message) for message in said] == [Failed, Bye]
         assert (said[0].lease, said[0].leaf, said[0].error) == (1, 1, "ValueError: a bug of the job")
         assert ended or said[1].reason.startswith("step 0, leaf 1: ValueError: a bug of the job; not all ranks")
+
+
+async def test_a_rank_whose_neighbour_has_left_at_the_runs_end_has_finished_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its compute thread breaks off before its own link has brought the last message."""
+    monkeypatch.setattr(connection_module, "_WORD_S", 30.0)
+    async with served(patience_s=0.0) as coordinator:
+
+        def gone(*_: Any) -> None:
+            raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+        monkeypatch.setattr(coordinator.engine, "compute", gone)
+        monkeypatch.setattr(coordinator.engine, "counted", gone)
+        await coordinator.publish(0)
+        await coordinator.lease(1)
+        await coordinator.settle()
+        coordinator.compute.let_go()
+        await coordinator.settle()

@@ -31,7 +31,7 @@ from w5xde_async.worker.hooks import WorkerHooks
 logger = logging.getLogger(__name__)
 
 _PARTING_S = 1.0  # for the last message to be sent
-_WORD_S = 2.0  # for the coordinator to end the run over a leaf that has broken an island
+_WORD_S = 2.0  # for the coordinator's last word, where ranks of an island cannot go on together
 
 Prepare = Callable[[Receive, Outbox], Awaitable[tuple[LeaseExecutor, messages.Ready]]]
 """Makes ready for computing, while heartbeats go on. It may send and receive meanwhile."""
@@ -113,11 +113,10 @@ class Connection:
                     for task in helpers:
                         task.cancel()
         except BaseExceptionGroup as group:
-            if self._bye is not None and self._failure is None:
+            if self._bye is not None and (self._failure is None or self._may_be_the_end):
                 return self._goodbye(self._bye)  # the link ended before it had our answer
             # What broke the compute thread ended the link; the lost link is only what follows from it.
-            first = _first(group)
-            raise first if self._failure is None or isinstance(first, RunFailed) else self._failure from None
+            raise self._failure or _first(group) from None
         finally:
             await self._stop()
 
@@ -173,8 +172,7 @@ class Connection:
     def _failed(self, error: BaseException) -> None:
         """The compute thread broke off."""
         self._failure = error
-        if isinstance(error, IslandBroken):
-            assert self.leases is not None
+        if self._may_be_the_end and self.leases is not None:
             self.leases.stop()
             if self._hurry is not None:
                 self._hurry.cancel()
@@ -185,9 +183,20 @@ class Connection:
         else:
             self.link.abort()
 
-    def _give_up(self, error: W5xdeError) -> None:
+    @property
+    def _may_be_the_end(self) -> bool:
+        """Whether the run's end may be why the compute thread broke off: of an island, another rank has heard of it and
+        has left, or a leaf that broke the island ends the run. Then the coordinator says so."""
+        of_island = self._thread.patience_s is not None
+        error = self._failure
+        return of_island and (isinstance(error, IslandBroken) or not isinstance(error, W5xdeError))
+
+    def _give_up(self, error: BaseException) -> None:
         """Leave, for this process computes nothing any more."""
-        self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
+        if isinstance(error, W5xdeError):
+            self._outbox.post(encode(messages.Bye(messages.ByeCode.LEAVING, str(error)[:500])), sent=self.link.abort)
+        else:
+            self.link.abort()
 
     async def _read(self, leases: Leases) -> Departure | None:
         def accept(message: messages.Message, specs: tuple[BufferSpec, ...]) -> Sequence[memoryview]:
@@ -196,7 +205,7 @@ class Connection:
 
         while True:
             message, specs, _ = await self._receive(accept)
-            if self._failure is not None and not isinstance(self._failure, IslandBroken):
+            if self._failure is not None and not self._may_be_the_end:
                 raise self._failure
             if type(message) is messages.Params:
                 leases.params(message, specs)
