@@ -16,6 +16,7 @@ from tests.support import jobs
 from tests.support.circle import Circle
 from tests.support.cluster import QUICK_WORKER, Commits, settings, train
 
+from w5xde_async.cluster import island_processes
 from w5xde_async.cluster.island_processes import IslandProcesses, Place
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.errors import ExitCode
@@ -185,6 +186,47 @@ async def test_a_member_that_waits_takes_the_place_of_one_that_leaves(leaving: i
         assert await asyncio.gather(first[1 - leaving], waiting) == [ExitCode.OK] * 2
     assert result.digest == expected.digest
     assert [member.formed for member in members] == [2 - (n == leaving) for n in range(2)] + [1]
+
+
+class Sleeping(IslandProcesses):
+    """Ranks that do nothing, until they are ended."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE, (), threads=1)
+        self.starts = 0
+        self.all_here = asyncio.Event()
+
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+        self.starts += 1
+        if self.starts == 4:
+            self.all_here.set()
+        return await start_process("sleep", "60")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(island_processes, "_LOOK_S", 0.01)
+    monkeypatch.setattr(island_processes, "_STOPPED_S", 0.05)
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.0)
+    island = Sleeping()
+    running = asyncio.create_task(island.run())
+    while len(island.pids) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    os.kill(island.pids[1], signal.SIGSTOP)
+    async with asyncio.timeout(20):
+        await island.all_here.wait()
+    island.leave("told")
+    assert await running == ExitCode.OK
+    assert "reason=rank 1 has been stopped by a signal" in caplog.text
+
+
+def test_a_rank_that_stands_for_moments_is_left_alone() -> None:
+    since: dict[int, float] = {}
+    looks = [(True, True), (True, False), (True, True), (False, True), (True, True), (True, True), (True, True)]
+    found = [island_processes._stopped_for_long(since, states, float(now)) for now, states in enumerate(looks)]
+    assert [sorted(one) for one in found] == [[], [], [0], [], [1], [1], [0, 1]]
 
 
 @pytest.mark.allow_leaks  # uvloop forgets the copies of files that it made for a start that it refuses

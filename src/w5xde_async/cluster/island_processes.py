@@ -18,6 +18,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from w5xde_async.errors import ExitCode, RefusalCode, Refused
@@ -35,6 +36,7 @@ _HOPELESS = (
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
 _OTHERS_S = 1.5  # what one rank ends with may only follow from another's end
 _WORD_BYTES = 2000  # of what a rank says of its end
+_LOOK_S, _STOPPED_S = 0.5, 2.0  # at whether a rank is stopped, and for how long it may be
 _LEAVING_S = 10.0  # for all ranks to leave once one has left in good order
 
 
@@ -114,12 +116,16 @@ class IslandProcesses:
             asyncio.create_task(process.wait()): rank
             for rank, process in zip(place.ranks, self._processes, strict=True)
         }
+        stopped = asyncio.create_task(self._stopped())
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((*waits, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if stopped in done:
+                rank = place.ranks[stopped.result()]
+                return ExitCode.ISLAND_LOST, f"rank {rank} has been stopped by a signal for {_STOPPED_S:.0f} s"
             good = all(task.result() == ExitCode.OK for task in done)
             done, left = await asyncio.wait(waits, timeout=_LEAVING_S if good else _OTHERS_S)
         finally:
-            for task in waits:
+            for task in (*waits, stopped):
                 task.cancel()
         ends = {waits[task]: task.result() for task in done}
         if good and left:
@@ -129,6 +135,16 @@ class IslandProcesses:
             return ExitCode.OK, said
         worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
         return (worst[0] if worst else ExitCode.OK), said
+
+    async def _stopped(self) -> int:
+        """Wait for a process that stands stopped (SIGSTOP), by its place among them: the others wait for it, and the
+        coordinator would find it after ``--silence`` alone. One that is slow, or at a debugger, is in another state."""
+        since: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            states = await asyncio.to_thread(lambda: [_is_stopped(process.pid) for process in self._processes])
+            for number in _stopped_for_long(since, states, time.monotonic()):
+                return number
 
     async def _met(self, meet: Callable[[Volunteer], Awaitable[Rendezvous]], volunteer: Volunteer) -> Place | None:
         """Where the ranks meet; None where this one is asked to leave before, or the run is finished."""
@@ -187,6 +203,25 @@ class IslandProcesses:
         await asyncio.gather(*[process.wait() for process in processes])
         while self._words:
             os.close(self._words.popitem()[1])
+
+
+def _stopped_for_long(since: dict[int, float], states: Sequence[bool], now: float) -> list[int]:
+    """Which have been stopped at every look for ``_STOPPED_S``. ``since``: kept from look to look."""
+    for number, is_stopped in enumerate(states):
+        if is_stopped:
+            since.setdefault(number, now)
+        else:
+            since.pop(number, None)
+    return [number for number, began in since.items() if now - began >= _STOPPED_S]
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal. False where there is no /proc to say so."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return status.rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def _how(code: int) -> str:
