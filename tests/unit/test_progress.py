@@ -56,6 +56,10 @@ START = RunStarted(
     total_steps=1000,
     steps_per_epoch=28,
     memory_bound_bytes=10**9,
+    max_workers=256,
+    expected_bytes=8 * 10**6,
+    expected_workers=2,
+    host_bytes=400 * 10**6,
 )
 JOINED = WorkerJoined(worker_id="a", name="anna", peer="10.0.0.3:4", device="cpu", threads=8, num_workers=1)
 LEFT = WorkerLeft(worker_id="a", name="anna", reason="killed", clean=False, leases_returned=2, num_workers=0)
@@ -166,6 +170,7 @@ def test_the_header_says_what_runs_and_how_to_join() -> None:
         "w5xde-async 0.1.0",
         "run digits",
         "Net · 1,234,567 parameters · fingerprint 9f3b2c1d00aa11bb\n",
+        "400 MB now · 2 workers add at most 8 MB, 256 (--max-workers) 1 GB\n",
         "1,797 samples · batch 64 in 8 leaves",
         "sync · codec raw · fp32",
         "resumed at step 500",

@@ -42,6 +42,7 @@ from w5xde_async.net.own_addresses import advertised
 from w5xde_async.net.tls import is_loopback
 from w5xde_async.runtime import Listening, Runtime
 from w5xde_async.telemetry.events import Best, Bus, RunStarted, Subscriber, Warned
+from w5xde_async.telemetry.memory import host_bytes
 from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
@@ -414,6 +415,13 @@ class Coordinator:
         told = None if self._join_file is None else self.invitation
         steps, growing = spec.steps, spec.growing
         num_leaves = steps.plan(resume.step).num_leaves
+        expected = max(config.min_workers, 1)
+
+        def bound(workers: int) -> int:
+            layout, leaves = spec.layout, num_leaves if growing is None else growing.most_leaves
+            of_these = replace(config, max_workers=workers)
+            return memory_bound_bytes(layout.vector_bytes, layout.state_bytes, leaves, of_these)
+
         return RunStarted(
             version=w5xde_async.__version__,
             run_name=self.name,
@@ -440,12 +448,11 @@ class Coordinator:
             dashboard_link=self._outputs.link,
             total_steps=shown_end(spec.total_steps),
             steps_per_epoch=steps.steps_per_epoch,
-            memory_bound_bytes=memory_bound_bytes(
-                spec.layout.vector_bytes,
-                spec.layout.state_bytes,
-                num_leaves if growing is None else growing.most_leaves,
-                config,
-            ),
+            host_bytes=host_bytes(),
+            memory_bound_bytes=bound(config.max_workers),
+            max_workers=config.max_workers,
+            expected_bytes=bound(expected),
+            expected_workers=expected,
         )
 
     async def _conduct(self) -> RunResult:

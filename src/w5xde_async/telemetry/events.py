@@ -33,6 +33,9 @@ class RunStarted(Event):
     """The coordinator listens. The run ends at step ``total_steps`` (0, here and in other events: when it is
     stopped); ``resumed_step`` 0 is a fresh start.
 
+    ``host_bytes`` are resident now. Workers may add ``memory_bound_bytes``, where ``max_workers`` come, and
+    ``expected_bytes`` where ``expected_workers`` do: those that the run waits for.
+
     ``dashboard`` is where the run can be watched, ``dashboard_link`` the same with the token that it may need; both
     empty without a dashboard.
     """
@@ -59,6 +62,10 @@ class RunStarted(Event):
     total_steps: int
     steps_per_epoch: int
     memory_bound_bytes: int
+    max_workers: int = 0
+    expected_bytes: int = 0
+    expected_workers: int = 0
+    host_bytes: int = 0
     durability: str = "checkpoint"
     dashboard: str = ""
     dashboard_link: str = ""

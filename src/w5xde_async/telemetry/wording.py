@@ -127,7 +127,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
         row("steps", f"to step {event.total_steps:,}" if event.total_steps else "until stopped", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
-        row("memory", f"at most {event.memory_bound_bytes / 2**30:,.1f} GiB for workers, beside the model and samples"),
+        row("memory", f"{size(event.host_bytes)} now", _memory(event)),
         row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
         *([row("dashboard", paint("accent", clean(event.dashboard_link)))] if event.dashboard_link else []),
         "",
@@ -137,6 +137,13 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
         command = paint("accent", clean(event.worker_command))
         lines += [f"  {words(_where_to_start(event))}:", "", f"    {command}", ""]
     return lines
+
+
+def _memory(event: RunStarted) -> str:
+    """What workers may add to it."""
+    few = event.expected_workers
+    add = f"{_plural(few, 'worker')} {'adds' if few == 1 else 'add'} at most {size(event.expected_bytes)}"
+    return f"{add}, {event.max_workers:,} (--max-workers) {size(event.memory_bound_bytes)}"
 
 
 def _where_to_start(event: RunStarted) -> str:
