@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.support.forking import SEARCHED
 from tests.support.processes import programs
 from tests.support.scripts import Script, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(180)]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_the_demo_gives_the_same_bits_with_one_and_two_workers(tmp_path: Path) -> None:
@@ -69,13 +73,36 @@ def test_llama_learns_with_workers_that_have_no_code(tmp_path: Path) -> None:
     assert ended["metrics"]["val_loss"] < 0.7 * math.log(256)  # of bytes that are all as likely
 
 
+def test_lora_with_workers_that_have_no_transformers(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    for name in ("transformers", "peft", "tokenizers"):
+        (absent / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)\n")
+    with programs() as start:
+        coordinator = start(
+            "w5xde_async.coordinator", str(EXAMPLES / "finetune.py:lora"), "--max-steps", "2", "--port", "0", "--name",
+            "lora", "--min-workers", "2", "--log-format", "json", cwd=tmp_path, code_free=True,
+        )  # fmt: skip
+        server = coordinator.wait_for("run_started")["address"]
+        searched = f"{absent}{os.pathsep}{SEARCHED}"
+        worker = "w5xde_async.worker", "--server", server, "--threads", "1"
+        workers = [start(*worker, fresh=True, PYTHONPATH=searched) for _ in range(2)]
+        assert [process.finish(150) for process in (*workers, coordinator)] == [0, 0, 0], "".join(coordinator.text)
+    saving = ["finetune.py", "runs/lora/best.safetensors", "adapted", "--lora"]
+    with Script([str(EXAMPLES / saving[0]), *saving[1:]], tmp_path, {}) as saved:
+        assert saved.finish(100) == 0, "".join(saved.lines)
+    found = {
+        path.relative_to(tmp_path / "adapted").as_posix() for path in (tmp_path / "adapted").rglob("*.safetensors")
+    }
+    assert found == {"model.safetensors", "adapter/adapter_model.safetensors"}
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """``script(example, *arguments)`` runs it in ``tmp_path``."""
-    examples = Path(__file__).resolve().parents[2] / "examples"
     with ExitStack() as stack:
         yield lambda example, *arguments, **env: stack.enter_context(
-            Script([str(examples / example), *arguments], tmp_path, env)
+            Script([str(EXAMPLES / example), *arguments], tmp_path, env)
         )
 
 
