@@ -188,6 +188,24 @@ async def test_a_member_that_waits_takes_the_place_of_one_that_leaves(leaving: i
     assert [member.formed for member in members] == [2 - (n == leaving) for n in range(2)] + [1]
 
 
+async def test_ranks_that_have_met_and_come_after_the_runs_end_hear_of_it() -> None:
+    """They would look for the coordinator until --connect-timeout."""
+    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
+        volunteers = [dialer(coordinator.address).meet(Volunteer("dp=2", 2, "here", port)) for port in (1, 2)]
+        await asyncio.gather(*volunteers)
+        worker = Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER)
+        assert await worker.run() is Departure.FINISHED
+        ended = asyncio.create_task(coordinator.wait())
+        done, _ = await asyncio.wait((ended,), timeout=0.5)
+        assert not done
+        circle = Circle(2, Share.BLOCK)
+        ranks = [Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER, rank=circle.rank(number))
+                 for number in range(2)]  # fmt: skip
+        assert await asyncio.gather(*[rank.run() for rank in ranks]) == [Departure.FINISHED] * 2
+        async with asyncio.timeout(5):
+            await ended
+
+
 class Sleeping(IslandProcesses):
     """Ranks that do nothing, until they are ended."""
 

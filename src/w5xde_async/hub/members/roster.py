@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +49,8 @@ from w5xde_async.wire.messages import (
 _RETURN_S = 5.0
 #: One that fell silent, as behind a line that is cut, first has to find that, and then the line has to come back.
 _SILENT_RETURN_S = 30.0
+#: A rank that was told where its island meets, until it is here: a process that starts and builds its model.
+_STARTING_S = 20.0
 _MOST_LOST = 512
 _MOST_AWAITED = 1 << 16  # leases that a worker may ask about
 _MOST_JOINING = 2  # links of one worker, beside a newer one, that build its model
@@ -114,6 +116,7 @@ class Roster:
         self._lost: dict[
             str, float
         ] = {}  # workers whose link ended without their goodbye -> until when they may return
+        self._starting: deque[float] = deque(maxlen=_MOST_LOST)  # until when ranks may come that have met
         self._goodbye_at = -math.inf
         self._returned = asyncio.Event()
         self._devices: set[tuple[str, int]] = set()
@@ -176,7 +179,8 @@ class Roster:
 
     async def wait_for_lost(self, hurries: Callable[[], bool] = lambda: False) -> None:
         """Return when workers whose link has just ended, or that do not answer the last message, have learned of the
-        end, or have had the time for it: longer where they fell silent, since a line may be cut for a while.
+        end, or have had the time for it: longer where they fell silent, since a line may be cut for a while, and for
+        ranks of islands that have just been brought together, whose processes start.
 
         Otherwise a worker that loses its link right before the end would look for the coordinator until its timeout.
         ``hurries``: whether nobody wants to wait for long any more.
@@ -185,13 +189,15 @@ class Roster:
         while True:
             now = self._clock()
             unheard = [self._heard_of_until(session, now) for session in self.sessions.values()]
-            until = max((*self._lost.values(), *unheard), default=-math.inf)
+            until = max((*self._lost.values(), *self._starting, *unheard), default=-math.inf)
             left_s = (min(until, self._goodbye_at + _RETURN_S) if hurries() else until) - now
             if left_s <= 0:
                 return
             if now - self._goodbye_at > _RETURN_S and not said:
                 said = True
-                self._warn(f"waits {left_s:.0f} s to tell workers that were cut off of the end; Ctrl-C ends that")
+                self._warn(
+                    f"waits {left_s:.0f} s to tell of the end workers that were cut off or just start; Ctrl-C ends that"
+                )
             self._returned.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, 1.0)):
@@ -287,6 +293,9 @@ class Roster:
 
     def admit(self, session: Session) -> Refusal | None:
         """A worker has proved itself; None lets it in."""
+        if session.ranks > 1 and self._starting:
+            self._starting.popleft()
+            self._returned.set()
         if self._last_word is not None:
             self._is_back(session.worker_id)
             return self._last_word
@@ -318,6 +327,7 @@ class Roster:
         patience_s = min(_MEETING_S, self._config.handshake_s / 2)
         found = await self._meeting.wait(volunteer.shape, volunteer.ranks, host, volunteer.port, patience_s)
         if found is not None:
+            self._starting.append(self._clock() + _STARTING_S)
             return found
         here = self._meeting.num_waiting(volunteer.shape, volunteer.ranks) + 1
         shape = "".join(filter(str.isprintable, volunteer.shape))
