@@ -1,0 +1,177 @@
+"""What a run on one machine costs beside the loop that a user would write: the demo, a GPT-2 of transformers, a CNN.
+
+Ours is the command that users give, ``w5xde_async.coordinator JOB --workers N``, with the job's own settings. The peer
+is a plain loop in one process over whole batches in the same order, with the same model, weights and optimizer, and as
+many torch threads as are faster here, one or all cores. They take turns (A B A B); a figure is the median of the
+rounds' ratios. Where nothing is random but the order (demo, gpt2) both must end at the same loss.
+
+Figures: ``demo_over_plain_1`` and ``_2`` (workers; aims 0.5, 0.7), ``gpt2_over_plain_2`` (aim 0.95),
+``cnn_over_plain_2``; ``first_commit_over_plain``: from the command to the demo's first step (aim at most 1.3);
+``..._per_s`` are samples a second, ``cpu_ms_...`` processor time of a step, all processes and their start included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models import text
+from report import Report, median, parser
+from w5xde_async.job import Job, build_model, load_job, step_function
+from w5xde_async.plan.sampler import Sampler
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = {"demo": 400, "gpt2": 40, "cnn": 150}
+WARM = {"demo": 60, "gpt2": 8, "cnn": 30}
+EXACT = ("demo", "gpt2")  # no dropout, no statistics of a batch
+TOLERANCE = 5e-3
+_TIMEOUT_S = 240
+
+
+def demo() -> Job:
+    return _steps("demo", load_job(f"{ROOT}/examples/digits.py:job"))
+
+
+def cnn() -> Job:
+    return _steps("cnn", load_job(f"{ROOT}/examples/digits.py:cnn"))
+
+
+def gpt2() -> Job:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = GPT2Config(
+        vocab_size=256, n_positions=64, n_embd=96, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+    def step(model: Any, batch: Any) -> Any:
+        return model(input_ids=batch[0], labels=batch[0]).loss
+
+    return _steps("gpt2", Job(
+        model=lambda: GPT2LMHeadModel(size), dataset=text(1024, 64, 256), step=step, batch_size=32,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), max_steps=1, drop_last=True,
+    ))  # fmt: skip
+
+
+def _steps(name: str, job: Job) -> Job:
+    steps = int(os.environ.get("BENCH_STEPS", STEPS[name]))
+    return replace(job, max_steps=steps, epochs=None, evaluate=None)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--rounds", type=int, default=0, help="rounds of each (5; 2 with --quick)")
+    flags.add_argument("--jobs", nargs="+", choices=list(STEPS), default=list(STEPS), help="only these")
+    flags.add_argument("--loop", nargs=2, metavar=("JOB", "THREADS"), help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.loop:
+        loop(args.loop[0], int(args.loop[1]))
+        return
+    rounds, cores = args.rounds or (2 if args.quick else 5), os.cpu_count() or 1
+    report = Report({"rounds": rounds, "steps": STEPS, "cores": cores})
+    for name in args.jobs:
+        threads = max((1, cores), key=lambda count: theirs(name, count)["rate"])
+        counts = (1, 2) if name == "demo" else (2,)
+        found: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            plain = theirs(name, threads)
+            note(found, f"{name}_plain_per_s", plain["rate"])
+            note(found, f"cpu_ms_{name}_plain", plain["cpu_ms"])
+            for count in counts:
+                run = ours(name, count)
+                if name in EXACT and abs(run["loss"] - plain["loss"]) > TOLERANCE * abs(plain["loss"]):
+                    raise SystemExit(f"{name}: the last loss is {run['loss']:.6f} of ours, {plain['loss']:.6f} plain")
+                if not run["loss"] < run["loss_first"] / 2:
+                    raise SystemExit(f"{name}: the loss went from {run['loss_first']:.4f} to {run['loss']:.4f} only")
+                note(found, f"{name}_over_plain_{count}", run["rate"] / plain["rate"])
+                note(found, f"{name}_per_s_{count}", run["rate"])
+                note(found, f"cpu_ms_{name}_{count}", run["cpu_ms"])
+                if name == "demo" and count == 1:
+                    note(found, "first_commit_over_plain", run["first_s"] / plain["first_s"])
+                    note(found, "first_commit_s", run["first_s"])
+        for figure, samples in found.items():
+            report.add(figure, samples)
+        print(f"{name}: last loss {run['loss']:.4f} (ours), {plain['loss']:.4f} (plain, {threads} threads)", flush=True)
+    print()
+    report.show()
+    report.write(args.json)
+
+
+def note(found: dict[str, list[float]], name: str, value: float) -> None:
+    found.setdefault(name, []).append(value)
+
+
+def spent_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def ours(name: str, workers: int) -> dict[str, float]:
+    """Samples a second after the first steps, losses, seconds to the first commit, processor time a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "w5xde_async.coordinator", f"{Path(__file__).resolve()}:{name}", "--port", "0",
+                   "--workers", str(workers), "--run-dir", f"{folder}/run", "--log", "silent",
+                   "--no-dashboard"]  # fmt: skip
+        began, before = time.time(), spent_s()
+        subprocess.run(command, check=True, timeout=_TIMEOUT_S, cwd=Path(__file__).parent)
+        used = spent_s() - before
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [event for event in map(json.loads, lines) if event.get("event") == "step_committed"]
+    late = rows[WARM[name] :]
+    return {
+        "rate": sum(row["samples"] for row in late) / sum(row["seconds"] for row in late),
+        "loss": median([row["loss"] for row in rows[-10:]]), "loss_first": rows[0]["loss"],
+        "first_s": rows[0]["time"] - began, "cpu_ms": 1e3 * used / len(rows),
+    }  # fmt: skip
+
+
+def theirs(name: str, threads: int) -> dict[str, float]:
+    """The same of a plain loop."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--loop", name, str(threads)]
+    began, before = time.time(), spent_s()
+    done = subprocess.run(command, check=True, timeout=_TIMEOUT_S, capture_output=True, text=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {**told, "first_s": told["first_at"] - began, "cpu_ms": 1e3 * (spent_s() - before) / STEPS[name]}
+
+
+def loop(name: str, threads: int) -> None:
+    """What a user would write. It prints what it did."""
+    torch.set_num_threads(threads)
+    job = {"demo": demo, "gpt2": gpt2, "cnn": cnn}[name]()
+    torch.manual_seed(job.seed)
+    model, step = build_model(job), step_function(job)
+    optimizer = job.optimizer(model)
+    sampler = Sampler(
+        num_samples=len(job.dataset), batch_size=job.batch_size, leaf_samples=job.leaf_samples, seed=job.seed,
+        drop_last=job.drop_last,
+    )  # fmt: skip
+    tensors, losses, samples, first_at, began = job.dataset.tensors, [], 0, 0.0, 0.0
+    for number in range(STEPS[name]):
+        if number == WARM[name]:
+            began = time.perf_counter()
+        plan = sampler.plan(number)
+        order = torch.cat([torch.from_numpy(plan.leaf_indices(leaf).copy()) for leaf in range(plan.num_leaves)])
+        optimizer.zero_grad()
+        loss, _ = step(model, tuple(tensor[order] for tensor in tensors))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        first_at = first_at or time.time()
+        samples += len(order) if number >= WARM[name] else 0
+    seconds = time.perf_counter() - began
+    print(json.dumps({"rate": samples / seconds, "loss": median(losses[-10:]), "first_at": first_at}))
+
+
+if __name__ == "__main__":
+    main()
