@@ -265,9 +265,9 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("size", [3, 4])
-def test_more_ranks(size: int, tmp_path: Path) -> None:
-    islands.run("tests.unit.test_parallel_fsdp", size, tmp_path, timeout_s=110)
+@pytest.mark.parametrize(("size", "names"), [(3, tuple(CASES)), (4, ("uneven blocks", "odd parameters", "shards"))])
+def test_more_ranks(size: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    islands.run("tests.unit.test_parallel_fsdp", size, tmp_path, names, timeout_s=110)
 
 
 # -- replicas without memory

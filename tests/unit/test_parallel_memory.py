@@ -29,7 +29,7 @@ from w5xde_async.worker.executors.replicas import SteppingReplica
 from w5xde_async.worker.executors.shard_engine import ShardEngine
 from w5xde_async.worker.island_rank import GroupLockstep
 
-_LAYERS, _WIDTH = 32, 1024
+_LAYERS, _WIDTH = 16, 1024
 _UNIT = 4 * _WIDTH * _WIDTH  # bytes
 _MODEL = _LAYERS * _UNIT
 
