@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import jobs, programs, reference
+from tests.support import forking, jobs, programs, reference
 from tests.support.cluster import QUICK_WORKER, settings
 from tests.support.programs import tiny_layout
 from tests.support.sealed import ATTEMPTS, HARMLESS
@@ -174,6 +174,7 @@ def test_it_has_no_secret_and_refuses_every_hostile_program(monkeypatch: pytest.
     try:
         monkeypatch.setenv("W5XDE_TOKEN", "hush-hush")
         monkeypatch.setenv("HOME", "/home/hush-hush")
+        monkeypatch.setattr(sys, "executable", forking.PYTHON)  # not one that is forked
         with (tmp_path / "secret").open("w") as file:
             os.set_inheritable(file.fileno(), True)
             sandbox.wait()

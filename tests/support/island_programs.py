@@ -15,7 +15,6 @@ from w5xde_async.job import Job, build_model
 from w5xde_async.parallel.group import Group
 from w5xde_async.params.layout import Layout
 
-
 _traced: dict[tuple[object, ...], tuple[bytes, bytes]] = {}  # what cases before have had traced
 
 

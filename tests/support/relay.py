@@ -3,7 +3,8 @@
 Started as ``relay.py DOOR PYTHON SEARCHED ARGUMENT...``. The program has this process's files, all that it inherited,
 directory and environment; signals that come here go on to it, this process ends as it ends, and where this one is
 killed so is the program. Anything but our own programs, and those that look elsewhere for modules, is a real
-interpreter's; so is an island's rank where a test stops ranks (REAL_RANKS), for that cannot be passed on.
+interpreter's; so is an island's rank where a test stops ranks (REAL_RANKS), for that cannot be passed on. A sandbox is
+forked as well: it closes its doors all the same. What it was started with and holds is a real one's to show.
 """
 
 import json
@@ -13,6 +14,7 @@ import socket
 import sys
 
 _OURS = tuple(f"w5xde_async.{name}" for name in ("coordinator", "worker", "status", "compute.program"))
+_SANDBOX = ["-P", "-s", "-m", "w5xde_async.compute.program.child"]
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -32,6 +34,8 @@ def relay(door: str, python: str, searched: str, arguments: list[str]) -> int:
     ours = arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] in _OURS)
     places = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     forked = ours and places <= set(searched.split(os.pathsep)) and not ({"RANK", "REAL_RANKS"} <= set(os.environ))
+    if arguments[:4] == _SANDBOX:
+        arguments, forked = arguments[2:], True
     if not forked or asked.connect_ex(door):
         os.execv(python, [python, *arguments])
     status, theirs = socket.socketpair()

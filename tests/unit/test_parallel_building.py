@@ -191,7 +191,10 @@ CASES: dict[str, islands.Case] = {
     "odd parameters": _odd, "memory": _too_large_for_one,
     "cast again": _casts_again, "unlike": _unlike, "named stages": _named_stages,
 }  # fmt: skip
-FAST = ("transformer", "convolutions", "jobs", "refusals", "unlike", "named stages")
+#: What they trace is traced once.
+FAST = (
+    "transformer", "accumulation", "memory", "convolutions", "checkpoints", "jobs", "refusals", "unlike", "named stages"
+)  # fmt: skip
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 

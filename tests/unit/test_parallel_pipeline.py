@@ -196,7 +196,7 @@ CASES: dict[str, islands.Case] = {
 }  # fmt: skip
 
 
-FAST = ("transformer", "accumulation", "convolutions", "errors", "refusals")  # tracing takes a second or two each
+FAST = ("transformer", "accumulation", "convolutions", "checkpoints", "errors", "refusals")  # two models to trace
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 

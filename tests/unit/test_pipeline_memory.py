@@ -23,7 +23,7 @@ _LEAVES = 4
 
 def _peak(group: Group) -> None:
     _island(tower(4, 64, 8), group)  # what is loaded and started once
-    job = tower(24, 1024, 512)
+    job = tower(12, 1024, 512)
     expected = _expected(job, group)
     peak = _island(job, group)
     assert peak < 1.1 * expected.together, f"{peak >> 20} MiB at the peak; by the arithmetic {expected}"
