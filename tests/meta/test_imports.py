@@ -39,6 +39,7 @@ LEVELS = {
     "runtime": 10,
     "net": 9,
     "telemetry": 9,
+    "hf": 9,
     "updates": 9,
     "compute": 9,
     "job": 8,

@@ -53,7 +53,7 @@ unsqueeze expand expand_as broadcast_to broadcast_tensors repeat repeat_interlea
 split:Tensor,sizes split_with_sizes chunk tensor_split:sections,indices unbind:int select:int slice:Tensor narrow
 index_select gather take_along_dim index:Tensor scatter:value,src scatter_:value,src scatter_add scatter_add_
 scatter_reduce:two index_add index_add_ index_copy index_copy_ index_fill:int_Tensor,int_Scalar index_put index_put_
-roll flip rot90 tril tril_ triu triu_ diagonal diag_embed diag movedim:int,intlist moveaxis:int,intlist swapaxes
+roll flip rot90 diff tril tril_ triu triu_ diagonal diag_embed diag movedim:int,intlist moveaxis:int,intlist swapaxes
 swapdims unfold contiguous clone detach detach_ alias view_as reshape_as to:device,dtype,other,dtype_layout _to_copy
 type_as lift_fresh_copy pixel_shuffle pixel_unshuffle channel_shuffle pad constant_pad_nd hstack vstack dstack
 column_stack tile meshgrid:default,indexing one_hot ravel select_scatter slice_scatter bucketize:Tensor

@@ -1,0 +1,164 @@
+"""From a ``Trainer`` of transformers to a Job: the same model, data, optimizer, schedule, evaluation and seed.
+
+What a Trainer does besides (its loop, devices, checkpoints, logs) the coordinator and its workers do in their own way.
+What would change the result and cannot be taken over is refused by name; the rest is said in one warning.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job, Precision
+
+#: What an evaluation tells of itself, not of the model.
+_OF_THE_RUN = ("_runtime", "_per_second", "_preparation_time")
+_OWN_CALLBACKS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
+
+
+def job_of(trainer: Trainer) -> Job:
+    """The job that ``trainer.train()`` would do. The coordinator trains the trainer's own model, in place.
+
+    A step has ``per_device_train_batch_size * gradient_accumulation_steps`` samples, a microbatch the former. Each
+    microbatch counts by its samples, not by its tokens. Raises JobError for what cannot be taken over.
+    """
+    _refuse(trainer)
+    args = trainer.args
+    # What the job asks of the trainer is asked of a copy, so that the trainer itself stays as it is.
+    asked = copy.copy(trainer)
+    asked.create_accelerator_and_postprocess()
+    loader = asked.get_train_dataloader()
+    collate = loader.collate_fn
+    batch_size = args.train_batch_size * args.gradient_accumulation_steps
+    samples = len(loader.dataset)
+    a_step = math.floor if args.dataloader_drop_last else math.ceil
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * a_step(samples / batch_size))
+    if args.activation_checkpointing:
+        trainer.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+    evaluates = args.eval_strategy != "no"
+    job = Job(
+        model=trainer.model.cpu(),
+        dataset=loader.dataset,
+        collate=lambda found: _plain(collate(found)),
+        optimizer=lambda model: _made(trainer, model=model).create_optimizer(),
+        scheduler=lambda optimizer: _made(trainer).create_scheduler(steps, optimizer),
+        step=_step(trainer),
+        batch_size=batch_size,
+        microbatch_size=args.train_batch_size,
+        max_steps=steps,
+        gradient_clip_val=args.max_grad_norm or None,
+        precision=_precision(args),
+        seed=args.seed,
+        shuffle=args.train_sampling_strategy != "sequential",
+        drop_last=args.dataloader_drop_last,
+        evaluate=_evaluate(asked) if evaluates else None,
+        evaluate_every=_every(args.eval_steps, steps) if args.eval_strategy == "steps" else None,
+        keep_best=_best(args) if evaluates else None,
+    )
+    if left := _left(trainer):
+        warnings.warn(f"of the Trainer not taken over: {'; '.join(left)}", stacklevel=2)
+    return job
+
+
+def _refuse(trainer: Trainer) -> None:
+    args = trainer.args
+
+    def need(holds: bool, reason: str, hint: str) -> None:
+        if not holds:
+            raise JobError("of a Trainer", reason, hint)
+
+    need(trainer.train_dataset is not None, "it has no train_dataset", "give one")
+    need(hasattr(trainer.train_dataset, "__len__"), "its train_dataset has no len()", "give a map-style dataset")
+    given = trainer.optimizer is not None or trainer.lr_scheduler is not None
+    hint = "give optimizer_cls_and_kwargs or the arguments (optim, lr_scheduler_type) of a new Trainer"
+    need(not given, "optimizers were given, or it has trained before", hint)
+    hint = "give another: it would need a metric at each step"
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    need(kind not in ("reduce_lr_on_plateau", "greedy"), f"lr_scheduler_type is {kind}", hint)
+    own = type(trainer).training_step is not Trainer.training_step
+    need(not own, f"{type(trainer).__name__} overrides training_step", "override compute_loss")
+    need(not args.neftune_noise_alpha, "neftune_noise_alpha is not done by workers", "leave it out")
+    hint = "leave it out, and start workers with --island fsdp=N where a model does not fit (docs/islands.md)"
+    for name in ("deepspeed", "fsdp", "parallelism_config"):
+        need(not getattr(args, name, None), f"{name} is the Trainer's own way to use several devices", hint)
+
+
+def _left(trainer: Trainer) -> list[str]:
+    """What the job leaves out that somebody may have counted on."""
+    args, left = trainer.args, []
+    if callbacks := [
+        type(one).__name__
+        for one in trainer.callback_handler.callbacks
+        if not isinstance(one, _OWN_CALLBACKS) and not type(one).__module__.startswith("transformers.integrations")
+    ]:
+        left.append(f"callbacks ({', '.join(callbacks)}): subscribe to a Bus, or give stop_when")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        left.append(f"train_sampling_strategy {args.train_sampling_strategy}: samples come in random order")
+    if args.load_best_model_at_end:
+        left.append("load_best_model_at_end: the best weights are in best.safetensors of the run directory")
+    if args.torch_compile:
+        left.append("torch_compile: start workers with --compile")
+    if args.gradient_accumulation_steps == 1:
+        left.append(
+            "several devices: with gradient_accumulation_steps=1 a step is one microbatch, which one worker computes "
+            "while the others wait; divide per_device_train_batch_size by 4, say, and accumulate 4"
+        )
+    return left
+
+
+def _made(trainer: Trainer, **changes: Any) -> Trainer:
+    """A copy of the trainer that has no optimizer and no schedule yet."""
+    made = copy.copy(trainer)
+    vars(made).update({"optimizer": None, "lr_scheduler": None, **changes})
+    return made
+
+
+def _plain(batch: Any) -> Any:
+    """Collators for tokenizers give a BatchEncoding."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _step(trainer: Trainer) -> Callable[[nn.Module, Any], torch.Tensor] | None:
+    """None where the model's own loss is taken, as the default step does."""
+    own = type(trainer).compute_loss is not Trainer.compute_loss
+    if not (own or trainer.compute_loss_func or trainer.label_smoother):
+        return None
+    return lambda model, batch: trainer.compute_loss(model, dict(batch))
+
+
+def _precision(args: Any) -> Precision:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _every(eval_steps: float, steps: int) -> int:
+    return int(eval_steps) if eval_steps >= 1 else math.ceil(eval_steps * steps)
+
+
+def _best(args: Any) -> str | None:
+    """``Job.keep_best`` of ``metric_for_best_model``, which transformers takes with and without ``eval_``."""
+    metric = args.metric_for_best_model
+    if not metric:
+        return None
+    return f"{'max' if args.greater_is_better else 'min'}:eval_{metric.removeprefix('eval_')}"
+
+
+def _evaluate(asked: Trainer) -> Callable[[nn.Module], dict[str, float]]:
+    """``trainer.evaluate()`` of another model, which no callback hears of."""
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        asked.model = asked.model_wrapped = model
+        asked.state, asked.control = TrainerState(epoch=None), TrainerControl()
+        asked.callback_handler = CallbackHandler([DefaultFlowCallback()], model, asked.processing_class, None, None)
+        found = asked.evaluate()
+        return {name: value for name, value in found.items() if not name.endswith(_OF_THE_RUN)}
+
+    return evaluate

@@ -1,0 +1,180 @@
+"""A Job from a Trainer of transformers does what the Trainer does: held against ``Trainer.train()`` itself."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import reference
+from tests.support.cluster import QUICK_WORKER, settings
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.tokenization_utils_base import BatchEncoding
+
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import JobError
+from w5xde_async.hf import job_of
+from w5xde_async.job import Job
+from w5xde_async.params.flat import named_digest
+from w5xde_async.worker.service import Departure, Worker
+
+SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the bars of transformers would leave a thread behind
+
+
+def samples(count: int) -> list[dict[str, Tensor]]:
+    found = [torch.randint(32, (12,), generator=torch.Generator().manual_seed(n)) for n in range(count)]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in found]
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZE))
+
+
+def made(tmp_path: Path, kind: type[Trainer] = Trainer, *, arguments: Any = None, **given: Any) -> Trainer:
+    """A small Trainer: 5 steps of 2 x 4 samples."""
+    base = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 5, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "cosine", "report_to": [], "use_cpu": True,
+        "train_sampling_strategy": "sequential", "disable_tqdm": True, "save_strategy": "no",
+    }  # fmt: skip
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), **base | (arguments or {}))
+    return kind(**{"model": language_model(), "args": args, "train_dataset": samples(40)} | given)
+
+
+class Doubled(Trainer):
+    """Another loss."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (2 * outputs.loss, outputs) if return_outputs else 2 * outputs.loss
+
+
+def same(job: Job, trained: Trainer) -> None:
+    model, _ = reference.train(job)
+    trained.train()
+    for (name, ours), theirs in zip(model.named_parameters(), trained.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_grad_norm": 0.0, "optim": "adafactor", "lr_scheduler_type": "constant_with_warmup"},
+        {"max_steps": -1, "num_train_epochs": 1.5, "max_grad_norm": 0.05},
+        {"bf16": True},
+        {"label_smoothing_factor": 0.2},
+        {"activation_checkpointing": True, "dataloader_drop_last": True},
+    ],
+    ids=str,
+)
+def test_it_comes_to_the_parameters_of_the_trainer_itself(arguments: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made(tmp_path, arguments=arguments)
+    before = copy.deepcopy(trainer.model.state_dict())
+    same(job_of(trainer), made(tmp_path, arguments=arguments))
+    assert not all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())  # in place
+
+
+def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.5})}
+    same(job_of(made(tmp_path, Doubled, **given)), made(tmp_path, Doubled, **given))
+
+
+def test_evaluation_gives_the_metrics_of_the_trainer(tmp_path: Path) -> None:
+    def metrics(found: Any) -> dict[str, float]:
+        return {"hits": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "hits"}
+    trainer = made(tmp_path, arguments=arguments, eval_dataset=samples(10), compute_metrics=metrics)
+    job = job_of(trainer)
+    assert (job.evaluate_every, job.keep_best) == (2, "max:eval_hits")
+    assert job.evaluate is not None
+    other = LlamaForCausalLM(LlamaConfig(**SIZE)).eval()
+    found = job.evaluate(other)
+    assert trainer.state.log_history == []
+    assert not trainer.accelerator._models
+    expected = made(tmp_path, model=other, eval_dataset=samples(10), compute_metrics=metrics).evaluate()
+    assert found == {name: expected[name] for name in ("eval_loss", "eval_hits")}
+
+
+def test_it_trains_with_a_worker_that_has_no_code(tmp_path: Path) -> None:
+    """Batches of a tokenizer's collator are no plain dicts: they travel all the same."""
+
+    def collate(found: list[dict[str, Tensor]]) -> BatchEncoding:
+        return BatchEncoding({name: torch.stack([one[name] for one in found]) for name in found[0]})
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(LlamaConfig(**SIZE, pad_token_id=0))
+
+    dataset = [{"input_ids": one["input_ids"] % 31 + 1, "labels": torch.tensor(n % 2), "unused": torch.ones(1)}
+               for n, one in enumerate(samples(40))]  # fmt: skip
+    given = {"data_collator": collate, "train_dataset": dataset}
+
+    async def train() -> str:
+        job = job_of(made(tmp_path, model=model(), **given))
+        async with Coordinator(job, config=settings(code_free=True)) as coordinator:
+            worker = asyncio.create_task(Worker(coordinator.address, job=None, config=QUICK_WORKER).run())
+            result = await coordinator.wait()
+            assert await worker is Departure.FINISHED
+        return result.digest
+
+    assert asyncio.run(train()) == named_digest(reference.train(job_of(made(tmp_path, model=model(), **given)))[0])
+
+
+def optimizers() -> dict[str, Any]:
+    model = language_model()
+    return {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "words"),
+    [
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"lr_scheduler_type": "greedy", "eval_strategy": "steps"}, {"eval_dataset": samples(4)}, "greedy"),
+        ({}, {"train_dataset": None}, "train_dataset"),
+        ({}, {"optimizers": None}, "optimizer_cls_and_kwargs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_change_the_result_is_refused_by_name(
+    arguments: dict[str, Any], given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    given = optimizers() if "optimizers" in given else given
+    with pytest.raises(JobError, match=words):
+        job_of(made(tmp_path, arguments=arguments, **given))
+
+
+def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
+    class Mine(TrainerCallback):
+        pass
+
+    arguments = {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 1}
+    trainer = made(tmp_path, arguments=arguments, callbacks=[Mine(), EarlyStoppingCallback(3)])
+    with pytest.warns(UserWarning, match="Mine, EarlyStoppingCallback.*group_by_length.*one microbatch") as said:
+        job_of(trainer)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job_of(made(tmp_path))
