@@ -39,19 +39,38 @@ from w5xde_async.job import Job, load_job, step_function
 from w5xde_async.parallel.replica import replica_of_program, units_of
 from w5xde_async.parallel.shape import MODES, IslandShape
 from w5xde_async.params.layout import Entry, Layout
-from w5xde_async.plan.footprint import Activations, Model, Need, Stage, alone, coordinator, dp, fsdp, pp, tp
+from w5xde_async.plan.footprint import (
+    SYNC,
+    Activations,
+    Model,
+    Need,
+    Rule,
+    Stage,
+    alone,
+    coordinator,
+    dp,
+    fsdp,
+    fsdp_tp,
+    pp,
+    replicated,
+    tp,
+    under,
+)
 from w5xde_async.plan.island_choice import ALONE, USABLE, Devices, Option, choose, wanted
 from w5xde_async.telemetry import wording
+from w5xde_async.updates.config import RULES, UpdateConfig
 
 _SHOWN = ("dp=2", "fsdp=2", "fsdp=4", "fsdp=8", "pp=2", "pp=4")  # without --island
-_BOTH = ("fsdp", "tp")  # which compute a program in one way, and a job's code in another
+_BOTH = {"fsdp", "tp"}  # which compute a program in one way, and a job's code in another
+#: What a rule keeps at the coordinator, in sums of gradients (docs/updates.md).
+_OUTER = {"sync": 0, "async": 1, "local": 2, "streaming": 3, "async-local": 2}
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "data", "exchange", "together")
 _NOT_COUNTED = """\
 Activations: the most in forward and backward of a leaf, with what autocast
 makes of weights. Data and gradients: leases of two leaves a rank, one computed,
 one ahead. Not counted: Python and torch themselves, kernels' scratch memory,
-what an allocator keeps, codecs, and on CUDA the parameters and results that
-also lie in host memory. Rules of local steps run the optimizer in the worker.
+what an allocator keeps, codecs at work, and on CUDA the parameters and results
+that also lie in host memory.
 """
 
 
@@ -74,46 +93,84 @@ class Measured(ABC):
     def atoms(self) -> Atoms | NotTraceable:
         """The step in atoms, or why there are none."""
 
-    def needs(self, mode: str, ranks: int, *, with_job: bool = False) -> list[Need] | str:
-        """Of each rank of an island, or of a worker ALONE; or why it cannot be. ``with_job``: fsdp by the job's code,
-        whose units are others than a program's."""
+    def needs(
+        self, mode: str, ranks: int, *, sizes: Sequence[int] = (), with_job: bool = False, rule: Rule = SYNC
+    ) -> list[Need] | str:  # fmt: skip
+        """Of each rank of an island, or of a worker ALONE; or why it cannot be. ``sizes``: as in IslandShape.
+        ``with_job``: by the job's code, whose units are others than a program's."""
         if mode == ALONE:
-            return [alone(self.model)]
-        if mode == "dp":
-            return dp(self.model, ranks, self.layout.bucket_bytes)
-        if "," in mode:
-            return f"not known of a product: see {' and '.join(mode.split(','))} by themselves"
-        if mode == "tp" and with_job:
-            return self.tensor_parallel(ranks)
-        if mode == "fsdp" and with_job:
-            return fsdp(self.model, ranks)
-        atoms = self.atoms()
-        if isinstance(atoms, NotTraceable):
-            return f"the step cannot be cut: {atoms}"
-        if mode == "tp":
-            from w5xde_async.parallel.split_program import splittable
+            return [under(rule, self.model, alone(self.model), self.model.gradients, of_island=False)]
+        found = self._found(mode, ranks, sizes, with_job=with_job)
+        return found if isinstance(found, str) else [under(rule, self.model, need, part) for need, part in found]
 
-            entries = splittable(atoms.program, self.layout, ranks)
-            return self._split(ranks, {self.layout.entries[entry].name for entry in entries}, self.model.activations)
-        if mode == "fsdp":
+    def _found(self, mode: str, ranks: int, sizes: Sequence[int], *, with_job: bool) -> list[tuple[Need, int]] | str:
+        """And the bytes of each rank's part of the gradients."""
+        if "," in mode:
+            return self._product(mode, sizes, with_job=with_job)
+        needed: list[Need]
+        if mode == "dp":
+            needed = dp(self.model, ranks, self.layout.bucket_bytes)
+        elif mode == "tp":
+            split = self.split(ranks, with_job=with_job)
+            if isinstance(split, str):
+                return split
+            needed = tp(self.model, ranks, *split)
+        elif mode == "fsdp" and with_job:
+            needed = fsdp(self.model, ranks)
+        else:
+            atoms = self.atoms()
+            if isinstance(atoms, NotTraceable):
+                return f"the step cannot be cut: {atoms}"
+            if mode == "pp":
+                return self._pipeline(atoms, ranks)
             replica = replica_of_program(atoms, torch.device("cpu"), self.precision)
-            return fsdp(replace(self.model, largest_unit=_largest(replica.units, replica.model)), ranks)
+            needed = fsdp(replace(self.model, largest_unit=_largest(replica.units, replica.model)), ranks)
+        return [(need, -(-self.model.gradients // ranks)) for need in needed]
+
+    def _pipeline(self, atoms: Atoms, ranks: int) -> list[tuple[Need, int]] | str:
         try:
             runs = atoms.stages(ranks)
         except ValueError as error:
             return str(error)
         each = activations_of_stages(atoms, runs, self.tensors, self.precision)
-        return pp(self.model, [self._stage(atoms, *pair) for pair in zip(runs, each, strict=True)])
+        stages = [self._stage(atoms, *pair) for pair in zip(runs, each, strict=True)]
+        return [*zip(pp(self.model, stages), (stage.gradients for stage in stages), strict=True)]
 
-    def tensor_parallel(self, ranks: int) -> list[Need] | str:
-        """By the job's code."""
-        return "not known without the job's code"
+    def _product(self, mode: str, sizes: Sequence[int], *, with_job: bool) -> list[tuple[Need, int]] | str:
+        if mode == "fsdp,tp":
+            if not with_job:
+                return "fsdp and tp together take the job's code"
+            split = self.split(sizes[1], with_job=True)
+            if isinstance(split, str):
+                return split
+            ranks = sizes[0] * sizes[1]
+            needed = fsdp_tp(self.model, (sizes[0], sizes[1]), *split)
+            return [(need, -(-self.model.gradients // ranks)) for need in needed]
+        if mode not in ("dp,pp", "dp,tp"):
+            return "these do not go together"
+        row = self._found(mode.partition(",")[2], sizes[1], (), with_job=with_job)
+        if isinstance(row, str):
+            return row
+        parts = [part for _, part in row]
+        needed = replicated(self.model, [need for need, _ in row], sizes[0], parts, self.layout.bucket_bytes)
+        return [*zip(needed, [-(-part // sizes[0]) for part in parts] * sizes[0], strict=True)]
 
-    def _split(self, ranks: int, names: set[str], activations: Activations) -> list[Need]:
+    def split(self, ranks: int, *, with_job: bool) -> tuple[tuple[int, int], Activations] | str:
+        """What ``tp`` splits: bytes of parameters and of their gradients; and the activations then. Or why not."""
+        if with_job:
+            return "not known without the job's code"
+        atoms = self.atoms()
+        if isinstance(atoms, NotTraceable):
+            return f"the step cannot be cut: {atoms}"
+        from w5xde_async.parallel.split_program import splittable
+
+        entries = splittable(atoms.program, self.layout, ranks)
+        return self._sizes({self.layout.entries[entry].name for entry in entries}), self.model.activations
+
+    def _sizes(self, names: set[str]) -> tuple[int, int]:
         entries = [entry for entry in self.layout.entries if names.intersection(entry.names)]
         parameters = sum(entry.numel * entry.dtype.itemsize for entry in entries)
-        gradients = sum(4 * entry.numel for entry in entries if entry.role == "grad")
-        return tp(self.model, ranks, (parameters, gradients), activations)
+        return parameters, sum(4 * entry.numel for entry in entries if entry.role == "grad")
 
     def _stage(self, atoms: Atoms, run: range, activations: Activations) -> Stage:
         held = {index for number in run for index in atoms.atoms[number].entries}
@@ -125,14 +182,16 @@ class Measured(ABC):
             activations,
         )
 
-    def rows(self, islands: Iterable[IslandShape]) -> Iterator[Row]:
+    def rows(self, islands: Iterable[IslandShape], rule: Rule = SYNC) -> Iterator[Row]:
         """One for each kind of process."""
-        yield Row("coordinator", coordinator(self.model))
-        yield Row("a worker alone", alone(self.model))
+        yield Row("coordinator", coordinator(self.model, rule))
+        yield from rows_of("a worker alone", self.needs(ALONE, 1, rule=rule))
         for island in islands:
-            yield from rows_of(str(island), self.needs(island.mode, island.ranks), of_program=island.mode in _BOTH)
-            if island.mode in _BOTH:
-                needed = self.needs(island.mode, island.ranks, with_job=True)
+            needed = self.needs(island.mode, island.ranks, sizes=island.sizes, rule=rule)
+            both = not _BOTH.isdisjoint(island.axes)
+            yield from rows_of(str(island), needed, of_program=both)
+            if both:
+                needed = self.needs(island.mode, island.ranks, sizes=island.sizes, with_job=True, rule=rule)
                 yield Row(f"{island}, with --job", needed if isinstance(needed, str) else needed[0])
 
 
@@ -161,7 +220,9 @@ class Survey(Measured):
         )
         self._atoms: Atoms | NotTraceable | None = None
 
-    def tensor_parallel(self, ranks: int) -> list[Need] | str:
+    def split(self, ranks: int, *, with_job: bool) -> tuple[tuple[int, int], Activations] | str:
+        if not with_job:
+            return super().split(ranks, with_job=False)
         from w5xde_async.parallel.tensor_plan import part_of, plan_of
 
         if self.job.parallelize is not None:
@@ -180,7 +241,7 @@ class Survey(Measured):
         part, names = part_of(self._model, ranks, plan)
         if not found and not computes(part):
             return f"the step does not run with 1/{ranks} of the heads and features that the model's _tp_plan splits"
-        return self._split(ranks, names, found[-1])
+        return self._sizes(names), found[-1]
 
     def atoms(self) -> Atoms | NotTraceable:
         if self._atoms is None:
@@ -246,6 +307,14 @@ def fitting(measured: Measured, devices: Devices, *, with_job: bool, islands: bo
     return found, f"{table(rows)}\n{said}: {'nothing fits' if found is None else found.name}"
 
 
+def rule_of(update: UpdateConfig) -> Rule:
+    """What of an update rule and its codec takes memory."""
+    return Rule(
+        plain=update.plain, local=update.local, streaming=update.rule == "streaming",
+        lossy=update.feedback and not update.uplink_codec.exact, outer=_OUTER[update.rule],
+    )  # fmt: skip
+
+
 def _devices(number: int) -> str:
     return "one device" if number == 1 else f"each of {number} devices"
 
@@ -307,6 +376,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--island", metavar="MODE=N", action="append", help=f"{', '.join(MODES)}; repeatable [{' '.join(_SHOWN)}]"
     )
+    parser.add_argument("--update", metavar="RULE", choices=RULES, default="sync", help=f"{', '.join(RULES)} [sync]")
+    parser.add_argument("--codec", metavar="CODEC", default="raw", help="of the results, as the coordinator's [raw]")
     return parser
 
 
@@ -316,6 +387,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
         given = parser(prog).parse_args(sys.argv[1:] if arguments is None else arguments)
         islands = [IslandShape.parse(text) for text in given.island or _SHOWN]
         need(given.job.count(":") >= 1, f"{given.job!r} is not FILE.py:NAME or MODULE:NAME")
+        rule = rule_of(UpdateConfig(rule=given.update, codec=given.codec))
         job = load_job(given.job)
         survey = Survey(job)
         parts = (
@@ -324,7 +396,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde
             f"{job.accumulate_grad_batches} microbatches a leaf",
             job.precision,
         )
-        text = f"{given.job}: {', '.join(parts)}\n\n{table(survey.rows(islands))}\n\n{_NOT_COUNTED}"
+        text = f"{given.job}: {', '.join(parts)}\n\n{table(survey.rows(islands, rule))}\n\n{_NOT_COUNTED}"
         if not survey.optimizer_known:
             text += "The optimizer's state is not known: its first step needs values.\n"
         try:

@@ -32,7 +32,23 @@ from w5xde_async.errors import JobError
 from w5xde_async.job import Job, build_model, step_function
 from w5xde_async.memory import Survey, table
 from w5xde_async.parallel.shape import IslandShape as Island
-from w5xde_async.plan.footprint import Activations, Model, Stage, alone, coordinator, dp, fsdp, pp, tp
+from w5xde_async.plan.footprint import (
+    SYNC,
+    Activations,
+    Model,
+    Rule,
+    Stage,
+    alone,
+    coordinator,
+    dp,
+    fsdp,
+    fsdp_tp,
+    pp,
+    replicated,
+    tp,
+    under,
+)  # fmt: skip
+from w5xde_async.updates.config import UpdateConfig
 
 MODEL = Model(
     parameters=1000, gradients=800, native=0, largest_unit=200, optimizer=1600, activations=Activations(50, 70),
@@ -81,6 +97,39 @@ def test_what_is_split_shrinks_with_the_ranks_and_the_rest_does_not() -> None:
     assert two[0].parameters == 500 + 400 + 300  # as it comes in, whole, split
     assert two[0].gradients == 3 * (800 - 480 + 240) + 400  # the leaf's own, two sums; and what leaves
     assert two[0].activations == 50
+
+
+def test_both_ways_of_splitting_shrink_what_is_split() -> None:
+    (one, *others) = fsdp_tp(MODEL, (4, 2), (600, 480), Activations(10, 50))
+    assert others == [one] * 7
+    assert one.parameters == 125 + (400 + 300) // 4  # as it comes in, as it is computed with
+    assert one.gradients == 3 * (800 - 480 + 240) // 4 + 100
+    assert (one.activations, one.exchange) == (50, 5 * 200 * 560 // 800)
+
+
+def test_rows_of_ranks_have_what_a_row_has_and_shards_of_the_sum() -> None:
+    row = tp(MODEL, 2, (600, 480), Activations(10, 50))
+    (first, *others) = replicated(MODEL, row, 3, [400, 400], 64)
+    assert others == [first] * 5
+    assert first == replace(row[0], gradients=row[0].gradients + 2 * 134, exchange=64)
+    stages = [Stage(600, 500, 0, Activations(30, 40)), Stage(400, 300, 6, Activations(20, 45))]
+    found = replicated(MODEL, pp(MODEL, stages), 2, [500, 300], 64)
+    assert [need.parameters for need in found] == [600, 400] * 2
+    assert [need.gradients for need in found] == [4 * 500 + 500, 4 * 300 + 6 + 300] * 2
+
+
+def test_under_rules_of_local_steps_the_optimizer_is_the_workers_and_much_is_kept() -> None:
+    (rank,) = {under(Rule(plain=False, local=True), MODEL, need, 200) for need in fsdp(MODEL, 4)}
+    plain = fsdp(MODEL, 4)[0]
+    assert rank.parameters == plain.parameters + 3 * 200  # published, computed with, where the round began
+    assert rank.gradients == plain.gradients + 200  # its sum once more; the pseudo-gradient leaves in a sum's place
+    assert rank.optimizer == 1600 // 4
+    all_kept = Rule(plain=False, local=True, streaming=True, lossy=True, outer=3)
+    assert under(all_kept, MODEL, plain, 200).gradients == rank.gradients + 2 * 200
+    single = under(all_kept, MODEL, alone(MODEL), 800, of_island=False)
+    assert single.together == alone(MODEL).together + (2 + 2) * 800 + 1600
+    assert under(SYNC, MODEL, plain, 200) == plain
+    assert coordinator(MODEL, all_kept).optimizer == 3 * 800
 
 
 def test_a_stage_keeps_the_microbatches_that_are_under_way() -> None:
@@ -206,6 +255,26 @@ def test_rows_for_every_mode() -> None:
     assert lines[0].startswith("MiB")
 
 
+def test_products_and_rules_have_rows_too() -> None:
+    survey = Survey(jobs.mlp_adamw())
+    shapes = [Island.parse(text) for text in ("dp=2,pp=2", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2")]
+    sync = {row.name: row.need for row in survey.rows(shapes)}
+    assert list(sync) == [
+        "coordinator", "a worker alone", *(f"dp=2,pp=2, rank {rank}" for rank in range(4)), "dp=2,tp=2, a rank",
+        "dp=2,tp=2, with --job", "fsdp=2,tp=2, with --job", "dp=2,fsdp=2, with --job",
+    ]  # fmt: skip
+    assert sync["dp=2,fsdp=2, with --job"] == "these do not go together"
+    half, quarter = survey.needs("tp", 2, with_job=True)[0], sync["fsdp=2,tp=2, with --job"]
+    assert quarter.parameters == pytest.approx(half.parameters / 2, rel=0.01)  # type: ignore[union-attr]
+    rule = memory.rule_of(UpdateConfig(rule="streaming", codec="int4"))
+    local = {row.name: row.need for row in survey.rows(shapes, rule)}
+    for name, need in local.items():
+        assert isinstance(need, str) or name == "coordinator" or need.optimizer > 0, name
+    stages = [local[f"dp=2,pp=2, rank {rank}"] for rank in range(4)]
+    inner = sum(stage.optimizer for stage in stages)  # type: ignore[union-attr]
+    assert inner == pytest.approx(local["a worker alone"].optimizer, rel=0.01)  # type: ignore[union-attr]
+
+
 def test_what_cannot_be_cut_says_so() -> None:
     class Branching(Wide):
         def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +302,9 @@ def test_what_cannot_be_cut_says_so() -> None:
     assert "Need(" in said[-2]
     counting = Survey(replace(jobs.mlp_adamw(), model=Declaring))
     assert "that the model's _tp_plan splits" in str(list(counting.rows([Island("tp", 2)]))[-1].need)
-    assert "not known of a product: see fsdp and tp" in said[-1]
+    assert "that the model's _tp_plan splits" in str(
+        list(counting.rows([Island.parse("dp=2,tp=2"), Island.parse("fsdp=2,tp=2")]))[-1].need
+    )
     survey = Survey(_job(Branching, 16))
     assert "parts at most, not 50" in str(list(survey.rows([Island("pp", 50)]))[-1].need)
     with pytest.raises(JobError, match="needs values"):
@@ -254,6 +325,8 @@ def test_the_program_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["examples/llama.py:tiny", "--island", "zero=2"], "zero is none of dp=N"),
         (["examples/llama.py:tiny", "--island", "fsdp=1"], "2 to 1024 ranks"),
+        (["examples/llama.py:tiny", "--update", "auto"], "invalid choice"),
+        (["examples/llama.py:tiny", "--codec", "int5"], "int5"),
         (["examples/llama.py"], "is not FILE.py:NAME"),
         (["examples/nothing.py:job"], "there is no file"),
         ([], "JOB"),

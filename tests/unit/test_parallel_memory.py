@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from w5xde_async.parallel.fsdp import FsdpEngine
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.replica import replica_of
 from w5xde_async.parallel.shape import IslandShape
-from w5xde_async.plan.footprint import Activations, Model, tp
+from w5xde_async.plan.footprint import Activations, Model, Need, Rule, fsdp, fsdp_tp, replicated, tp, under
+from w5xde_async.plan.shares import leaves_of
+from w5xde_async.plan.tree import Block
 from w5xde_async.worker.executors.island import sum_across
 from w5xde_async.worker.executors.published import Published
 from w5xde_async.worker.executors.replicas import SteppingReplica
@@ -96,10 +99,9 @@ def _steps(group: Group) -> None:
     _walk(group, island_jobs.mlp())
     before = forget_peak()
     _walk(group, _job())
-    peak, shards = peak_bytes() - before, _MODEL // group.size
-    # Beside what a block takes: its sum once more, what is published, what is computed with, where the round began, the
-    # optimizer's two, and the pseudo-gradient.
-    _compare(group, "steps", peak, (4 + 7) * shards + 5 * _UNIT)
+    rule = Rule(plain=False, local=True)
+    needed = under(rule, _TOWER, fsdp(_TOWER, group.size)[0], _MODEL // group.size)
+    _compare(group, "steps", peak_bytes() - before, needed.together)
 
 
 def _walk(group: Group, job: Job) -> None:
@@ -120,10 +122,15 @@ def _walk(group: Group, job: Job) -> None:
     engine.close()
 
 
-def _split(group: Group) -> None:
-    """Tensor parallel: of every layer a half, as it comes in and as it is computed with; its gradient, a sum of each of
-    two leaves, and the result."""
-    shape = IslandShape("tp", group.size)
+_TOWER = Model(
+    parameters=_MODEL, gradients=_MODEL, native=0, largest_unit=_UNIT, optimizer=2 * _MODEL,
+    activations=Activations(0, 0), microbatch=0, microbatches=1, step=0,
+)  # fmt: skip
+
+
+def _split(group: Group, text: str, leaves: int, needed: Callable[[], Need]) -> None:
+    """Two leaves on each rank, twice."""
+    shape = IslandShape.parse(text)
 
     def walk(job: Job) -> None:
         engine = island_engine(shape, job, LeafSpec.of(job), group)
@@ -131,7 +138,9 @@ def _split(group: Group) -> None:
             for place in engine.incoming(bucket.index):
                 place[:] = bytes(len(place))
         engine.load([bucket.index for bucket in engine.layout.buckets])
-        wanted = islands.task(island_jobs.batches(job, (1, 1)), (1, 1), [0, 1])
+        samples = (1,) * leaves
+        mine = leaves_of(Block(0, leaves), engine.share, group.size, engine.together)[group.rank]
+        wanted = islands.task(island_jobs.batches(job, samples), samples, mine)
         for _ in range(2):
             engine.release(engine.compute(wanted, lambda bucket, pieces: None).vectors)
         engine.close()
@@ -139,15 +148,25 @@ def _split(group: Group) -> None:
     walk(island_jobs.mlp())
     before = forget_peak()
     walk(_job())
-    model = Model(
-        parameters=_MODEL, gradients=_MODEL, native=0, largest_unit=0, optimizer=0, activations=Activations(0, 0),
-        microbatch=0, microbatches=1, step=0,
-    )  # fmt: skip
-    expected = tp(model, group.size, (_MODEL, _MODEL), Activations(0, 0))[0].together
-    _compare(group, "split", peak_bytes() - before, expected)
+    _compare(group, text, peak_bytes() - before, needed().together)
 
 
-CASES: dict[str, islands.Case] = {"peak": _peak, "steps": _steps, "split": _split}
+def _tp(ranks: int) -> list[Need]:
+    return tp(_TOWER, ranks, (_MODEL, _MODEL), Activations(0, 0))
+
+
+SPLIT: dict[str, islands.Case] = {
+    "tp=2": lambda group: _split(group, "tp=2", 2, lambda: _tp(2)[0])
+}  # fmt: skip
+PRODUCTS: dict[str, islands.Case] = {
+    "fsdp=2,tp=2": lambda group: _split(
+        group, "fsdp=2,tp=2", 4, lambda: fsdp_tp(_TOWER, (2, 2), (_MODEL, _MODEL), Activations(0, 0))[0]
+    ),
+    "dp=2,tp=2": lambda group: _split(
+        group, "dp=2,tp=2", 4, lambda: replicated(_TOWER, _tp(2), 2, [_MODEL // 2] * 2, 4 << 20)[0]
+    ),
+}  # fmt: skip
+CASES: dict[str, islands.Case] = {"peak": _peak, "steps": _steps} | SPLIT | PRODUCTS
 
 
 @pytest.mark.slow
@@ -160,9 +179,12 @@ def test_a_rank_holds_its_shards_and_a_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
-def test_a_tensor_parallel_rank_takes_what_the_arithmetic_says(tmp_path: Path) -> None:
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("ranks", "names"), [(2, SPLIT), (4, PRODUCTS)], ids=["tensor parallel", "products"])
+def test_a_rank_of_what_is_split_takes_what_the_arithmetic_says(
+    ranks: int, names: dict[str, islands.Case], tmp_path: Path
+) -> None:
     islands.run(
-        "tests.unit.test_parallel_memory", 2, tmp_path, ("split",), timeout_s=90, W5XDE_TEST_FIGURES=str(tmp_path),
-        MALLOC_MMAP_THRESHOLD_="1048576",  # half of a layer
+        "tests.unit.test_parallel_memory", ranks, tmp_path, tuple(names), timeout_s=170,
+        W5XDE_TEST_FIGURES=str(tmp_path), MALLOC_MMAP_THRESHOLD_="1048576",  # a part of a layer
     )  # fmt: skip

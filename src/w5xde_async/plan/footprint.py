@@ -1,14 +1,14 @@
 """What a model needs in memory, process by process, for every way to compute it: arithmetic on measured sizes.
 
 Counted are tensors that grow with the model or the batch. Not counted: Python and torch themselves, a kernel's scratch
-memory, what an allocator keeps or rounds up, frames that wait to be sent, codecs and their residuals. Leases are taken
+memory, what an allocator keeps or rounds up, frames that wait to be sent, scratch of codecs. Leases are taken
 to hold two leaves for each process that computes them; each doubling adds one sum of gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 #: Leases that a worker has at once: one that it computes, and one ahead, whose data is there.
@@ -62,6 +62,23 @@ class Model:
         return _LEASES * _LEAVES * self.microbatches * self.microbatch
 
 
+class Rule(NamedTuple):
+    """What of an update rule takes memory. ``plain``: sync without codecs.
+
+    Of a worker: ``local``: it runs the optimizer. ``streaming``: parts that were sent wait to be mixed in. ``lossy``:
+    it keeps what its codec left out. ``outer``: what the rule itself keeps at the coordinator, in sums of gradients.
+    """
+
+    plain: bool = True
+    local: bool = False
+    streaming: bool = False
+    lossy: bool = False
+    outer: int = 0
+
+
+SYNC = Rule()
+
+
 class Stage(NamedTuple):
     """A run of atoms: bytes of its parameters and buffers, of their gradients (as in Model), of a microbatch in it."""
 
@@ -87,11 +104,14 @@ class Need:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.data + self.exchange
 
 
-def coordinator(model: Model) -> Need:
+def coordinator(model: Model, rule: Rule = SYNC) -> Need:
     """It holds the parameters and the optimizer's state, one sum that is added to and one that arrives, and the data of
     two steps. With many workers it holds more sums: ``run_started`` has the most."""
     return Need(
-        parameters=model.parameters, gradients=2 * model.gradients, optimizer=model.optimizer, data=2 * model.step
+        parameters=model.parameters,
+        gradients=2 * model.gradients,
+        optimizer=rule.outer * model.gradients + (0 if rule.local else model.optimizer),
+        data=2 * model.step,
     )
 
 
@@ -162,6 +182,54 @@ def pp(model: Model, stages: Sequence[Stage]) -> list[Need]:
             )
         )
     return found
+
+
+def fsdp_tp(model: Model, axes: tuple[int, int], split: tuple[int, int], activations: Activations) -> list[Need]:
+    """Every rank holds a shard of its part under ``tp`` (``split`` as there), and one unit of that after the other."""
+    sharded, ranks = axes
+    parameters, gradients = split
+    kept = model.parameters - parameters + _share(parameters, ranks)
+    summed = model.gradients - gradients + _share(gradients, ranks)
+    unit = model.largest_unit * summed // max(model.gradients, 1)  # taken to be split as the whole is
+    each = Need(
+        parameters=_share(model.parameters, sharded * ranks) + _share(kept, sharded),
+        gradients=(_LEAVES + 1) * _share(summed, sharded) + _LEAVING * _share(model.gradients, sharded * ranks),
+        activations=activations.peak,
+        data=model.leases,
+        exchange=_UNITS * unit,
+    )
+    return [each] * (sharded * ranks)
+
+
+def replicated(
+    model: Model, row: Sequence[Need], number: int, gradients: Sequence[int], bucket_bytes: int
+) -> list[Need]:
+    """``number`` rows of ranks that each hold a model as ``row`` says (``gradients``: of each rank's part): what they
+    have of a sum is exchanged, and leaves in shards."""
+    found = [
+        replace(
+            need, gradients=need.gradients + (1 + _LEAVING) * _share(part, number),
+            exchange=need.exchange + min(bucket_bytes, model.gradients),
+        )
+        for need, part in zip(row, gradients, strict=True)
+    ]  # fmt: skip
+    return found * number
+
+
+def under(rule: Rule, model: Model, need: Need, part: int, *, of_island: bool = True) -> Need:
+    """What a process needs under a rule. ``part``: bytes of its part's gradients.
+
+    Beside what is published, an island's rank has its part once more to compute with, and its sum. What leaves is a
+    pseudo-gradient, in place of a sum.
+    """
+    if rule.plain:
+        return need
+    return replace(
+        need,
+        parameters=need.parameters + (1 + of_island + rule.local) * part,  # published; computed with; as a round began
+        gradients=need.gradients + (of_island + rule.streaming + rule.lossy) * part,
+        optimizer=need.optimizer + (model.optimizer * part // max(model.gradients, 1) if rule.local else 0),
+    )
 
 
 def _share(nbytes: int, ranks: int) -> int:
