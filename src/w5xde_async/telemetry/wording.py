@@ -127,7 +127,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
         row("steps", f"to step {event.total_steps:,}" if event.total_steps else "until stopped", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),
-        row("memory", f"{size(event.host_bytes)} now", _memory(event)),
+        row("memory", f"{size(event.host_bytes)} now", words(_memory(event))),
         row("files", clean(event.run_dir), "a journal of every step" if event.durability == "journal" else ""),
         *([row("dashboard", paint("accent", clean(event.dashboard_link)))] if event.dashboard_link else []),
         "",
