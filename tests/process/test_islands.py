@@ -73,7 +73,7 @@ TRACED = f"{ROOT / 'tests/support/programs.py'}:gpt"
 
 
 @pytest.mark.timeout(120)  # tracing
-@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2", "pp=2", "pp=2 --pp-schedule gpipe --checkpoint-activations"])
+@pytest.mark.parametrize("shape", ["fsdp=2", "pp=2 --pp-schedule gpipe --checkpoint-activations"])
 def test_an_island_without_the_jobs_code_has_the_digest_of_one_process(start: Any, tmp_path: Path, shape: str) -> None:
     torch.set_num_threads(1)
     program = start(
@@ -110,7 +110,7 @@ def ranks_of(island: Program) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2", "fsdp=2 --checkpoint-activations"])
+@pytest.mark.parametrize("shape", ["dp=2", "fsdp=2 --checkpoint-activations"])
 def test_an_island_has_the_digest_of_a_single_worker(start: Any, tmp_path: Path, expected: str, shape: str) -> None:
     program, address = coordinator(start, tmp_path)
     island = worker(start, address, "--island", *shape.split())

@@ -129,7 +129,7 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(
 def test_sigterm_wastes_no_lease(tmp_path: Path, digest: str) -> None:
     # Audits are leases that count in no share.
     flags = ("--min-workers", "3", "--audit-fraction", "0", "--norm-gate", "0")
-    with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.05, flags=flags) as stage:
+    with Stage(JOB, tmp_path / "run", workers=3, leaf_s=0.02, flags=flags) as stage:
         stage.until(lambda: stage.step >= 6, "6 steps")
         gone = [stage.workers.pop(place) for place in (0, 1)]
         for worker in gone:
@@ -230,7 +230,8 @@ async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tm
         stage.until(over, "")
         return max(seen)
 
-    with Stage(f"{job}:job", tmp_path / "run", workers=2, leaf_s=0.01, flags=("--min-workers", "2")) as stage:
+    flags = ("--min-workers", "2", "--heartbeat", "1s", "--silence", "5s")
+    with Stage(f"{job}:job", tmp_path / "run", workers=2, leaf_s=0.01, flags=flags) as stage:
         await asyncio.to_thread(stage.until, lambda: stage.step >= 20, "20 steps")
         before = await asyncio.to_thread(measure, stage, 1.0)
         peers = [Silent(number, ready=ready) for number in range(NUM_SILENT)]
@@ -240,7 +241,7 @@ async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tm
                 await peer.join(stage.port)
             for seconds in range(MOST_S):
                 # The workers go on when the leases of all the others are given up: on a busy machine that takes longer.
-                if seconds >= (16 if ready else 6) and stage.step >= step + 20:
+                if seconds >= (8 if ready else 6) and stage.step >= step + 20:
                     break
                 peak = max(peak, await asyncio.to_thread(measure, stage, 1.0))
                 for peer in peers:
