@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,9 +112,11 @@ async def test_every_step_counts_once(update: dict[str, Any]) -> None:
     assert departures == [Departure.FINISHED] * 6
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
-async def test_the_steps_of_a_lost_island_are_done_by_others(update: dict[str, Any], lost: int) -> None:
+@asynccontextmanager
+async def island_and_single(
+    update: dict[str, Any],
+) -> AsyncIterator[tuple[Coordinator, Circle, list[Worker], list[asyncio.Task[Departure]]]]:
+    """In the third step of a run, which then finishes: its ranks, and their tasks."""
     commits, make = Commits(), jobs.mlp_sgd
     config = settings(update=UpdateConfig(**update), min_workers=2)
     async with Coordinator(make(), config=config, bus=commits.bus) as coordinator:
@@ -121,9 +124,19 @@ async def test_the_steps_of_a_lost_island_are_done_by_others(update: dict[str, A
         ranks = start(coordinator.address, circle, make)
         single = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
         running = [asyncio.create_task(rank.run()) for rank in ranks]
+        await commits.reach(3)
+        yield coordinator, circle, ranks, running
+        result = await coordinator.wait()
+        assert await single is Departure.FINISHED
+    assert result.outcome == "finished"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+async def test_the_steps_of_a_lost_island_are_done_by_others(update: dict[str, Any], lost: int) -> None:
+    async with island_and_single(update) as (coordinator, circle, ranks, running):
         training = coordinator._training
         assert isinstance(training, OuterTraining)
-        await commits.reach(3)
         assert ranks[lost]._connection is not None
         ranks[lost]._connection.link.abort()
         circle.end()  # as collectives end where a rank is gone
@@ -131,33 +144,21 @@ async def test_the_steps_of_a_lost_island_are_done_by_others(update: dict[str, A
         assert all(isinstance(error, W5xdeError | Gone) for error in ended)
         training.ledger.validate()
         another = Circle(2, Share.ALL, seed=7)
-        late = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, another, make)]
-        result = await coordinator.wait()
+        late = [asyncio.create_task(rank.run()) for rank in start(coordinator.address, another, jobs.mlp_sgd)]
+        await coordinator.wait()
         training.ledger.validate()
         assert not training.intake.pool.num_out
         another.end()
-        assert await single is Departure.FINISHED
         for rank in late:
             rank.cancel()  # they may come when all is done, and would look for a while
         await asyncio.gather(*late, return_exceptions=True)
-    assert result.outcome == "finished"
 
 
 @pytest.mark.parametrize("update", RULES.values(), ids=RULES)
 async def test_an_island_that_drains_leaves_nothing_undone(update: dict[str, Any]) -> None:
-    commits, make = Commits(), jobs.mlp_sgd
-    config = settings(update=UpdateConfig(**update), min_workers=2)
-    async with Coordinator(make(), config=config, bus=commits.bus) as coordinator:
-        circle = Circle(2, Share.BLOCK)
-        ranks = start(coordinator.address, circle, make)
-        single = asyncio.create_task(Worker(coordinator.address, job=make(), config=QUICK_WORKER).run())
-        running = [asyncio.create_task(rank.run()) for rank in ranks]
-        await commits.reach(3)
+    async with island_and_single(update) as (_, _, ranks, running):
         ranks[1].drain()
         assert await asyncio.gather(*running) == [Departure.DRAINED] * 2
-        result = await coordinator.wait()
-        assert await single is Departure.FINISHED
-    assert result.outcome == "finished"
 
 
 async def test_a_run_goes_on_with_whatever_workers(tmp_path: Path) -> None:

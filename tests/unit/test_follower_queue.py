@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from w5xde_async.compute.block import ComputedBlock
 from w5xde_async.wire.messages import Lease, Params, Submit, Verdict, VerdictCode
-from w5xde_async.worker.connection.compute_queue import ComputeThread
+from w5xde_async.worker.connection.compute_queue import ComputeThread, Item
 from w5xde_async.worker.connection.follower_queue import FollowerQueue
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.leases import Leases
@@ -127,20 +129,21 @@ async def test_a_version_that_this_ranks_link_has_overtaken_keeps_nobody_waiting
         assert await until(rank, 3) == [("load", 5, ()), ("compute", 1), ("load", 6, (0, 1))]
 
 
-async def test_leases_of_versions_that_are_past_are_void_where_the_rule_is_exact() -> None:
-    async with following(exact=True) as (rank, follower, answers):
-        follower.put([version(5), held(1, 5), version(6), held(2, 6)])
-        rank.announce(Turn.LOAD, 6)
-        rank.announce(Turn.COMPUTE, 2)
-        await until(rank, 2)
-        assert answers.voided == [1]
-
-
-async def test_what_the_head_need_not_compute_is_not_kept_for_good() -> None:
-    """A revoked lease is never announced; leases are done in their order under these rules."""
-    async with following(exact=False) as (rank, follower, answers):
-        follower.put([version(0), held(1, 0), held(2, 0)])
-        rank.announce(Turn.LOAD, 0)
+@pytest.mark.parametrize(
+    ("exact", "come", "last"),
+    [
+        (True, lambda: [version(5), held(1, 5), version(6), held(2, 6)], 6),  # of a version that is past
+        (False, lambda: [version(0), held(1, 0), held(2, 0)], 0),  # these rules do leases in their order
+    ],
+    ids=["exact", "in order"],
+)
+async def test_a_lease_that_the_head_does_not_come_to_is_not_kept_for_good(
+    exact: bool, come: Callable[[], Sequence[Item]], last: int
+) -> None:
+    """One that was revoked is never announced."""
+    async with following(exact=exact) as (rank, follower, answers):
+        follower.put(come())
+        rank.announce(Turn.LOAD, last)
         rank.announce(Turn.COMPUTE, 2)
         await until(rank, 2)
         assert answers.voided == [1]

@@ -215,7 +215,10 @@ def _plain(tree: Any, num_tensors: int) -> bool:
 
 
 def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop`` of a batch: tensors of ``samples`` rows are cut, everything else stays whole."""
+    """Samples ``start`` to ``stop`` of a batch: tensors of ``samples`` rows are cut, everything else stays whole. The
+    batch itself where those are all."""
+    if stop - start == samples:
+        return batch
     if isinstance(batch, Tensor):
         if batch.dim() and batch.shape[0] == samples:
             return _aligned(batch[start:stop])
@@ -227,6 +230,12 @@ def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
     if isinstance(batch, dict):
         return {key: rows(item, samples, start, stop) for key, item in batch.items()}
     return batch
+
+
+def microbatches(batch: Any, samples: int, size: int) -> list[tuple[int, int, Any]]:
+    """A leaf's batch in pieces of ``size`` samples, the last perhaps smaller: first sample, end and data of each."""
+    spans = [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
+    return [(begin, end, rows(batch, samples, begin, end)) for begin, end in spans]
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

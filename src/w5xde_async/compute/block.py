@@ -119,6 +119,17 @@ class MetricNames:
         return taken
 
 
+def scalar_loss(loss: object) -> Tensor:
+    """The loss that a step gave, in float32 and without dimensions. Raises TypeError for what has no gradient."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
+    if loss.dim() or loss.dtype != torch.float32:
+        loss = loss.reshape(()).float()
+    if loss.grad_fn is None:
+        raise TypeError("the loss does not depend on any trainable parameter")
+    return loss
+
+
 def described(value: object) -> str:
     """What somebody returned, in a few words."""
     if isinstance(value, Tensor):

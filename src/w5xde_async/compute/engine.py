@@ -33,7 +33,7 @@ from w5xde_async.compute.block import (
     MetricNames,
     Task,
     autocast,
-    described,
+    scalar_loss,
 )
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.compiling import CompiledStep
@@ -362,7 +362,7 @@ class Engine:
         loss_sum: Tensor | None = None
         for begin in range(0, samples, size):
             end = min(begin + size, samples)
-            piece = batch if end - begin == samples else rows(batch, samples, begin, end)
+            piece = rows(batch, samples, begin, end)
             written = self._times_written()
             if self._autocast is None:
                 loss, metrics = self._step(self.model, piece)
@@ -371,12 +371,7 @@ class Engine:
                     loss, metrics = self._step(self.model, piece)
             if self._times_written() != written:
                 raise TypeError(GRADIENTS_CHANGED)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
-            if loss.dim() or loss.dtype != torch.float32:
-                loss = loss.reshape(()).float()
-            if loss.grad_fn is None:
-                raise TypeError("the loss does not depend on any trainable parameter")
+            loss = scalar_loss(loss)
             self._fires.clear()
             if finishing and end == samples and self._overlap:
                 self._check_bound()  # before anything leaves

@@ -36,8 +36,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.batch import map_tensors, rows
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, described
+from w5xde_async.compute.batch import map_tensors, microbatches
+from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError
@@ -208,18 +208,17 @@ class ComposedEngine:
         samples, size = leaf.samples, self._spec.microbatch_samples
         if self.device.type != "cpu":
             batch = map_tensors(batch, lambda tensor: tensor.to(self.device))
-        pieces = [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
-        cut = [batch if end - begin == samples else rows(batch, samples, begin, end) for begin, end in pieces]
+        pieces = microbatches(batch, samples, size)
         counts = [-(-count // size) for count in leaf.of_all]
         self._begin(leaf)
         for _ in range(max(counts) - len(pieces)):  # the others compute, and need this rank's shards
-            self._microbatch(cut[0], 0.0, last=False)
+            self._microbatch(pieces[0][2], 0.0, last=False)
         self._drop_gradients(whole_too=True)
         self._begin(leaf)
         loss_sum: Tensor | None = None
         real = self._turn < len(counts)
         self._valid = [turn < len(counts) for turn in range(self._turns)]
-        for piece, (begin, end) in zip(cut, pieces, strict=True):
+        for begin, end, piece in pieces:
             count = end - begin
             loss, metrics = self._microbatch(piece, count * leaf.loss_scale, last=end == samples)
             share = loss if count == samples else loss * (count / samples)
@@ -243,12 +242,7 @@ class ComposedEngine:
             loss, metrics = self._step(self._model, piece)
         if isinstance(loss, DTensor):
             loss = loss.full_tensor()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
-        if loss.dim() or loss.dtype != torch.float32:
-            loss = loss.reshape(()).float()
-        if loss.grad_fn is None:
-            raise TypeError("the loss does not depend on any trainable parameter")
+        loss = scalar_loss(loss)
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
         return loss.detach(), metrics
 

@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.batch import map_tensors, rows
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, described
+from w5xde_async.compute.batch import map_tensors, microbatches
+from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import UsageError, W5xdeError
@@ -193,18 +193,17 @@ class FsdpEngine:
         """Forward and backward of a leaf, in as many microbatches as the round's largest leaf has."""
         size = self._spec.microbatch_samples
         batch = map_tensors(batch, lambda tensor: tensor.to(self.device)) if self.device.type != "cpu" else batch
-        pieces = [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
-        cut = [batch if end - begin == samples else rows(batch, samples, begin, end) for begin, end in pieces]
+        pieces = microbatches(batch, samples, size)
         for _ in range(current.microbatches - len(pieces)):  # the others compute, and need this rank's shards
             seed_all(seed_for(self._spec.seed, current.step, leaf), self.device)
             self._buffers.restore()
-            self._microbatch(cut[0], 1.0, last=False, current=current)
+            self._microbatch(pieces[0][2], 1.0, last=False, current=current)
         self._drop_gradients()
         self._present.clear()
         seed_all(seed_for(self._spec.seed, current.step, leaf), self.device)
         self._buffers.restore()
         loss_sum: Tensor | None = None
-        for piece, (begin, end) in zip(cut, pieces, strict=True):
+        for begin, end, piece in pieces:
             count = end - begin
             loss, metrics = self._microbatch(
                 piece, count * current.loss_scale, last=end == samples, current=current
@@ -224,12 +223,7 @@ class FsdpEngine:
         self._log, current.last_of_leaf = [], last
         with nullcontext() if self._autocast is None else self._autocast():
             loss, metrics = self._whole(piece)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
-        if loss.dim() or loss.dtype != torch.float32:
-            loss = loss.reshape(()).float()
-        if loss.grad_fn is None:
-            raise TypeError("the loss does not depend on any trainable parameter")
+        loss = scalar_loss(loss)
         torch.autograd.backward(loss, torch.tensor(weight, dtype=torch.float32, device=self.device))
         self._known[last] = self._log
         current.done += 1

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from w5xde_async.compute.batch import flatten, rows
 from w5xde_async.compute.batch import leaves_of as batches_of
-from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, described
+from w5xde_async.compute.block import Block, ComputedBlock, LeafSpec, MetricNames, Task, autocast, scalar_loss
 from w5xde_async.compute.buffers import BufferMerge
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.compute.program.atoms import Atoms, Live, Sizes
@@ -255,7 +255,7 @@ class PipelineEngine:
         for leaf, (samples, batch) in enumerate(batches):
             bounds = [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
             for number, (begin, end) in enumerate(bounds):
-                structure, tensors = flatten(batch if end - begin == samples else rows(batch, samples, begin, end))
+                structure, tensors = flatten(rows(batch, samples, begin, end))
                 try:
                     if structure != self._atoms.program.structure:
                         raise ProgramRefused("the batch has another structure, or other numbers, than was traced")
@@ -330,12 +330,7 @@ class PipelineEngine:
         return outputs
 
     def _loss(self, now: _Running, piece: _Piece, loss: Any, metrics: Any) -> Any:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the step gave {described(loss)} as loss, not a tensor with one element")
-        if loss.dim() or loss.dtype != torch.float32:
-            loss = loss.reshape(()).float()
-        if loss.grad_fn is None:
-            raise TypeError("the loss does not depend on any trainable parameter")
+        loss = scalar_loss(loss)
         samples = now.task.samples[piece.leaf]
         share = loss.detach() if piece.of == 1 else loss.detach() * (piece.samples / samples)
         if piece.microbatch:
