@@ -300,3 +300,13 @@ async def test_single_workers_go_on_where_an_island_left_off(tmp_path: Path) -> 
     result = await train(jobs.mlp_sgd, run_dir=path, events=events)
     assert result.digest == expected.digest
     assert any(f"computed in these ways: {TP}" in event.text for event in events if isinstance(event, Warned))
+
+
+async def test_an_island_that_takes_the_program_alone_is_told_so_where_there_is_none() -> None:
+    """Giving it --job, as the coordinator tells other workers, would help nothing."""
+    async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
+        rank = replace(Circle(2, Share.ALL).rank(0), traced=True, shape="pp=2")
+        with pytest.raises(
+            Refused, match="makes none; --island pp=2 computes the program alone; dp, fsdp and tp compute"
+        ):
+            await Worker(coordinator.address, job=jobs.mlp_sgd(), config=QUICK_WORKER, rank=rank).run()

@@ -71,6 +71,31 @@ def _half(group: Group) -> None:
     _alike(island_jobs.mlp(precision="fp16"), group, (4, 4, 4), loss_scale=1024.0)
 
 
+class Looked(nn.Module):
+    """Tables whose gradients are sparse, and name rows several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(13, 8, sparse=True), nn.EmbeddingBag(13, 8, sparse=True, mode="sum")
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x * 7).long().clamp(0, 12)
+        h = self.table(index).sum(1) + self.bag(index)
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        out: Tensor = self.head(h)
+        return out
+
+
+def _sparse(group: Group) -> None:
+    _alike(_of(Looked), group, (4, 4, 4, 4), (4, 4, 3))
+    job = _of(Looked)
+    object.__setattr__(job, "accumulate_grad_batches", 2)
+    _alike(job, group, (8, 8, 6))
+
+
 class Reused(nn.Module):
     """A layer that its unit uses twice: under autocast its weight is cast once for both."""
 
@@ -252,7 +277,7 @@ def _refuses(group: Group) -> None:
 CASES: dict[str, islands.Case] = {
     "mlp": _mlp, "uneven blocks": _uneven_blocks, "batch norm": _normed, "odd parameters": _odd,
     "transformer": _transformer, "half precision": _half, "reused in half precision": _reused_in_half,
-    "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "errors": _fails,
+    "accumulation": _accumulates, "checkpoints": _checkpoints, "metrics": _metrics, "sparse": _sparse, "errors": _fails,
     "shards": _divides, "refusals": _refuses, "skips": _skips,
 }  # fmt: skip
 

@@ -94,6 +94,24 @@ def _accumulates(group: Group) -> None:
     _alike(job, group, (12, 12, 7), (4,))
 
 
+class Tables(nn.Module):
+    """One whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lift, self.head = nn.Embedding(13, 16, sparse=True), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.lift(self.table((x * 7).long().clamp(0, 12)).sum(1))))
+        return out
+
+
+def _sparse(group: Group) -> None:
+    data = torch.rand(64, 8, generator=torch.Generator().manual_seed(3)) * 2, torch.arange(64) % 3
+    _alike(_job(Tables, data), group, (4, 4, 4), (4,))
+    _alike(_job(Tables, data, accumulate_grad_batches=3), group, (12, 12, 7))
+
+
 def _half(group: Group) -> None:
     job = _job(lambda: Transformer(2, tied=False), _tokens(), _words, precision="bf16")
     _alike(job, group, (4, 4, 4))
@@ -192,11 +210,19 @@ def _refuses(group: Group) -> None:
 CASES: dict[str, islands.Case] = {
     "mlp": _mlp, "transformer": _transformer, "accumulation": _accumulates, "half precision": _half,
     "convolutions": _convolutions, "random nets": _random, "checkpoints": _checkpoints, "odd parameters": _narrow,
-    "errors": _fails, "refusals": _refuses,
+    "errors": _fails, "refusals": _refuses, "sparse": _sparse,
 }  # fmt: skip
 
 
-FAST = ("transformer", "accumulation", "convolutions", "checkpoints", "errors", "refusals")  # two models to trace
+FAST = (
+    "transformer",
+    "accumulation",
+    "convolutions",
+    "checkpoints",
+    "errors",
+    "refusals",
+    "sparse",
+)  # two models to trace
 SLOW = tuple(name for name in CASES if name not in FAST)
 
 

@@ -44,7 +44,7 @@ from w5xde_async.errors import UsageError
 from w5xde_async.parallel.data_parallel import shard_of
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group, is_rank_gone
-from w5xde_async.parallel.replica import Replica
+from w5xde_async.parallel.replica import Replica, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.resharding import Resharding
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
@@ -452,7 +452,8 @@ class ComposedEngine:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
         unit.reshard()
 
-    def _landed(self, entry: int, _: Tensor) -> None:
+    def _landed(self, entry: int, parameter: Tensor) -> None:
+        made_dense(parameter)
         self._touched.add(entry)
 
     def summed(self, output: Tensor, given: Tensor) -> None:

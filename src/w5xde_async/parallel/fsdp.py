@@ -39,7 +39,7 @@ from w5xde_async.errors import UsageError, W5xdeError
 from w5xde_async.parallel.engine import EmitPieces, LoneLeafError
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
-from w5xde_async.parallel.replica import Replica
+from w5xde_async.parallel.replica import Replica, coalesced, made_dense
 from w5xde_async.parallel.report import Report, exchange, only, outcome_of, raise_failure
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
@@ -624,6 +624,7 @@ class _Unit:
                 self._hooks.append(
                     parameter.register_post_accumulate_grad_hook(partial(self._landed, entry))
                 )  # fmt: skip
+                self._hooks.append(parameter.register_hook(cast(Any, coalesced)))
         module.reshard()
         self._sharded = list(_managed(self.module, self._engine.small_ids))
         with torch.no_grad():
@@ -654,7 +655,8 @@ class _Unit:
         self._free.clear()
         self._sharded.clear()
 
-    def _landed(self, entry: int, _: Tensor) -> None:
+    def _landed(self, entry: int, parameter: Tensor) -> None:
+        made_dense(parameter)
         self._engine._present.add(entry)
 
 

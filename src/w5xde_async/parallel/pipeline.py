@@ -41,7 +41,7 @@ from w5xde_async.errors import ProgramRefused, UsageError
 from w5xde_async.parallel.engine import EmitPieces
 from w5xde_async.parallel.group import Group
 from w5xde_async.parallel.recomputing import checkpointed
-from w5xde_async.parallel.replica import refuse_cast_again
+from w5xde_async.parallel.replica import coalesced, refuse_cast_again
 from w5xde_async.parallel.report import Report, exchange, outcome_of, raise_failure
 from w5xde_async.parallel.schedules import SCHEDULES, passes
 from w5xde_async.parallel.shard_memory import ShardMemory, ShardPool, add
@@ -167,7 +167,7 @@ class PipelineEngine:
         parameter: Any
         for entry, parameter in self._trained.items():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, entry)))
-            self._hooks.append(parameter.register_hook(_coalesced))
+            self._hooks.append(parameter.register_hook(coalesced))
         self._lanes: list[_Buffers] = []
         self._compute: Callable[..., Any] = self._part
         if checkpoint_activations:
@@ -660,8 +660,3 @@ def _slots_of(crossing: Sequence[Live]) -> list[_Slot]:
 def _misaligned(tensor: Tensor) -> int:
     """Elements between a multiple of 64 bytes and the first of a tensor."""
     return int(tensor.data_ptr() % ALIGN_BYTES) // tensor.element_size()
-
-
-def _coalesced(gradient: Tensor) -> Tensor | None:
-    """Rows that a sparse gradient names several times are summed before they land."""
-    return gradient.coalesce() if gradient.layout is torch.sparse_coo else None

@@ -244,3 +244,16 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+
+def coalesced(gradient: Tensor) -> Tensor | None:
+    """A hook of a parameter: rows that a sparse gradient names several times are summed before they land."""
+    return gradient.coalesce() if gradient.layout is torch.sparse_coo else None
+
+
+def made_dense(parameter: Tensor) -> None:
+    """After a gradient has landed: ``fully_shard`` cuts no sparse ones. Rows that it does not name hold nothing (-0.0,
+    which changes no sum), as where one process adds it to what it has."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is torch.sparse_coo:
+        parameter.grad = torch.full_like(parameter, -0.0, requires_grad=False).add_(gradient)

@@ -100,7 +100,8 @@ def plan_of(
     if not plans[0]:
         raise UsageError(
             f"no layer of {type(model).__name__} can be split over {ranks} ranks: tp needs linear layers or "
-            "embeddings whose sizes the number of ranks divides; use fsdp, or say in Job.parallelize what is split"
+            "embeddings whose sizes the number of ranks divides, and no embedding with sparse gradients, max_norm or "
+            "scale_grad_by_freq; use fsdp, or say in Job.parallelize what is split"
         )
     for plan in plans:
         called = set[str]()

@@ -106,7 +106,15 @@ class EngineSource:
         if theirs.fingerprint != welcome.fingerprint:
             raise MalformedFrame("the layout that came with WELCOME has another fingerprint")
         if self._job is None or rank.traced:
-            await self._fetch(receive, outbox, theirs)
+            try:
+                await self._fetch(receive, outbox, theirs)
+            except Refused as error:
+                if not rank.traced or error.code is not RefusalCode.NO_PROGRAM:
+                    raise
+                others = "dp, fsdp and tp compute the job's code, with --job"
+                raise Refused(
+                    error.code, error.reason, f"--island {rank.shape} computes the program alone; {others}"
+                ) from None
         spec = LeafSpec(welcome.seed, welcome.precision, welcome.microbatch_size, welcome.accumulate)
 
         def build() -> IslandEngine:

@@ -377,4 +377,6 @@ def _one_step(
 
 
 def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else same_bits(a, b)
+    if a is None or b is None:
+        return a is b
+    return a.layout == b.layout and same_bits(a.to_dense(), b.to_dense())  # a sparse one is summed once it has come
