@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from examples.digits import job as digits
 from tests.support.cluster import train
 
 from w5xde_async.job import Job
@@ -25,6 +24,8 @@ MARGIN = 0.025  # how much less the others may
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rule", ["async", "local", "streaming", "async-local", "auto"])
 async def test_a_rule_at_its_defaults_comes_to_the_accuracy_of_sync(rule: str) -> None:
+    from examples.digits import job as digits  # here: scikit-learn takes a second
+
     torch.set_num_threads(1)
     epochs = 8 if rule == "auto" else 40
 

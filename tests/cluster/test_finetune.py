@@ -10,11 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from peft import PeftModel
 from tests.support.cluster import QUICK_WORKER, settings
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from w5xde_async.coordinator.service import Coordinator
 from w5xde_async.job import Job, load_job
@@ -58,6 +56,8 @@ TEXT = torch.arange(40).reshape(2, 20)
 
 
 def test_all_of_a_model_is_trained_and_transformers_loads_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # here: whoever runs other tests need not wait for it
+
     job, module = example("job")
     losses, model = asyncio.run(train(job, tmp_path / "run"))
     assert losses[-1] < losses[0] - 0.3
@@ -71,6 +71,9 @@ def test_all_of_a_model_is_trained_and_transformers_loads_it(tmp_path: Path) -> 
 def test_lora_trains_the_adapter_alone_and_transformers_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
     _, module = example("job")
     module.base().save_pretrained(tmp_path / "base")
     module.tokenizer().save_pretrained(tmp_path / "base")
