@@ -41,6 +41,8 @@ def test_the_demo_gives_the_same_bits_with_one_and_two_workers(tmp_path: Path) -
         ("examples/bytes_lm.py:tiny", 6, "val_loss"),
         ("examples/bytes_lm.py:bf16", 1, "val_loss"),
         ("examples/llama.py:job", 2, "val_loss"),
+        ("examples/finetune.py:job", 2, "val_loss"),
+        ("examples/vision.py:job", 6, "accuracy"),
     ],
 )
 def test_an_example_trains_and_leaves_its_results(example: str, steps: int, metric: str, tmp_path: Path) -> None:
