@@ -185,15 +185,41 @@ def _named_stages(group: Group) -> None:
             island_engine(IslandShape("pp", group.size), traced, spec, group, stages_at=wrong)
 
 
+def _compiles(group: Group) -> None:
+    """Every rank of dp, for it computes whole steps; nothing that divides one."""
+    job, calls = island_jobs.mlp(), list[str]()
+
+    def compiled(step: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            calls.append("compiled")
+            return step(*given)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compiled)
+        spec, shape = LeafSpec.of(job), IslandShape("dp", group.size)
+        engine = island_engine(shape, job, spec, group, bucket_bytes=islands.BUCKET_BYTES, compiles=True)
+    both = islands.Together(engine, group), islands.Alone(job)
+    jobs._load(job, both)
+    islands.same_block(*both, island_jobs.batches(job, (4,) * 8), (4,) * 8)
+    assert calls
+    engine.close()
+    both[1].engine.close()
+    with pytest.raises(UsageError, match=f"--island fsdp={group.size} divides them"):
+        island_engine(IslandShape("fsdp", group.size), job, spec, group, compiles=True)
+
+
 CASES: dict[str, islands.Case] = {
     "transformer": _transformer, "convolutions": _convolutions, "jobs": _of_jobs, "refusals": _refuses,
     "accumulation": _accumulates, "half precision": _half, "checkpoints": _checkpoints, "random nets": _random,
     "odd parameters": _odd, "memory": _too_large_for_one,
-    "cast again": _casts_again, "unlike": _unlike, "named stages": _named_stages,
+    "cast again": _casts_again, "unlike": _unlike, "named stages": _named_stages, "compiles": _compiles,
 }  # fmt: skip
 #: What they trace is traced once.
 FAST = (
-    "transformer", "accumulation", "memory", "convolutions", "checkpoints", "jobs", "refusals", "unlike", "named stages"
+    "transformer", "accumulation", "memory", "convolutions", "checkpoints", "jobs", "refusals", "unlike",
+    "named stages", "compiles",
 )  # fmt: skip
 SLOW = tuple(name for name in CASES if name not in FAST)
 

@@ -34,10 +34,12 @@ def island_engine(
     schedule: str = "1f1b",
     stages_at: Sequence[str] = (),
     checkpoint_activations: bool = False,
+    compiles: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> IslandEngine:
     """Build it; all ranks do at the same time. ``bucket_bytes``: of a job's layout. ``stages_at``: modules at which a
-    pipeline's stages begin, but the first (default: where they have even shares of the operations).
+    pipeline's stages begin, but the first (default: where they have even shares of the operations). ``compiles``: the
+    step, where each rank computes all of it and that is faster.
 
     Raises UsageError for what the mode cannot compute, and for ranks that would not compute the same; ProgramRefused,
     LocalError for a group of another size.
@@ -46,7 +48,8 @@ def island_engine(
         raise LocalError(f"an island {shape} of {group.size} ranks")
     told = {
         "torch": str(torch.__version__), "--island": str(shape), "--pp-schedule": schedule,
-        "--checkpoint-activations": str(checkpoint_activations), "the run": fingerprint_of(spec, bucket_bytes),
+        "--checkpoint-activations": str(checkpoint_activations), "--compile": str(compiles),
+        "the run": fingerprint_of(spec, bucket_bytes),
         "--job": "the coordinator's program" if isinstance(source, Traced) else "a job",
     }  # fmt: skip
 
@@ -67,8 +70,15 @@ def island_engine(
         if checkpoint_activations:
             raise UsageError("activations are checkpointed in islands that share a model: fsdp, pp or tp")
         engine = whole_engine(source, spec, group.device, bucket_bytes=bucket_bytes, clock=clock)
+        if compiles:
+            engine.compile_step()
         alike(engine.layout)
         return DataParallelEngine(engine, group)
+    if compiles:
+        raise UsageError(
+            f"--compile compiles steps that are computed whole, and --island {shape} divides them: leave it out, or "
+            "take dp; under fsdp and tp a job compiles its layers itself (Job.parallelize)"
+        )
     made: IslandEngine
     if "tp" in axes or (isinstance(source, Job) and source.parallelize is not None and "pp" not in axes):
         made = _composed(shape, source, spec, inner, bucket_bytes, checkpoint_activations, clock, alike)

@@ -106,7 +106,7 @@ def _work(
         meeting = partial(
             join_group, shape, choose_device(device), os.environ, settings.island_interface or "",
             schedule=settings.pp_schedule, stages_at=[name.strip() for name in settings.pp_stages.split(",") if name],
-            checkpoint_activations=settings.checkpoint_activations,
+            checkpoint_activations=settings.checkpoint_activations, compiles=config.compile,
         )  # fmt: skip
         rank = _interruptibly(meeting)
 

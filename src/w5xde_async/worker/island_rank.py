@@ -32,7 +32,7 @@ _WORD = 62  # bits in a number that travels
 
 def join_group(
     shape: IslandShape, device: torch.device, environment: Mapping[str, str], interface: str, *, schedule: str,
-    stages_at: Sequence[str], checkpoint_activations: bool,
+    stages_at: Sequence[str], checkpoint_activations: bool, compiles: bool,
 ) -> Rank:  # fmt: skip
     """Meet the other ranks. Blocks until all are there. ``schedule`` and on: as for ``island_engine``.
 
@@ -65,7 +65,7 @@ def join_group(
     def build(source: Job | Traced, spec: LeafSpec, bucket_bytes: int) -> IslandEngine:
         return island_engine(
             shape, source, spec, group, bucket_bytes=bucket_bytes, schedule=schedule, stages_at=stages_at,
-            checkpoint_activations=checkpoint_activations,
+            checkpoint_activations=checkpoint_activations, compiles=compiles,
         )  # fmt: skip
 
     return Rank(
