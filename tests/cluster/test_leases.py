@@ -205,7 +205,7 @@ async def test_the_only_worker_may_take_its_time():
         assert lone.revoked() == [lease.lease]
         await lone.compute(lease)
         assert run.training.pacing.deadline_s("lone", len(lease.samples)) == pytest.approx(
-            10.0, rel=0.02
+            10.0, rel=0.03
         )  # twice what it was
         assert other
 
@@ -237,8 +237,11 @@ async def test_a_repeated_done_is_a_duplicate():
         for _ in range(3):
             await worker.compute(lease)
         assert run.training.phase.refused == {VerdictCode.DUPLICATE: 2}
-        for number in range(1, LEAVES):  # leases of one leaf: nothing is known of its speed
-            await worker.compute(await worker.lease(number))
+        done = number = 1
+        while done < LEAVES:
+            following = await worker.lease(number)
+            await worker.compute(following)
+            done, number = done + len(following.samples), number + 1
         await run.commits(1)
         assert run.applied() == {1.0}
         await settle()
