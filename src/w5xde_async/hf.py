@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def job_of(trainer: Trainer) -> Job:
     job = Job(
         model=trainer.model.cpu(),
         dataset=loader.dataset,
-        collate=lambda found: _plain(collate(found)),
+        collate=collate,
         optimizer=lambda model: _made(trainer, model=model).create_optimizer(),
         scheduler=lambda optimizer: _made(trainer).create_scheduler(steps, optimizer),
         step=_step(trainer),
@@ -120,11 +120,6 @@ def _made(trainer: Trainer, **changes: Any) -> Trainer:
     made = copy.copy(trainer)
     vars(made).update({"optimizer": None, "lr_scheduler": None, **changes})
     return made
-
-
-def _plain(batch: Any) -> Any:
-    """Collators for tokenizers give a BatchEncoding."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _step(trainer: Trainer) -> Callable[[nn.Module, Any], torch.Tensor] | None:

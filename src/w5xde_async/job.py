@@ -242,7 +242,7 @@ def loss_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
             raise TypeError("the batch is a tuple (inputs, target) and the job has no loss; give loss=... or step=...")
         *inputs, target = batch
         return loss(logits_of(model(*inputs)), target)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         if loss is None:
             output = model(**batch)
             own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

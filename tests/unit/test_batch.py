@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -25,6 +27,16 @@ batches: st.SearchStrategy[Any] = st.recursive(
     ),
     max_leaves=10,
 )
+
+
+@pytest.mark.parametrize("kind", [UserDict, OrderedDict, MappingProxyType])
+def test_mappings_of_other_kinds_arrive_as_dicts(kind: Any) -> None:
+    """UserDict is what transformers' collators give."""
+    batch = {"ids": torch.arange(6).view(3, 2), "more": {"mask": torch.ones(3)}}
+    given = kind({"ids": batch["ids"], "more": kind(batch["more"])})
+    assert same(unflatten(*flatten(given)), batch)
+    assert same(rows(given, 3, 0, 2), rows(batch, 3, 0, 2))
+    assert same(map_tensors(given, lambda tensor: tensor + 1), map_tensors(batch, lambda tensor: tensor + 1))
 
 
 def same(a: Any, b: Any) -> bool:

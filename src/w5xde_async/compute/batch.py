@@ -1,4 +1,4 @@
-"""A batch as structure and tensors: nested tuples, lists and dicts of tensors, numbers, strings.
+"""A batch as structure and tensors: nested tuples, lists and mappings of tensors, numbers, strings.
 
 The structure travels as msgpack, the tensors as raw buffers. ``packed`` tensors hold the rows of all leaves of a
 block, one behind the other; ``unpack`` cuts them again. Nothing here knows leases or links.
@@ -6,7 +6,7 @@ block, one behind the other; ``unpack`` cuts them again. Nothing here knows leas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -51,7 +51,7 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
         if type(value) is tuple or type(value) is list:
             kind = "u" if type(value) is tuple else "l"
             return [kind, [walk(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]]
-        if type(value) is dict:
+        if isinstance(value, Mapping):  # what collators of tokenizers give is no dict; it arrives as one
             if not all(type(key) is str for key in value):
                 raise TypeError(f"batch{path} has keys that are not strings")
             return ["d", [[key, walk(item, f"{path}[{key!r}]", depth + 1)] for key, item in value.items()]]
@@ -227,7 +227,7 @@ def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
         return batch[start:stop]  # what collating gives for strings: one a sample
     if isinstance(batch, (tuple, list)):
         return type(batch)(rows(item, samples, start, stop) for item in batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: rows(item, samples, start, stop) for key, item in batch.items()}
     return batch
 
@@ -244,7 +244,7 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(item, change) for item in batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: map_tensors(item, change) for key, item in batch.items()}
     return batch
 
