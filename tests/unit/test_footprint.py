@@ -228,6 +228,19 @@ def test_a_model_that_reads_values_is_refused() -> None:
         model_without_memory(_job(made, 16))
 
 
+def test_sparse_gradients_are_measured_by_their_parts() -> None:
+    def job(*, sparse: bool) -> Job:
+        x = torch.arange(320).view(64, 5) % 50
+        return Job(
+            model=lambda: nn.Sequential(nn.Embedding(50, 16, sparse=sparse), nn.Flatten(), nn.Linear(80, 3)),
+            dataset=TensorDataset(x, x[:, 0] % 3), loss=F.cross_entropy, batch_size=16, microbatch_size=4, max_steps=2,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )  # fmt: skip
+
+    few, all_rows = (Survey(job(sparse=sparse)).rows([Island.parse("fsdp=2")]) for sparse in (True, False))
+    assert [row.name for row in few] == [row.name for row in all_rows]
+
+
 def test_a_model_that_is_there_is_measured_and_left_alone() -> None:
     model = Wide()
     Survey(_job(model, 16))

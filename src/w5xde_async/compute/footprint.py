@@ -46,7 +46,7 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, Tensor):
+            if isinstance(item, Tensor) and item.layout is torch.strided:  # else its parts are noted
                 self._note(item.untyped_storage())
         return result
 
