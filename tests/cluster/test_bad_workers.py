@@ -50,7 +50,8 @@ async def test_a_liar_is_found_and_does_no_harm(name: str, clean: Found):
     assert found.false_alarms == 0
     assert found.accuracy >= clean.accuracy * 0.95
     if name in ("nan", "inf", "x1e6"):  # what the gate sees never counts, so the bits are those of honest workers
-        assert found.found_at <= 4, found  # in the first step of which it gets a lease: others may have been quicker
+        assert found.found_at == found.lied_in[-1], found  # in the step of its lie, however early others had leases
+        assert len(set(found.lied_in)) <= 2, found  # one may have come too late for its step
         assert found.digest == clean.digest
 
 

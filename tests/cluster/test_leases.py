@@ -204,9 +204,8 @@ async def test_the_only_worker_may_take_its_time():
         await run.pass_time(0.1)
         assert lone.revoked() == [lease.lease]
         await lone.compute(lease)
-        assert run.training.pacing.deadline_s("lone", len(lease.samples)) == pytest.approx(
-            10.0, rel=0.03
-        )  # twice what it was
+        deadline_s, computing_s = run.training.pacing.deadline_s("lone", len(lease.samples)), 0.01 * len(lease.samples)
+        assert 10.0 <= deadline_s <= 10.0 + 8 * computing_s  # twice what it was, and what its leaves take
         assert other
 
 

@@ -93,6 +93,7 @@ class FalseWorker(Worker):
     def __init__(self, *arguments: Any, attack: Attack, begins: int = 0, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._attack, self._begins, self._memory = attack, begins, dict[str, Any]()
+        self.lied_in: list[int] = []
         build = self._engines._build
         self._engines._build = lambda *given: self._false(build(*given))  # type: ignore[method-assign]
 
@@ -103,6 +104,7 @@ class FalseWorker(Worker):
             sent: list[tuple[int, ResultVector]] = []
             outcome = honest(task, lambda bucket, vector: sent.append((bucket, vector)))
             if task.step >= self._begins:
+                self.lied_in.append(task.step)
                 vector = outcome.vectors[-1]
                 for group in engine.layout.groups:
                     if group.role == "grad":
@@ -143,13 +145,15 @@ def digits(steps: int) -> Job:
 
 @dataclass(kw_only=True)
 class Found:
-    """What a run came to. ``found_at``: the step in which the bad worker was quarantined, -1 for never."""
+    """What a run came to. ``found_at``: the step in which the bad worker was quarantined, -1 for never. ``lied_in``:
+    the steps in which it has lied."""
 
     accuracy: float
     finished: bool
     digest: str = ""
     steps: int = 0
     found_at: int = -1
+    lied_in: tuple[int, ...] = ()
     false_alarms: int = 0
     held: int = 0
     audits: int = 0
@@ -184,9 +188,11 @@ async def run(attack: Attack | None, *, steps: int, workers: int = 5, begins: in
         bad = replace(quick, name="bad")
         if attack is None:
             made.append(Worker(coordinator.address, job=digits(steps), config=bad))
+            lies = []
         else:
             false = FalseWorker(coordinator.address, job=digits(steps), config=bad, attack=attack, begins=begins)
             made.insert(2, false)
+            lies = false.lied_in
         running = [asyncio.create_task(worker.run()) for worker in made]
         try:
             result = await coordinator.wait()
@@ -198,5 +204,5 @@ async def run(attack: Attack | None, *, steps: int, workers: int = 5, begins: in
             if isinstance(ended, Refused):
                 assert ended.code == RefusalCode.QUARANTINED
     assert isinstance(job.model, nn.Module)
-    found.accuracy = accuracy(job.model)
+    found.accuracy, found.lied_in = accuracy(job.model), tuple(lies)
     return found
