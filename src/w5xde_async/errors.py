@@ -55,6 +55,7 @@ class ExitCode(IntEnum):
     PORT_IN_USE = 6
     DEVICE_LOST = 7
     ISLAND_LOST = 8
+    DRAINED = 75  # EX_TEMPFAIL of sysexits.h: what starts workers for a living starts another
     INTERRUPTED_TWICE = 130
 
 

@@ -39,46 +39,58 @@ _NO_JOIN_SECRET = (
 )
 
 
+CTRL_C = "Ctrl-C"
+
+
 class _Early:
-    """The handler of a signal that comes before anybody listens to it. ``came``: it did.
+    """The handler of a signal that comes before anybody listens to it. ``came``: which, once it did.
 
     One that stops the program also interrupts what is going on. Code that is being imported may swallow that: whoever
     listens later finds ``came`` set.
     """
 
     def __init__(self, *, stops: bool = False) -> None:
-        self.came = False
+        self.came: int | None = None
         self._stops = stops
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.came = number
         if self._stops:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(_reason(number))
 
 
 def _came_early(number: signal.Signals) -> bool:
     handler = signal.getsignal(number)
-    return isinstance(handler, _Early) and handler.came
+    return isinstance(handler, _Early) and handler.came == number
+
+
+def _reason(number: int) -> str:
+    return CTRL_C if number == signal.SIGINT else signal.Signals(number).name
+
+
+def exit_code_of(reason: str, exit_on_drain: int) -> int:
+    """What a program that was told to stop ends with. ``reason``: what told it; after Ctrl-C nobody wants another."""
+    return ExitCode.OK if reason == CTRL_C else exit_on_drain
 
 
 def launch(
     kind: Callable[[], type[_S]], arguments: Sequence[str], *, prog: str, prepare: Callable[[_S, str], _Body],
-    heeds: Sequence[str] = (),
+    heeds: Sequence[str] = (), ends: Sequence[str] = (), exit_on_drain: int = ExitCode.OK,
 ) -> int:  # fmt: skip
     """Read the settings and the token, ``prepare`` with them, run what that gives in an event loop.
 
-    ``kind`` imports the class of the settings. Until somebody listens (``signals``, ``listening``), SIGINT and SIGTERM
-    end the program where it stands: nothing has begun. The signals named in ``heeds`` wait.
+    ``kind`` imports the class of the settings. Until somebody listens (``signals``, ``listening``), SIGINT, SIGTERM and
+    the signals named in ``ends`` end the program where it stands: nothing has begun. Those named in ``heeds`` wait.
+    ``exit_on_drain``: the exit code of such an end while the setting of that name is not known.
     """
     as_json = False
     code: int | None = None
     stops = _Early(stops=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _known("SIGINT", "SIGTERM", *ends):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stops)
-    for name in heeds:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _Early())
+    for number in _known(*heeds):
+        signal.signal(number, _Early())
     try:
         from w5xde_async.net.join import Invitation
         from w5xde_async.net.token import find_token
@@ -93,6 +105,7 @@ def launch(
             _answer(answer.text)
             return ExitCode.OK
         as_json = settings.values["log_format"] == "json"
+        exit_on_drain = settings.exit_on_drain
         if not settings.values.get("exit_with_stdin"):  # a parent of this project has said it
             for text in misspelt_variables(os.environ):
                 _complain(prog, text, None, as_json)
@@ -102,7 +115,7 @@ def launch(
         if "join" in given and Invitation.parse(getattr(settings, "join", ""), place="--join").secret:
             raise UsageError(_NO_JOIN_SECRET)
         body = prepare(settings, token)
-        if stops.came:  # the job's own code has swallowed the interrupt
+        if stops.came is not None:  # the job's own code has swallowed the interrupt
             raise KeyboardInterrupt
 
         async def run() -> int:
@@ -120,8 +133,9 @@ def launch(
     except KeyboardInterrupt:
         if code is not None:  # the program had ended, and waited for its threads
             return code
-        _complain(prog, "stopped before it began", ExitCode.OK, as_json)
-        return ExitCode.OK
+        code = exit_code_of(CTRL_C if stops.came is None else _reason(stops.came), exit_on_drain)
+        _complain(prog, "stopped before it began", code, as_json)
+        return code
     except W5xdeError as error:
         # A traceback of the job's code was part of the run's summary; here the first line is enough.
         text = str(error).splitlines()[0] if isinstance(error, LeafFailed | UpdateFailed) else str(error)
@@ -129,22 +143,38 @@ def launch(
         return error.exit_code
 
 
+def _known(*names: str) -> list[signal.Signals]:
+    """Those of the signals that this system has."""
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
 @contextmanager
-def signals(stop: Callable[[str], None], *, abandon: Callable[[], None] | None = None) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once."""
+def signals(
+    stop: Callable[[str], None], *, abandon: Callable[[], None] | None = None, warns: Sequence[str] = ()
+) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls ``stop(reason)``; another after that ends the process with 130 at once.
+
+    So does a signal named in ``warns``, which counts as neither: a job engine sends it, and SIGTERM some time later.
+    """
     loop = asyncio.get_running_loop()
-    stopping = False
+    told = 0
+    warnings = _known(*warns)
 
     def received(number: signal.Signals) -> None:
-        nonlocal stopping
-        if stopping:
+        nonlocal told
+        if number not in warnings:
+            told += 1
+        if told > 1:
             if abandon is not None:
                 abandon()
             os._exit(ExitCode.INTERRUPTED_TWICE)
-        stopping = True
-        stop("Ctrl-C" if number == signal.SIGINT else number.name)
+        stop(_reason(number))
 
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, *warnings)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     early = [number for number in numbers if _came_early(number)]
     for number in numbers:
         if sys.platform == "win32":

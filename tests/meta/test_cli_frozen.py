@@ -21,14 +21,14 @@ COORDINATOR = """
 --name --run-dir --checkpoint-every --checkpoint-time --keep-checkpoints --durability --resume
 --dashboard --no-dashboard --dashboard-address --tracker
 --loader-threads --loader-processes --prefetch-leaves
---threads --loop --log --log-format --profile-memory --config
+--threads --loop --log --log-format --exit-on-drain --profile-memory --config
 """
 WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
 --device --threads --sandbox --compile --deterministic --inline-block --memory-limit --data-dir
 --island --island-member --island-interface --pp-schedule --pp-stages --checkpoint-activations
---loop --log --log-format --profile-memory --config --exit-with-stdin
+--loop --log --log-format --exit-on-drain --profile-memory --config --exit-with-stdin
 """
 
 

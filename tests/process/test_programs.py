@@ -460,6 +460,56 @@ def test_a_worker_alone(jobs: str) -> None:
     assert "no data here" in said
 
 
+def test_a_worker_that_is_told_to_go_says_by_its_exit_code_whether_to_start_another(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    """Also where nobody has answered yet. Ctrl-C is a person's: nobody is to be started."""
+    for number, flags, code in (
+        (signal.SIGTERM, (), ExitCode.DRAINED),
+        (signal.SIGUSR1, (), ExitCode.DRAINED),
+        (signal.SIGINT, (), ExitCode.OK),
+        (signal.SIGTERM, ("--exit-on-drain", "0"), ExitCode.OK),
+        (signal.SIGTERM, ("--exit-on-drain", "99", "--island", "dp=2"), 99),
+        (signal.SIGINT, ("--island", "dp=2"), ExitCode.OK),
+    ):
+        worker = start("w5xde_async.worker", "--join-file", str(tmp_path / "join"), *flags)
+        while not any(word in line for line in worker.text for word in ("waiting for", "rank 0")):
+            assert worker.process.poll() is None, worker.text
+            time.sleep(0.01)
+        worker.signal(number)
+        assert worker.finish() == code, (number, flags, worker.text)
+
+
+def test_sigusr1_and_then_sigterm_leave_in_good_order(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
+    """As Slurm sends them. A second SIGTERM is what ends it at once."""
+    coordinator = start(*coordinate(f"{jobs}:slow", tmp_path / "run"))
+    address = coordinator.wait_for("run_started")["address"]
+    flags = ("--job", f"{jobs}:slow", "--log-format", "json", "--grace", "100")
+    worker = start("w5xde_async.worker", "--server", address, *flags)
+    coordinator.wait_for("worker_joined")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        worker.signal(number)
+        told = worker.wait_for("log")
+        while not told["message"].startswith(number.name):
+            told = worker.wait_for("log")
+    assert worker.process.poll() is None
+    worker.signal(signal.SIGTERM)
+    assert worker.finish() == ExitCode.INTERRUPTED_TWICE
+
+
+def test_a_coordinator_that_is_told_to_stop_may_ask_to_be_started_again(
+    start: Callable[..., Program], jobs: str, tmp_path: Path
+) -> None:
+    command = coordinate(f"{jobs}:job", tmp_path / "run", "--exit-on-drain", "75")
+    program = start(*command)
+    program.wait_for("run_started")
+    program.signal(signal.SIGTERM)
+    assert program.finish() == ExitCode.DRAINED
+    again = start(*command, "--workers", "1")
+    assert again.finish() == ExitCode.OK
+    assert run(*coordinate(f"{jobs}:stopped", tmp_path / "early", "--exit-on-drain", "75"))[0] == ExitCode.DRAINED
+
+
 def test_the_common_program() -> None:
     assert run("w5xde_async", "worker")[0] == ExitCode.USAGE
     assert run("w5xde_async", "dance")[0] == ExitCode.USAGE

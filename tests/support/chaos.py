@@ -26,6 +26,8 @@ from tests.support.faults import Action, Commit, Record, at_steps, per_minute
 from tests.support.processes import Event, Program
 from tests.support.proxy import FaultProxy, ProxyThread
 
+from w5xde_async.errors import ExitCode
+
 __all__ = ["Process", "Stage", "at_steps", "free_port", "per_minute", "rss_bytes", "show"]
 
 COORDINATOR, WORKER = "tests.support.watched", "w5xde_async.worker"
@@ -230,7 +232,7 @@ class Stage:
             process.signal(signal.SIGTERM)
         for process in (*self.workers.values(), *self._leaving):
             code = process.finish(timeout_s)
-            assert code == 0, f"a worker's exit code is {code}: {''.join(process.text[-10:])}"
+            assert code in (0, ExitCode.DRAINED), f"a worker's exit code is {code}: {''.join(process.text[-10:])}"
             self._keep(process.events, process.name)
             process.events.clear()
         return self.record
@@ -346,7 +348,8 @@ class Stage:
                 assert code == 0, f"worker {place} ended with {code}: {''.join(process.text[-10:])}"
         for process in tuple(self._leaving):
             if process.process.poll() is not None:
-                assert process.process.returncode == 0, f"a drained worker ended with {process.process.returncode}"
+                code = process.process.returncode
+                assert code in (0, ExitCode.DRAINED), f"a drained worker ended with {code}"
                 self.record.fired["drained"] += 1
                 self._leaving.remove(process)
                 self._retire(process)

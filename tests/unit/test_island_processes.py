@@ -159,8 +159,9 @@ class _Rank(Told):
             return ExitCode.ISLAND_LOST
         finally:
             circle.end()
-        lost = departure is Departure.DRAINED and not worker.was_asked_to_leave
-        return ExitCode.ISLAND_LOST if lost else ExitCode.OK
+        if departure is not Departure.DRAINED:
+            return ExitCode.OK
+        return ExitCode.DRAINED if worker.was_asked_to_leave else ExitCode.ISLAND_LOST
 
     def send_signal(self, number: int) -> None:
         self._worker.drain("told")
@@ -181,7 +182,8 @@ async def test_a_member_that_waits_takes_the_place_of_one_that_leaves(leaving: i
             await asyncio.sleep(0.001)
         await commits.reach(2)
         members[leaving].leave("told")
-        assert await first[leaving] == ExitCode.OK
+        assert await first[leaving] == ExitCode.DRAINED
+        assert members[leaving].told == "told"
         result = await coordinator.wait()
         assert await asyncio.gather(first[1 - leaving], waiting) == [ExitCode.OK] * 2
     assert result.digest == expected.digest
@@ -221,6 +223,55 @@ class Sleeping(IslandProcesses):
         return await start_process("sleep", "60")
 
 
+class Ending(IslandProcesses):
+    """Ranks that end with these codes, in this order."""
+
+    def __init__(self, codes: Sequence[int]) -> None:
+        super().__init__(SHAPE, (), threads=1)
+        self._codes = iter(codes)
+
+    async def _start(self, rank: int, place: Place, listening: socket.socket) -> Any:
+        process = Told()
+        process._end.set_result(next(self._codes))
+        return process
+
+
+LOST, DRAINED = ExitCode.ISLAND_LOST, ExitCode.DRAINED
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ((DRAINED, DRAINED), DRAINED),
+        ((LOST, DRAINED), DRAINED),  # one was told, the other has only lost it
+        ((DRAINED, LOST), DRAINED),
+        ((0, DRAINED), 0),  # told when the run was finished
+        ((0, LOST), 0),
+        ((DRAINED, 1), DRAINED),
+        ((LOST, LOST, DRAINED, DRAINED), DRAINED),  # told after a start anew
+    ],
+)
+async def test_what_an_island_ends_with(codes: Sequence[int], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(island_processes, "_FIRST_PAUSE_S", 0.0)
+    assert await Ending(codes).run() == code
+
+
+async def test_a_member_that_waits_for_others_is_told_to_leave() -> None:
+    asked = asyncio.Event()
+
+    async def meet(volunteer: Volunteer) -> Rendezvous:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    member = Starting(SHAPE, (), meet=meet)
+    running = asyncio.create_task(member.run())
+    await asked.wait()
+    member.leave("told")
+    assert await running == DRAINED
+    assert not member.started
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -236,7 +287,7 @@ async def test_a_rank_that_is_stopped_is_found_by_who_has_started_it(
     async with asyncio.timeout(20):
         await island.all_here.wait()
     island.leave("told")
-    assert await running == ExitCode.OK
+    assert await running == ExitCode.DRAINED
     assert "reason=rank 1 has been stopped by a signal" in caplog.text
 
 

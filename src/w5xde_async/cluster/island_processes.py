@@ -33,6 +33,8 @@ _HOPELESS = (
     ExitCode.ERROR,  # the run has failed
     ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH,
 )  # fmt: skip
+#: The run is finished, or has no need of it; or it was told to leave.
+_GOOD = (ExitCode.OK, ExitCode.DRAINED)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LASTED_S = 0.5, 30.0, 60.0
 _OTHERS_S = 1.5  # what one rank ends with may only follow from another's end
 _WORD_BYTES = 2000  # of what a rank says of its end
@@ -63,6 +65,7 @@ class IslandProcesses:
         self._processes: list[Process] = []
         self._words: dict[int, int] = {}  # by rank: the pipe in which it says why it ends
         self._left = asyncio.Event()
+        self.told = ""  #: why it leaves, once it was told to
 
     @property
     def pids(self) -> list[int]:
@@ -72,13 +75,15 @@ class IslandProcesses:
     def leave(self, reason: str) -> None:
         """Leave in good order: the ranks finish their lease. Returns at once."""
         logger.info("the island leaves reason=%s", reason)
+        self.told = self.told or reason
         self._left.set()
         for process in self._processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
 
     async def run(self) -> int:
-        """Until the ranks have left in good order, or cannot work at all. Their exit code."""
+        """Until the ranks have left in good order, or cannot work at all. Their exit code: DRAINED where they, or one
+        of them, were told to leave."""
         pause_s = _FIRST_PAUSE_S
         while not self._left.is_set():
             began = time.monotonic()
@@ -86,7 +91,7 @@ class IslandProcesses:
                 code, why = await self._once()
             finally:
                 await self._kill()
-            if code == ExitCode.OK or code in _HOPELESS:
+            if code in _GOOD or code in _HOPELESS:
                 return code
             if self._left.is_set():
                 break
@@ -97,7 +102,7 @@ class IslandProcesses:
                 async with asyncio.timeout(pause_s):
                     await self._left.wait()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return ExitCode.OK
+        return ExitCode.DRAINED
 
     async def _once(self) -> tuple[int, str]:
         """From the start of all ranks to the end of one."""
@@ -109,7 +114,7 @@ class IslandProcesses:
             if self._meet is not None:
                 place = await self._met(self._meet, Volunteer(str(self._shape), self._shape.ranks, host, port))
             if place is None:
-                return ExitCode.OK, ""
+                return (ExitCode.DRAINED if self._left.is_set() else ExitCode.OK), ""
             for rank in place.ranks:
                 self._processes.append(await self._start(rank, place, listening))
         waits = {
@@ -122,7 +127,7 @@ class IslandProcesses:
             if stopped in done:
                 rank = place.ranks[stopped.result()]
                 return ExitCode.ISLAND_LOST, f"rank {rank} has been stopped by a signal for {_STOPPED_S:.0f} s"
-            good = all(task.result() == ExitCode.OK for task in done)
+            good = all(task.result() in _GOOD for task in done)
             done, left = await asyncio.wait(waits, timeout=_LEAVING_S if good else _OTHERS_S)
         finally:
             for task in (*waits, stopped):
@@ -131,8 +136,9 @@ class IslandProcesses:
         if good and left:
             logger.warning("ranks %s did not leave with the others", sorted(waits[task] for task in left))
         said = "; ".join(f"rank {rank} {_how(code)}{self._word(rank)}" for rank, code in sorted(ends.items()))
-        if ExitCode.OK in ends.values():  # asked to leave, or the run is finished: the others have only lost it
-            return ExitCode.OK, said
+        for code in _GOOD:  # the others have only lost it
+            if code in ends.values():
+                return code, said
         worst = [code for code in ends.values() if code in _HOPELESS] or [code for code in ends.values() if code]
         return (worst[0] if worst else ExitCode.OK), said
 
@@ -179,8 +185,9 @@ class IslandProcesses:
         environment[WORD_FD] = str(word)
         try:
             return await start_process(
-                sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", stdin=PIPE,
-                env=environment, start_new_session=True, pass_fds=(*serves, word),
+                sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", "--exit-on-drain",
+                str(int(ExitCode.DRAINED)), stdin=PIPE, env=environment, start_new_session=True,
+                pass_fds=(*serves, word),
             )  # fmt: skip
         finally:
             os.close(word)

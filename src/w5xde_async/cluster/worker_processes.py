@@ -180,7 +180,7 @@ class LocalWorkers:
         """One process from start to end; cancelled, the process is ended first."""
         command = [
             sys.executable, "-m", "w5xde_async.worker", "--threads", str(self._threads), "--name", name,
-            "--log", "normal", "--log-format", "json", "--exit-with-stdin",
+            "--log", "normal", "--log-format", "json", "--exit-with-stdin", "--exit-on-drain", "0",
         ]  # fmt: skip
         if self._reference:
             command += ["--job", self._reference]

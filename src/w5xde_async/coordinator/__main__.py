@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.process import attach, launch, listening, memory_reports, signals
+from w5xde_async.process import attach, exit_code_of, launch, listening, memory_reports, signals
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.service import Coordinator
@@ -117,13 +117,13 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
                     on_all_lost=coordinator.workers_failed,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
-            failed = True
+            unfinished = True
             try:
-                failed = (await coordinator.wait()).outcome != "finished"
+                unfinished = (await coordinator.wait()).outcome != "finished"
             finally:
-                if failed and coordinator.step:
+                if unfinished and coordinator.step:
                     progress.tell("To go on from here:", _goes_on(command, config.resume))
-        return ExitCode.OK
+        return exit_code_of(stop_reason, settings.exit_on_drain) if unfinished and stop_reason else ExitCode.OK
 
     return train
 

@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import w5xde_async
-from w5xde_async.config import FOLDER, PATH, TIME, YES_OR_NO, Config, Parser, Setting, one_of, setting, setting_of
+from w5xde_async.config import (
+    FOLDER,
+    PATH,
+    TIME,
+    YES_OR_NO,
+    Config,
+    Parser,
+    Setting,
+    one_of,
+    setting,
+    setting_of,
+    whole,
+)
 from w5xde_async.errors import UsageError
 from w5xde_async.store.toml import to_toml, toml_value
 
@@ -65,6 +77,9 @@ class Program(Config):
     token_file: Path | None = setting(None, "file with the shared secret, readable by its owner alone", PATH, "network")
     loop: str = setting(
         "auto", "event loop: auto, uvloop or asyncio", one_of("auto", "uvloop", "asyncio", metavar="KIND"), "program"
+    )
+    exit_on_drain: int = setting(
+        0, "exit code after SIGTERM before the run's end; 75 has a job engine start it again", whole(0, 255), "program"
     )
     profile_memory: Path | None = setting(
         None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",

@@ -29,7 +29,8 @@ The shared secret is read from a join file, W5XDE_JOIN, W5XDE_TOKEN,
 _EXIT_CODES = """\
 Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
-7 device lost, 8 island lost, 130 second Ctrl-C or SIGTERM."""
+7 device lost, 8 island lost, 75 told to leave before the end (worker: SIGTERM,
+SIGUSR1), 130 second Ctrl-C or SIGTERM."""
 _JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
 
 
@@ -111,13 +112,19 @@ class WorkerSettings(Program):
         "step that cannot be sent needs --job, read from the current directory.\n\n"
         f"{_PRECEDENCE}"
     )
-    ending = f"{_SECRETS}\n\nCtrl-C or SIGTERM leaves in good order after the lease under way.\n\n{_EXIT_CODES}"
+    ending = (
+        f"{_SECRETS}\n\nCtrl-C, SIGTERM or SIGUSR1: it leaves in good order after the lease under way.\n\n{_EXIT_CODES}"
+    )
     everyday = "join_file server job name device threads lifetime config"
     parts = (WorkerConfig, ProgressConfig)
     first = "server job name token_file tls_cert device loop log log_format"
-    defaults: ClassVar = {"inline_block": 0.0005}
+    defaults: ClassVar = {"inline_block": 0.0005, "exit_on_drain": 75}
     changed: ClassVar = {
         "token_file": {"group": "the run"},
+        "exit_on_drain": {
+            "meaning": "exit code after SIGTERM or SIGUSR1 before the run's end: after 0, job engines count it as "
+            "done and start no other"
+        },
         "tls_cert": {"meaning": "TLS certificate of this worker (PEM), where the coordinator wants one"},
         "tls_ca_file": {"meaning": "authorities that the coordinator's certificate must have"},
     }

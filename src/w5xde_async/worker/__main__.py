@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
-from w5xde_async.process import attach, launch, memory_reports, signals
+from w5xde_async.process import attach, exit_code_of, launch, memory_reports, signals
 
 if TYPE_CHECKING:
     from w5xde_async.job import Job
@@ -30,13 +30,16 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _PARTING_S = 1.0  # for the last message to be sent
+_WARNINGS = ("SIGUSR1",)  # Slurm and LSF send it some time before the end
 _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
     """Work until the run is finished; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch(_kind, given, prog=prog, prepare=partial(_prepare, given))
+    return launch(
+        _kind, given, prog=prog, prepare=partial(_prepare, given), ends=_WARNINGS, exit_on_drain=ExitCode.DRAINED
+    )
 
 
 def _kind() -> type[WorkerSettings]:
@@ -108,20 +111,30 @@ def _work(
             schedule=settings.pp_schedule, stages_at=[name.strip() for name in settings.pp_stages.split(",") if name],
             checkpoint_activations=settings.checkpoint_activations, compiles=config.compile,
         )  # fmt: skip
-        rank = _interruptibly(meeting)
+        rank = _interruptibly(meeting, settings.exit_on_drain)
 
     async def work() -> int:
         worker = Worker(server, job=job, config=config, join_file=settings.join_file, rank=rank)
+        told = ""
 
         def leave(reason: str) -> None:
+            nonlocal told
+            told = told or reason
             if not settings.exit_with_stdin:  # else the coordinator of this machine says it
                 logger.warning(
-                    "%s: the lease under way is finished (at most %.0f s), others are given back; again: ends at once",
-                    reason, config.grace_s,
+                    "%s: the lease under way is finished (at most %.0f s), others are given back%s",
+                    reason, config.grace_s, "" if reason in _WARNINGS else "; again: ends at once",
                 )  # fmt: skip
             worker.drain(reason)
 
-        with signals(leave), memory_reports(settings.profile_memory, worker.name, choose_device(config.device)):
+        def left() -> int:
+            """The exit code of a worker that has left before the run's end."""
+            return exit_code_of(told, settings.exit_on_drain) if told else ExitCode.OK
+
+        with (
+            signals(leave, warns=_WARNINGS),
+            memory_reports(settings.profile_memory, worker.name, choose_device(config.device)),
+        ):
             if server:
                 address = format_address(worker.host, worker.port)
                 said = "" if f":{worker.port}" in server else " (the default port)"
@@ -139,7 +152,7 @@ def _work(
                         # A thread computes and cannot be stopped; its lease has been given back.
                         logger.warning("left in the middle of a block: the grace was over")
                         logging.shutdown()
-                        os._exit(ExitCode.OK)
+                        os._exit(left())
                     departure = running.result()
                 finally:
                     parting.cancel()
@@ -150,9 +163,11 @@ def _work(
         logger.info(
             "left reason=%s leases_done=%d leases_stale=%d", departure.value, worker.leases_done, worker.leases_stale
         )
-        if rank is not None and departure is Departure.DRAINED and not worker.was_asked_to_leave:
+        if departure is not Departure.DRAINED:
+            return ExitCode.OK
+        if rank is not None and not worker.was_asked_to_leave:
             return ExitCode.ISLAND_LOST  # another rank was
-        return ExitCode.OK
+        return left()
 
     async def work_as_rank() -> int:
         from w5xde_async.parallel.group import is_rank_gone
@@ -177,7 +192,7 @@ def _work(
     return work if rank is None else work_as_rank
 
 
-def _interruptibly(call: Callable[[], _T]) -> _T:
+def _interruptibly(call: Callable[[], _T], exit_on_drain: int) -> _T:
     """What ``call`` gives, which waits in C++ where no signal is heard."""
     found: list[_T] = []
     raised: list[BaseException] = []
@@ -193,10 +208,10 @@ def _interruptibly(call: Callable[[], _T]) -> _T:
     try:
         while thread.is_alive():
             thread.join(0.2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as told:
         logger.info("stopped before the ranks had met")
         logging.shutdown()
-        os._exit(ExitCode.OK)  # Python's end would wait for the thread
+        os._exit(exit_code_of(str(told), exit_on_drain))  # Python's end would wait for the thread
     if raised:
         raise raised[0]
     return found[0]
@@ -284,8 +299,9 @@ def _supervise(
     async def supervise() -> int:
         threads = cores if member else max(1, cores // shape.ranks)
         processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None, host=host)
-        with signals(processes.leave):
-            return await processes.run()
+        with signals(processes.leave, warns=_WARNINGS):
+            code = await processes.run()
+        return exit_code_of(processes.told, settings.exit_on_drain) if code == ExitCode.DRAINED else code
 
     return supervise
 
