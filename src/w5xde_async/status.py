@@ -273,6 +273,8 @@ def _summary(found: dict[str, Any]) -> list[str]:
     vain, leaves = status.get("leaves_in_vain") or 0, status.get("leaves") or 0
     if vain:
         parts.append(f"{100 * vain / (vain + leaves):.1f} % wasted")
+    if bad := status.get("bad_samples"):
+        parts.append(f"{bad:,} bad samples left out")
     parts.append(f"up {wording.duration(float(status.get('uptime_s') or 0))}")
     lines.append(" · ".join(parts))
     if status.get("waits_for"):

@@ -20,7 +20,7 @@ COORDINATOR = """
 --workers --worker-threads --min-workers --max-workers --numerics --grace --leases-ahead
 --name --run-dir --checkpoint-every --checkpoint-time --keep-checkpoints --durability --resume
 --dashboard --no-dashboard --dashboard-address --tracker
---loader-threads --loader-processes --prefetch-leaves
+--loader-threads --loader-processes --prefetch-leaves --max-bad-samples
 --threads --loop --log --log-format --exit-on-drain --profile-memory --config
 """
 WORKER = """

@@ -272,6 +272,54 @@ async def test_a_sample_that_cannot_be_read_is_named(kwargs: dict[str, int]) -> 
     )
 
 
+@pytest.mark.parametrize("kwargs", [{"loader_threads": 3}, {"loader_processes": 1}], ids=["threads", "processes"])
+async def test_others_stand_in_for_samples_that_cannot_be_read(kwargs: dict[str, int]) -> None:
+    plan, told = sampler().plan(0), list[tuple[int, str]]()
+    order = plan.indices.tolist()
+
+    class Damaged(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            if index in (order[9], order[10]):
+                raise OSError("unreadable")
+            return super().__getitem__(index)
+
+    async with reading(Damaged(), max_bad_samples=2, on_skip=lambda *of: told.append(of), **kwargs) as reader:
+        reader.open(0)
+        (x, y), *_ = batches(await reader.block(0, 2, 3))
+        assert y.tolist() == [order[8], order[11], order[11], order[11]]
+        assert torch.equal(x, X[y])
+        await reader.block(0, 0, 8)
+    assert sorted(sample for sample, _ in told) == sorted(order[9:11])
+    assert all(re.fullmatch(r"OSError: unreadable \(test_loader.py:\d+\)", said) for _, said in told)
+
+
+async def test_the_sample_is_left_out_that_goes_with_no_other() -> None:
+    """Each of them collates alone, and all but one do together."""
+    odd = int(sampler().plan(0).indices[6])
+
+    class Ragged(Rows):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            x, y = super().__getitem__(index)
+            return (x[:2] if index == odd else x), y
+
+    async with reading(Ragged(), max_bad_samples=1) as reader:
+        reader.open(0)
+        await reader.block(0, 0, 8)
+        assert reader.loader.bad.all() == [odd]
+
+
+async def test_what_no_single_sample_is_at_fault_of_ends_the_run() -> None:
+    def broken(samples: list[Any]) -> Any:
+        raise ValueError("broken collate")
+
+    reader = Reader(job(Rows(), collate=broken), sampler(), max_bad_samples=9)
+    reader.open(0)
+    with pytest.raises(LeafFailed, match="no single sample is at fault"):
+        await reader.block(0, 0, 1)
+    assert not len(reader.loader.bad)
+    await reader.loader.aclose()
+
+
 class Together(Rows):
     """Reads samples together."""
 

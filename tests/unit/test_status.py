@@ -26,7 +26,8 @@ from w5xde_async.telemetry.metrics import Metrics
 async def served(**kwargs: object) -> AsyncIterator[tuple[Dashboard, View]]:
     view = View()
     for event in (
-        STARTED, joined("a"), joined("b"), run_reported(leaves=8, leaves_in_vain=2), reported("a", 1.0, rtt_s=0.002),
+        STARTED, joined("a"), joined("b"), run_reported(leaves=8, leaves_in_vain=2, bad_samples=3),
+        reported("a", 1.0, rtt_s=0.002),
         reported("b", 1.0, waits_for="step 3: name-a computes the last 2 leaves"), committed(2), left("b"),
     ):  # fmt: skip
         view(event)
@@ -47,7 +48,15 @@ async def test_the_run_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatc
     async with served() as (dashboard, _):
         assert await run("--server", f"127.0.0.1:{dashboard.port}") == ExitCode.OK
         shown = capsys.readouterr().out
-        for part in ("digits: running, step 2 of 100 (2 %)", "20.0 % wasted", "name-a", "2 ms", "lost", "killed"):
+        for part in (
+            "digits: running, step 2 of 100 (2 %)",
+            "20.0 % wasted",
+            "3 bad samples left out",
+            "name-a",
+            "2 ms",
+            "lost",
+            "killed",
+        ):
             assert part in shown, part
         assert await run("--server", dashboard.address, "--json") == ExitCode.OK
         assert json.loads(capsys.readouterr().out)["run"]["run_name"] == "digits"

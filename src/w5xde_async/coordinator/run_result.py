@@ -18,6 +18,7 @@ class RunResult:
     (of results, before and after their codec) are its sums. ``downlink_raw_bytes`` and ``downlink_encoded_bytes``: of
     the versions that a codec wrote, each once. ``residuals_lost``: workers that vanished with what it had left out.
     ``steps_skipped``: steps of this session without an update, as their gradient was not finite.
+    ``bad_samples``: of the dataset, in the whole run, that cannot be read and were left out.
     ``best``: what the job's ``keep_best`` has kept; its ``path``, ``step`` and ``value``.
     """
 
@@ -36,6 +37,7 @@ class RunResult:
     downlink_encoded_bytes: int = 0
     residuals_lost: int = 0
     steps_skipped: int = 0
+    bad_samples: int = 0
     best: Best | None = None
 
     @property

@@ -14,3 +14,9 @@ class DataConfig(Config):
     loader_threads: int = setting(1, "threads that read the dataset", whole(0), "data")
     loader_processes: int = setting(0, "processes that read the dataset", whole(0), "data")
     prefetch_leaves: int = setting(64, "microbatches that are read ahead", whole(1), "data")
+    max_bad_samples: int = setting(
+        0,
+        "samples that may be left out because they cannot be read; one more ends the run, which names it",
+        whole(0),
+        "data",
+    )

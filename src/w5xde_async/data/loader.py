@@ -8,6 +8,9 @@ A chunk is forgotten when all its leaves are finished, so a block can be leased 
 A chunk exists from when it is asked for: opening a step costs nothing for each of its leaves, and no call costs more
 than the chunks that it names.
 
+A sample that cannot be read is left out where that is allowed, and another of its step stands in for it
+(``plan.bad_samples``): its leaf is read anew.
+
 Datasets that draw random numbers are seeded by (seed, step, leaf): threads then take turns; processes need not. A
 dataset counts as one that draws until 64 samples have been read without. Nothing here knows workers.
 """
@@ -30,9 +33,10 @@ from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import flatten, joined
 from w5xde_async.data.config import DataConfig
-from w5xde_async.errors import JobError, LeafFailed
+from w5xde_async.errors import JobError, LeafFailed, headline
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
+from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
 from w5xde_async.randomness import draws_random, random_state, seed_all
@@ -44,7 +48,6 @@ _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
-_SAMPLE = "w5xde_sample"  # an attribute of what reading raised: the sample that it was raised for
 _SAMPLE = "w5xde_sample"  # an attribute of what reading raised: the sample that it was raised for
 _STEADY_SAMPLES = 64
 
@@ -108,10 +111,14 @@ class Loader:
         reference: str | None = None,
         make_pool: Callable[[int, str], Executor] = thread_pool,
         whole_steps: bool = False,
+        bad: BadSamples | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        on_skip: Callable[[int, str], None] = lambda sample, error: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes.
+
+        ``bad``: samples that are left out; none is by default. ``on_skip`` is told of each further one, and why.
 
         ``whole_steps``: every lease is a step, however many leaves and bytes it has. ``on_ready`` is called on the
         loop's thread whenever a chunk has come, ``on_error`` with what must end the run. Neither is called before the
@@ -119,6 +126,7 @@ class Loader:
         """
         config = config or DataConfig()
         self._sampler, self._job = sampler, job
+        self.bad = BadSamples(config.max_bad_samples) if bad is None else bad  #: samples that are left out
         self._prefetch_leaves = config.prefetch_leaves
         self._gather = type(job.dataset) is TensorDataset and job.collate is None
         self._chunk_leaves = 1
@@ -144,7 +152,7 @@ class Loader:
         self._fetch: Callable[[Any, int], _Read] = _read_remotely if remote else self._read_here
         self._most_reading = max(1, processes or threads) * 2
         self._closed = False
-        self._on_ready, self._on_error = on_ready, on_error
+        self._on_ready, self._on_skip, self._on_error = on_ready, on_skip, on_error
 
     @property
     def leaf_bytes(self) -> int:
@@ -270,7 +278,16 @@ class Loader:
         leaves = min(self._chunk_leaves, plan.num_leaves - first)
         chunk = self._chunks[step, number] = _Chunk(first, leaves, leaves)
         opened.kept.add(number)
-        indices = plan.indices[chunk.first * plan.leaf_samples : (chunk.first + chunk.num_leaves) * plan.leaf_samples]
+        self._fetch_chunk(plan, number, chunk)
+
+    def _fetch_chunk(self, plan: StepPlan, number: int, chunk: _Chunk) -> None:
+        step, begin = plan.step, chunk.first * plan.leaf_samples
+        end, known = begin + chunk.num_leaves * plan.leaf_samples, len(self.bad)
+        try:
+            indices = self.bad.chosen(plan, begin, end)
+        except ValueError as error:
+            self._on_error(JobError("dataset", str(error)))
+            return
         seed = seed_for("data", self._sampler.seed, step, chunk.first)
         self._reading += 1
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, indices, seed)
@@ -279,11 +296,18 @@ class Loader:
             self._reading -= 1
             if read.cancelled() or self._closed:
                 return
+            there = self._chunks.get((step, number)) is chunk  # else its step was closed meanwhile
             if (error := read.exception()) is not None:
-                self._on_error(self._failure(step, chunk.first, error))
+                if not self._left_out(error):
+                    self._on_error(self._failure(plan, chunk.first, error))
+                elif there:
+                    self._fetch_chunk(plan, number, chunk)
+                return
+            if there and len(self.bad) > known and not np.array_equal(self.bad.chosen(plan, begin, end), indices):
+                self._fetch_chunk(plan, number, chunk)  # one of these could not be read for another leaf
                 return
             chunk.read = structure, tensors = read.result()
-            if self._chunks.get((step, number)) is chunk:  # else its step was closed meanwhile
+            if there:
                 self._held_leaves += chunk.num_leaves
                 self._tell(step, chunk)
             total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -295,6 +319,15 @@ class Loader:
 
         future.add_done_callback(done)
 
+    def _left_out(self, error: BaseException) -> bool:
+        """Whether what was raised is one sample's fault, and the run goes on without that."""
+        sample, known = getattr(error, _SAMPLE, None), len(self.bad)
+        if sample is None or isinstance(error, MemoryError) or not self.bad.found(sample):
+            return False
+        if len(self.bad) > known:
+            self._on_skip(sample, headline(LeafFailed.shown(error)))
+        return True
+
     def _tell(self, step: int, chunk: _Chunk) -> None:
         """Note which of the blocks that were asked for have all their chunks now."""
         for block in chunk.wanted:
@@ -305,11 +338,13 @@ class Loader:
                 self._came.append((step, block))
         chunk.wanted.clear()
 
-    def _failure(self, step: int, leaf: int, error: BaseException) -> LeafFailed:
-        plan = self._opened[step].plan if step in self._opened else self._sampler.plan(step)
+    def _failure(self, plan: StepPlan, leaf: int, error: BaseException) -> LeafFailed:
         text, indices = LeafFailed.shown(error), plan.leaf_indices(leaf).tolist()
-        sample = getattr(error, _SAMPLE, None)
-        return LeafFailed(step, leaf, indices, 1, f"while reading the dataset:\n{text}", sample=sample)
+        sample, most = getattr(error, _SAMPLE, None), self.bad.most
+        hint = f"{most} others were left out already" if most else "--max-bad-samples N leaves up to N such samples out"
+        if sample is None:
+            hint = "no single sample is at fault"
+        return LeafFailed(plan.step, leaf, indices, 1, f"while reading the dataset ({hint}):\n{text}", sample=sample)
 
     def _read_here(self, indices: Any, seed: int) -> _Read:
         if self._gather:
@@ -355,15 +390,33 @@ def _fetch(job: Job, indices: Any) -> _Read:
                     samples.append(job.dataset[number])
             structure, tensors = flatten(collate(samples))
     except Exception as error:
-        if many is None and len(samples) < len(numbers):
-            setattr(error, _SAMPLE, numbers[len(samples)])
-        elif len(numbers) > 1:
-            alone: Callable[[list[Any]], Any] = collate if samples or many is None else many
-            ones = [[number] for number in numbers] if not samples else [[sample] for sample in samples]
-            if len(failing := [number for number, one in zip(numbers, ones, strict=False) if _raises(alone, one)]) == 1:
-                setattr(error, _SAMPLE, failing[0])
+        if (sample := _at_fault(numbers, samples, many, lambda some: flatten(collate(some)))) is not None:
+            setattr(error, _SAMPLE, sample)
         raise
     return _Read(structure, tuple(map(_on_host, tensors)))
+
+
+def _at_fault(
+    numbers: list[int], samples: list[Any], many: Callable[[list[int]], Any] | None, collate: Callable[[list[Any]], Any]
+) -> int | None:
+    """The sample because of which a leaf could not be read, if it is one's: by itself or beside the others.
+
+    ``samples`` were read of it before something raised. ``many`` reads several, of a dataset that does.
+    """
+    if many is None and len(samples) < len(numbers):
+        return numbers[len(samples)]
+    if len(numbers) == 1:
+        return numbers[0]
+    parts, call = (numbers, many) if many is not None and not samples else (samples, collate)
+    if len(parts) != len(numbers):  # what was read is not what was asked for
+        return None
+    alone = [number for number, part in zip(numbers, parts, strict=True) if _raises(call, [part])]
+    if 0 < len(alone) < len(numbers):
+        return alone[0]
+    spoils = [
+        number for at, number in enumerate(numbers) if not _raises(call, [*parts[:at], *parts[at + 1 :]])
+    ]  # all others go together
+    return spoils[0] if len(spoils) == 1 else None
 
 
 def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:

@@ -179,6 +179,18 @@ class BatchGrown(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLeftOut(Event):
+    """A sample of the dataset cannot be read; others stand in for it from now on. ``bad_samples``: there are so many,
+    of at most ``most``.
+    """
+
+    sample: int
+    error: str
+    bad_samples: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Event):
     """``best``: it is the best so far, and its state was kept (``Job.keep_best``)."""
 
@@ -288,7 +300,8 @@ class RunFinished(Event):
 
     ``step`` and ``samples`` are the whole run's; everything else this session's. ``leaves_in_vain`` were computed and
     not used: their leases had ended (stale) or another worker had been faster (duplicate). ``steps_skipped`` had no
-    update: their gradient was not finite. ``downlink_...`` and ``residuals_lost`` are as in ``RunReported``.
+    update: their gradient was not finite. ``bad_samples`` of the dataset cannot be read and were left out, in the whole
+    run. ``downlink_...`` and ``residuals_lost`` are as in ``RunReported``.
     """
 
     outcome: str
@@ -316,6 +329,7 @@ class RunFinished(Event):
     downlink_encoded_bytes: int = 0
     residuals_lost: int = 0
     steps_skipped: int = 0
+    bad_samples: int = 0
     best: Best | None = None
 
 
@@ -374,7 +388,7 @@ class RunReported(Sample):
     ``leaves`` were applied, ``leaves_in_vain`` computed and not used; their leases had come too late (stale), been done
     by another (duplicate) or been refused by the update rule (rejected). ``host_bytes``: the coordinator's memory.
     ``residuals_lost``: workers that vanished with what their codec had left out. ``downlink_*_bytes``: the versions
-    that a codec wrote, each once.
+    that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``.
     """
 
     step: int
@@ -395,6 +409,7 @@ class RunReported(Sample):
     residuals_lost: int = 0
     downlink_raw_bytes: int = 0
     downlink_encoded_bytes: int = 0
+    bad_samples: int = 0
 
 
 Subscriber = Callable[[Event], None]

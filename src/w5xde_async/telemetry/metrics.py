@@ -216,6 +216,8 @@ class Metrics(Collector):
         raw, encoded, lost = report.downlink_raw_bytes, report.downlink_encoded_bytes, report.residuals_lost
         yield _counter("downlink_raw_bytes", "Bytes of versions before their codec, each once.", raw)
         yield _counter("downlink_encoded_bytes", "Bytes of versions after their codec, each once.", encoded)
+        bad = "Samples that cannot be read and were left out, in the whole run."
+        yield _gauge("bad_samples", bad, report.bad_samples)
         yield _counter("residuals_lost", "Workers that vanished with what their codec had left out.", lost)
         yield _gauge("coordinator_resident_memory_bytes", "Memory of the coordinator's process.", report.host_bytes)
         yield _gauge("coordinator_uptime_seconds", "Time since the coordinator began to listen.", report.uptime_s)

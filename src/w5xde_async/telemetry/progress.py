@@ -29,7 +29,7 @@ from w5xde_async.telemetry.records import to_line, to_record
 
 _ASCII = str.maketrans({"·": "|", "…": "...", "µ": "u", "\N{REPLACEMENT CHARACTER}": "?"})
 #: What is shown in silent mode too, as is a run that fails.
-_ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined)
+_ALWAYS = (events.Warned, events.CheckpointFailed, events.JournalFailed, events.WorkerQuarantined, events.SampleLeftOut)
 _RATE_MEMORY_S = 10.0
 _MOST_METRICS = 3  # of the job's step, in a line
 _BAR, _SHARE = 16, 7  # columns that a bar takes, and the share alone

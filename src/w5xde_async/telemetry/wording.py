@@ -181,6 +181,9 @@ def line(event: object, paint: Paint) -> str | None:
             if event.total_steps:
                 ends += f"; the run ends at step {event.total_steps:,}"
             return f"{paint('good', '*')} {text}: {why}; {ends}"
+        case events.SampleLeftOut():
+            text = f"sample {event.sample:,} is left out: {clean(event.error, limit=300)}"
+            return f"{paint('warn', '!')} {text} {paint('dim', f'({event.bad_samples:,} of at most {event.most:,})')}"
         case events.Evaluated():
             took = paint("dim", f"({brief(event.seconds)})")
             best = paint("good", f"{_SEPARATOR}the best so far") if event.best else ""
@@ -262,7 +265,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     of = f" of {event.total_steps:,}" if event.total_steps else ""
     skipped = f"{event.steps_skipped:,} skipped: not finite" if event.steps_skipped else ""
     lines.append(row("steps", f"{event.step:,}{of}", redone, skipped))
-    lines.append(row("samples", f"{event.samples:,}", rate))
+    left_out = f"{event.bad_samples:,} left out: cannot be read" if event.bad_samples else ""
+    lines.append(row("samples", f"{event.samples:,}", rate, left_out))
     if event.loss is not None:
         lines.append(row("loss", _value(event.loss)))
     lines += [row(_name(name), _value(value)) for name, value in event.metrics.items()]

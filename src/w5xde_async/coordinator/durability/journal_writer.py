@@ -70,7 +70,8 @@ class _State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A step to be written. ``told``: it was told before it is durable, because the disk had failed."""
+    """A step to be written. ``told``: it was told before it is durable, because the disk had failed. ``bad_samples``
+    were found since the one before."""
 
     version: int
     step: AppliedStep
@@ -78,6 +79,7 @@ class _Record:
     samples_applied: int
     wall: float
     told: bool
+    bad_samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +182,14 @@ class JournalWriter:
         await asyncio.wrap_future(closing)
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
-    def append(self, version: int, step: AppliedStep, event: StepCommitted, samples_applied: int) -> None:
-        """A step is applied: ``event`` is published when it counts. ``step.root`` belongs to this object now."""
+    def append(
+        self, version: int, step: AppliedStep, event: StepCommitted, samples_applied: int,
+        bad_samples: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """A step is applied: ``event`` is published when it counts. ``step.root`` belongs to this object now.
+
+        ``bad_samples`` were found since the last step was given, and go into its record.
+        """
         told = not self._holds_back
         if told:
             self._tell(event)
@@ -193,7 +201,7 @@ class JournalWriter:
             return
         self._pending += 1
         self._told_early += told
-        self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told))
+        self._queue.append(_Record(version, step, event, samples_applied, self._wall(), told, bad_samples))
         self._kick()
 
     def rotate(self, step: int) -> asyncio.Future[Position | None]:
@@ -351,6 +359,7 @@ def _entry(record: _Record, layout: Layout) -> Entry:
         "samples_applied": record.samples_applied,
         "time": round(record.wall, 3),
         "event": to_record(record.event),
+        **({"bad_samples": list(record.bad_samples)} if record.bad_samples else {}),
     }
     data = [bytes_of(root.group(group)[offset : offset + numel]) for group, offset, numel in pieces]
     return Entry(step=record.version, meta=meta, data=data)
@@ -358,12 +367,14 @@ def _entry(record: _Record, layout: Layout) -> Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One step applied again. ``line`` is its record for ``metrics.jsonl``; ``same`` whether it gave the same norm."""
+    """One step applied again. ``line`` is its record for ``metrics.jsonl``; ``same`` whether it gave the same norm;
+    ``bad_samples`` were found by then and not recorded before."""
 
     applied: Applied
     samples_applied: int
     line: Mapping[str, object]
     same: bool
+    bad_samples: tuple[int, ...] = ()
 
 
 def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVector) -> Replayed:
@@ -392,6 +403,7 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
                 if bucket.group == group_index and bucket.offset < offset + numel:
                     present[bucket.index] |= bucket.offset + bucket.numel > offset
         untouched, samples, told = set(meta["untouched"]), int(meta["num_samples"]), meta["event"]
+        bad_samples = tuple(map(int, meta.get("bad_samples", ())))
         applied_before, line = int(meta["samples_applied"]), {"time": meta["time"], **told}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointCorrupt(
@@ -400,4 +412,4 @@ def apply_entry(entry: Entry, layout: Layout, rule: SyncRule, vector: ResultVect
     applied = rule.apply(vector, present, samples, untouched)
     before = number(told.get("gradient_norm"))
     same = applied.gradient_norm == before or (applied.gradient_norm != applied.gradient_norm and before != before)
-    return Replayed(applied=applied, samples_applied=applied_before, line=line, same=same)
+    return Replayed(applied=applied, samples_applied=applied_before, line=line, same=same, bad_samples=bad_samples)

@@ -158,6 +158,7 @@ class StatusSampler:
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
             residuals_lost=roster.contributions.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
+            bad_samples=len(training.context.loader.bad),
         )  # fmt: skip
 
 

@@ -189,6 +189,7 @@ def _apply_all(
         done = apply_entry(entry, spec.layout, rule, vector)
         differ += not done.same
         lines.append(done.line)
+        spec.bad.restore(done.bad_samples)
         samples, loss = done.samples_applied, number(done.line.get("loss"))
     if replay.step > base:
         seconds = time.perf_counter() - began
@@ -259,6 +260,8 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
     spec.numerics.past[:] = map(str, past)
     if set(past) - {EXACT}:
         notes.append(f"results so far were computed in these ways: {', '.join(spec.numerics.past)} (docs/islands.md)")
+    bad: Any = record.meta.get("bad_samples", [])
+    spec.bad.restore(map(int, bad))
     tensors = record.groups["model"]
     for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
         view.copy_(tensors[entry.name])
@@ -348,6 +351,7 @@ class KeptState:
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,
                 "numerics": list(spec.numerics.past),
+                **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},

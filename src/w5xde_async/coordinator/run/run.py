@@ -30,7 +30,7 @@ from w5xde_async.errors import JobError, UsageError
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.plan.strategy_choice import Choice
 from w5xde_async.runtime import Runtime
-from w5xde_async.telemetry.events import Best, Bus, Warned
+from w5xde_async.telemetry.events import Best, Bus, SampleLeftOut, Warned
 from w5xde_async.updates.sync import SyncRule
 from w5xde_async.wire.frame import BufferSpec
 from w5xde_async.wire.messages import ByeCode, Welcome
@@ -172,6 +172,12 @@ class Run:
     def _data_came(self) -> None:
         self.training.data_came()
 
+    def _left_out(self, sample: int, error: str) -> None:
+        bad = self._spec.bad
+        self._environment.bus.publish(
+            SampleLeftOut(sample=sample, error=error, bad_samples=len(bad), most=bad.most)
+        )  # fmt: skip
+
     def _fail(self, error: BaseException) -> None:
         self.training.phase.lifecycle.fail(error)
 
@@ -232,7 +238,7 @@ class Run:
         loader = Loader(
             spec.job, spec.steps, config, reference=environment.reference or None,
             make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
-            on_ready=self._data_came, on_error=self._fail,
+            bad=spec.bad, on_ready=self._data_came, on_skip=self._left_out, on_error=self._fail,
         )  # fmt: skip
         context = RunContext(
             layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,

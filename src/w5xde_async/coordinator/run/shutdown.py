@@ -143,6 +143,7 @@ class Shutdown:
                 downlink_encoded_bytes=downlink[1],
                 residuals_lost=contributions.residuals_lost,
                 steps_skipped=contributions.steps_skipped,
+                bad_samples=len(spec.bad),
                 best=self._run.best,
             )
         )
@@ -152,7 +153,7 @@ class Shutdown:
             model_path=model_path, metrics_path=metrics_path, plot_path=plot_path,
             shares=shares, downlink_raw_bytes=downlink[0], downlink_encoded_bytes=downlink[1],
             residuals_lost=contributions.residuals_lost, steps_skipped=contributions.steps_skipped,
-            best=self._run.best,
+            bad_samples=len(spec.bad), best=self._run.best,
         )  # fmt: skip
 
     async def _save(self) -> None:

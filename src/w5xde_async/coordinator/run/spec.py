@@ -15,6 +15,7 @@ from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.numerics import RunNumerics
 from w5xde_async.plan.sampler import Sampler, Steps
 from w5xde_async.store.checkpoint import CheckpointStore
@@ -60,6 +61,7 @@ class RunSpec:
     files: RunFiles | None = None  # None: nothing is kept
     overrides: tuple[tuple[int, str], ...] = ()  # what was changed of optimizer and scheduler, after which step
     numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
+    bad: BadSamples = field(default_factory=BadSamples)  # the same
 
     @property
     def steps(self) -> Steps:

@@ -28,6 +28,7 @@ from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
+from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.sampler import Sampler
 from w5xde_async.store.checkpoint import is_record
 from w5xde_async.store.filesystem import Filesystem
@@ -110,7 +111,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
         begun = begin_with(state, Path(config.init_from)) if anew else unused
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
-        state=state, program=program, untraceable=untraceable,
+        state=state, program=program, untraceable=untraceable, bad=BadSamples(config.max_bad_samples),
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer

@@ -63,8 +63,10 @@ class StepJournal(Protocol):
     async def room(self) -> None:
         """Wait until the step path may go one step further."""
 
-    def append(self, version: int, step: StepState, event: StepCommitted, samples_applied: int) -> None:
-        """A step is applied. ``step.root`` belongs to the journal from now on."""
+    def append(
+        self, version: int, step: StepState, event: StepCommitted, samples_applied: int, bad_samples: tuple[int, ...]
+    ) -> None:
+        """A step is applied. ``step.root`` belongs to the journal from now on. ``bad_samples`` are the latest."""
 
 
 class SyncTraining:
@@ -304,7 +306,8 @@ class SyncTraining:
                 phases_s=phases_s,
             )
             if self.journal is not None:  # it publishes the event when the step is durable
-                self.journal.append(self.version, step, event, self.phase.samples_applied)
+                bad = self.context.loader.bad.unrecorded()
+                self.journal.append(self.version, step, event, self.phase.samples_applied, bad)
             else:
                 self.context.bus.publish(event)
                 failpoint("commit.after")

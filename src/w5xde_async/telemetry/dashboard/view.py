@@ -119,7 +119,8 @@ class View:
     def _rare(self, event: Event) -> None:
         line = wording.line(event, wording.plain)
         if line is not None and not isinstance(event, events.Evaluated):  # these have a table, and may be many
-            self.log("warning" if isinstance(event, events.CheckpointFailed | events.JournalFailed) else "info", line)
+            warns = events.CheckpointFailed | events.JournalFailed | events.SampleLeftOut
+            self.log("warning" if isinstance(event, warns) else "info", line)
         match event:
             case RunStarted():
                 self._run = plain_fields(event, omit=SECRETS)
