@@ -49,6 +49,7 @@ LEVELS = {
     "params": 7,
     "codecs": 7,
     "randomness": 7,
+    "segments": 7,
     "config": 2,
     "errors": 1,
     "users_code": 1,

@@ -3,19 +3,15 @@
 ``[4-byte big-endian length][msgpack array]`` over a socket of their own, nothing pickled, lengths bounded; tensors lie
 in shared memory and are spoken of by offsets. The worker believes the child no word: all of an answer is checked.
 
-Regions are ``memfd``s whose size is sealed before the child has them: nobody can shorten one under the other's feet.
+Regions (``segments``) have a size that is sealed before the child has them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import math
-import mmap
 import os
 import socket
 import struct
-import weakref
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -27,13 +23,13 @@ from w5xde_async.compute.block import LeafSpec
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.segments import Region, aligned, mapped
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
 #: Result vectors that both sides have: those of a block under way (one a level of its tree) and those that still leave.
 NUM_SLOTS = 96
 _MAX_ANSWER, _MAX_ORDER = 8 << 20, 1 << 30  # bytes of what the child says at once, and of what the worker does
 _LENGTH = struct.Struct(">I")
-_PAGE = mmap.PAGESIZE
 
 
 class _Said(Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -66,7 +62,7 @@ def put(tensors: Sequence[Tensor], memory: Tensor, at: int = 0) -> list[Place]:
         if nbytes:
             memory[at : at + nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
         places.append(Place(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), at))
-        at += aligned(nbytes)
+        at += aligned(nbytes, ALIGN_BYTES)
     return places
 
 
@@ -222,53 +218,9 @@ def _exactly(descriptor: int, length: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def aligned(nbytes: int, to: int = ALIGN_BYTES) -> int:
-    return -(-nbytes // to) * to
-
-
 def slot_bytes(layout: Layout) -> int:
     """From one result vector to the next."""
-    return aligned(max(layout.vector_bytes, 1), _PAGE)
-
-
-class Region:
-    """A piece of memory that both sides have. Pages take memory when they are first written."""
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        """The worker's side: make it."""
-        self.nbytes = aligned(max(nbytes, 1), _PAGE)
-        self.descriptor = os.memfd_create(f"w5xde-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, self.nbytes)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-            self.memory = mapped(self.descriptor, self.nbytes)
-        except (OSError, MemoryError):
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give the descriptor back; what is mapped stays until nobody has it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
-def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """Memory of a descriptor, which may be closed then; unmapped when no tensor has it any more.
-
-    By the plain call: Python's own would keep a copy of the descriptor, and ask for what is forbidden in the child.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        raise MemoryError(f"{nbytes} bytes cannot be mapped")
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(memory, libc.munmap, address, nbytes).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return aligned(max(layout.vector_bytes, 1))
 
 
 def receive_regions(control: socket.socket, sizes: Sequence[int]) -> list[Tensor]:

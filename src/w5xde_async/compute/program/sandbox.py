@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from w5xde_async.compute.block import ComputedBlock, Emit, LeafSpec, Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.program import channel, sealing
-from w5xde_async.compute.program.channel import NUM_SLOTS, Region, SlotPool, aligned, put, slot_bytes
+from w5xde_async.compute.program.channel import NUM_SLOTS, SlotPool, put, slot_bytes
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import LocalError, ProgramKilled, ProgramRefused
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
-from w5xde_async.params.layout import Layout
+from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.segments import Region, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -204,13 +205,13 @@ class Sandboxed:
         sandbox.wait(spec.precision)
         described = layout.describe()
         text = described + document.text
-        constants_at = aligned(len(text))
-        constant_bytes = sum(aligned(constant.nbytes) for constant in document.constants)
+        constants_at = aligned(len(text), ALIGN_BYTES)
+        constant_bytes = sum(aligned(constant.nbytes, ALIGN_BYTES) for constant in document.constants)
         regions = [
             Region("program", constants_at + constant_bytes),
             Region("state", FlatState.nbytes(layout)),
             Region("results", NUM_SLOTS * slot_bytes(layout)),
-            Region("batches", aligned(batch_bytes) + (1 << 20)),
+            Region("batches", aligned(batch_bytes, ALIGN_BYTES) + (1 << 20)),
         ]
         program, state, slots, self._batches = (region.memory for region in regions)
         program[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
