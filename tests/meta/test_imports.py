@@ -40,6 +40,7 @@ LEVELS = {
     "net": 9,
     "telemetry": 9,
     "hf": 9,
+    "lightning": 9,
     "updates": 9,
     "compute": 9,
     "job": 8,

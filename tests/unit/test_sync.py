@@ -274,6 +274,17 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], words: str) -> None
         Bench(**change)
 
 
+def test_an_optimizer_function_may_make_a_schedule_too() -> None:
+    """A schedule replaces the optimizer's ``step`` by a wrapper, which was taken for one that needs a closure."""
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = momentum(module)
+        torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return optimizer
+
+    Bench(optimizer=make)
+
+
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     model = Model().requires_grad_(False)
     layout = Layout.of(model)

@@ -321,7 +321,8 @@ def _written(given: object, kind: type, otherwise: str) -> str:
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step()`` without an argument would be an error."""
     try:
-        inspect.signature(optimizer.step).bind()
+        # The class's: a scheduler replaces the optimizer's own by a wrapper whose signature has ``self``.
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
     except ValueError:  # it has no signature

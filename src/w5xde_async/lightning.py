@@ -1,0 +1,317 @@
+"""From a LightningModule and its data to a Job: the same model, data, loss, optimizer, schedule, evaluation and seed.
+
+What Lightning's Trainer does besides (its loop, devices, checkpoints, logs) the coordinator and its workers do in their
+own way. What would change the result and cannot be taken over is refused by name; the rest is said in one warning.
+Nothing of Lightning is imported: ``lightning`` and ``pytorch_lightning`` will both do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job, Precision
+
+_PRECISIONS: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+#: Callbacks that show or save; every other one may change the training.
+_REPORTERS = {
+    "Checkpoint", "DeviceStatsMonitor", "LearningRateMonitor", "ModelSummary", "ProgressBar", "ThroughputMonitor",
+}  # fmt: skip
+#: Methods that change batches, gradients or the update; no worker and no coordinator calls them.
+_DECIDING = (
+    "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device", "on_train_batch_start",
+    "on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping",
+    "optimizer_step", "on_before_zero_grad", "optimizer_zero_grad", "lr_scheduler_step", "configure_callbacks",
+)  # fmt: skip
+#: Methods that mostly log.
+_TELLING = (
+    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_train_batch_end",
+)  # fmt: skip
+
+
+def job_of(
+    trainer: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None
+) -> Job:
+    """The job that ``trainer.fit`` would do, with the same arguments. The coordinator trains ``model``, in place.
+
+    A step has ``accumulate_grad_batches`` batches of the training DataLoader, of which each is a microbatch. Raises
+    JobError for what cannot be taken over.
+    """
+    if hasattr(train_dataloaders, "train_dataloader"):  # as fit takes one
+        train_dataloaders, datamodule = None, train_dataloaders
+    data = datamodule if datamodule is not None else model
+    _refuse(trainer, model, data)
+    asked = _Asked(trainer, datamodule)
+    with _attached(asked, model, data):
+        for part in {id(part): part for part in (data, model)}.values():
+            part.prepare_data()
+            part.setup("fit")
+        model.configure_model()
+        loader = data.train_dataloader() if train_dataloaders is None else train_dataloaders
+        held_out = val_dataloaders
+        if held_out is None and _own(data, "val_dataloader"):
+            held_out = data.val_dataloader()
+    _refuse_loader(loader)
+    accumulated, samples = trainer.accumulate_grad_batches, len(loader.dataset)
+    batch_size = loader.batch_size * accumulated
+    a_step = math.floor if loader.drop_last else math.ceil
+    epoch_steps = max(1, a_step(samples / batch_size))
+    ends = [epoch_steps * trainer.max_epochs] if (trainer.max_epochs or -1) > 0 else []
+    ends += [trainer.max_steps] if trainer.max_steps > 0 else []
+    asked.estimated_stepping_batches = min(ends, default=math.inf)
+    evaluates = held_out is not None and trainer.limit_val_batches and _own(model, "validation_step")
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        with _attached(asked, model):
+            made, schedule = _configured(model, epoch_steps)
+        made.schedule = schedule  # type: ignore[attr-defined]  # configure_optimizers makes both at once
+        return made
+
+    with _attached(asked, model):
+        _, schedule = _configured(model, epoch_steps)
+    job = Job(
+        model=model.cpu(),
+        dataset=loader.dataset,
+        collate=loader.collate_fn,
+        optimizer=optimizer,
+        scheduler=None if schedule is None else lambda optimizer: vars(optimizer).pop("schedule"),
+        step=_step,
+        batch_size=batch_size,
+        microbatch_size=loader.batch_size,
+        max_steps=min(ends, default=None),
+        gradient_clip_val=trainer.gradient_clip_val or None,
+        precision=_PRECISIONS[trainer.precision],
+        seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # as seed_everything leaves it
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        drop_last=loader.drop_last,
+        evaluate=_evaluate(trainer, held_out) if evaluates else None,
+        evaluate_every=_every(trainer, math.ceil(samples / loader.batch_size), epoch_steps) if evaluates else None,
+        keep_best=_best(trainer) if evaluates else None,
+    )
+    if left := _left(trainer, model):
+        warnings.warn(f"of Lightning not taken over: {'; '.join(left)}", stacklevel=2)
+    return job
+
+
+def _need(holds: Any, what: str, reason: str, hint: str) -> None:
+    if not holds:
+        raise JobError(f"of a {what}", reason, hint)
+
+
+def _refuse(trainer: Any, model: Any, data: Any) -> None:
+    def need(holds: Any, reason: str, hint: str) -> None:
+        _need(holds, "Trainer", reason, hint)
+
+    hint = "optimize in training_step's return value: one loss, one optimizer"
+    _need(model.automatic_optimization, "LightningModule", "it optimizes by hand (automatic_optimization)", hint)
+    for part in (model, data):
+        for name in _DECIDING:
+            hint = "do it in training_step, in the dataset or in its collate_fn"
+            _need(not _own(part, name), type(part).__name__, f"its {name} would be called by nobody", hint)
+    for one in trainer.callbacks:
+        name = type(one).__name__
+        hint = "leave it out; for one that stops or watches, give the job stop_when, or subscribe to a Bus"
+        need({kind.__name__ for kind in type(one).__mro__} & _REPORTERS, f"callback {name} is called by nobody", hint)
+    devices = trainer.num_devices * trainer.num_nodes
+    need(devices == 1, f"it has {devices} devices", "give devices=1; each worker takes a device of its own")
+    need(trainer.precision in _PRECISIONS, f"precision is {trainer.precision}", f"give one of {', '.join(_PRECISIONS)}")
+    by_value = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) == "value"
+    need(not by_value, "gradient_clip_algorithm is value", "clip by norm")
+    hint = "give the dataset that is meant: torch.utils.data.Subset"
+    for name, whole in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
+        given = getattr(trainer, name)
+        need(type(given) is float and given == whole, f"{name} is {given}", hint)
+    reloads = trainer.reload_dataloaders_every_n_epochs
+    need(not reloads, "reload_dataloaders_every_n_epochs is given", "a run has one dataset")
+
+
+def _refuse_loader(loader: Any) -> None:
+    def need(holds: bool, reason: str, hint: str) -> None:
+        _need(holds, "train_dataloader", reason, hint)
+
+    need(isinstance(loader, DataLoader), f"is a {type(loader).__name__}", "give one DataLoader of torch")
+    need(not isinstance(loader.dataset, IterableDataset), "reads an IterableDataset", "use a map-style dataset")
+    hint = "give batch_size, and shuffle or not"
+    sampler, batches = loader.sampler, loader.batch_sampler
+    own = type(batches) is not BatchSampler or type(sampler) not in (RandomSampler, SequentialSampler)
+    drawn = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset))
+    need(not own and not drawn, f"chooses samples by its own {type(sampler if batches else batches).__name__}", hint)
+
+
+def _left(trainer: Any, model: Any) -> list[str]:
+    """What the job leaves out that somebody may have counted on."""
+    left = [f"{name} of {type(model).__name__}: called by nobody" for name in _TELLING if _own(model, name)]
+    if trainer.accumulate_grad_batches == 1:
+        left.append(
+            "several devices: with accumulate_grad_batches=1 a step is one microbatch, which one worker computes while "
+            "the others wait; divide the DataLoader's batch_size by 4, say, and accumulate 4"
+        )
+    return left
+
+
+def _own(part: Any, name: str) -> bool:
+    """Whether a class of the user's defines a method that Lightning's classes have too."""
+    base = next(
+        (kind for kind in type(part).__mro__ if kind.__name__ in ("LightningModule", "LightningDataModule")), None
+    )
+    return getattr(type(part), name, None) is not getattr(base, name, None)
+
+
+class _Asked:
+    """The trainer as ``setup`` and ``configure_optimizers`` may ask it, which knows how many steps there will be."""
+
+    estimated_stepping_batches: float
+
+    def __init__(self, trainer: Any, datamodule: Any) -> None:
+        self._trainer, self.datamodule = trainer, datamodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class _Absent:
+    """The trainer where there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        reason = f"training_step asks for trainer.{name}, which no worker knows"
+        raise JobError("of a LightningModule", reason, "compute it from the batch, or keep it in a buffer")
+
+
+@contextmanager
+def _attached(trainer: Any, *parts: Any) -> Iterator[None]:
+    for part in parts:
+        part.trainer = trainer
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.trainer = None
+
+
+def _configured(model: Any, epoch_steps: int) -> tuple[torch.optim.Optimizer, Any]:
+    """Of ``configure_optimizers``: the optimizer, and the schedule as it is stepped once a step, or None."""
+    found, schedules = model.configure_optimizers(), []
+
+    def need(holds: Any, reason: str, hint: str) -> None:
+        _need(holds, "LightningModule", f"configure_optimizers gives {reason}", hint)
+
+    if isinstance(found, (list, tuple)) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+        optimizers, schedules = found
+    else:
+        optimizers = list(found) if isinstance(found, (list, tuple)) else [found]
+    need(len(optimizers) == 1, f"{len(optimizers)} optimizers", "give one, with several groups of parameters")
+    optimizer = optimizers[0]
+    schedules = list(schedules) if isinstance(schedules, (list, tuple)) else [schedules]
+    if isinstance(optimizer, Mapping):
+        schedules += [optimizer["lr_scheduler"]] if "lr_scheduler" in optimizer else []
+        optimizer = optimizer["optimizer"]
+    need(isinstance(optimizer, torch.optim.Optimizer), f"{type(optimizer).__name__}", "give a torch.optim.Optimizer")
+    need(len(schedules) <= 1, f"{len(schedules)} schedules", "give one: torch.optim.lr_scheduler.ChainedScheduler")
+    if not schedules:
+        return optimizer, None
+    given = schedules[0] if isinstance(schedules[0], Mapping) else {"scheduler": schedules[0]}
+    schedule, every = given["scheduler"], given.get("frequency", 1)
+    hint = "use a schedule of the step number"
+    need(not isinstance(schedule, ReduceLROnPlateau), "ReduceLROnPlateau, which needs a metric", hint)
+    if given.get("interval", "epoch") == "step":
+        need(every == 1, f"a schedule with frequency {every} of steps", "use a schedule of the step number")
+        return optimizer, schedule
+    return optimizer, _OnceIn(every * epoch_steps, schedule)
+
+
+class _OnceIn(LRScheduler):
+    """A schedule that is stepped once in so many steps: at the end of an epoch."""
+
+    def __init__(self, steps: int, schedule: Any) -> None:
+        self.optimizer, self.steps, self.last_epoch = schedule.optimizer, steps, 0
+        self._schedulers = [schedule]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        if self.last_epoch % self.steps == 0:
+            self._schedulers[0].step()
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        return self._schedulers[0].get_last_lr()  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "_schedulers": [self._schedulers[0].state_dict()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self._schedulers[0].load_state_dict(state_dict["_schedulers"][0])
+
+
+def _step(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    """``training_step``, and what it logs. Which batch it is nobody knows here: ``batch_idx`` is None."""
+    metrics: dict[str, Any] = {}
+
+    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        metrics[name] = value.compute() if hasattr(value, "compute") else value
+        if hasattr(value, "reset"):  # a metric of torchmetrics: each microbatch has its own, which are averaged
+            value.reset()
+
+    def log_dict(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        for name, value in values.items():
+            log(name, value)
+
+    model.log, model.log_dict = log, log_dict
+    try:
+        with _attached(_Absent(), model):
+            indexed = len(inspect.signature(model.training_step).parameters) > 1
+            found = model.training_step(batch, None) if indexed else model.training_step(batch)
+    finally:
+        del model.log, model.log_dict
+    return found["loss"] if isinstance(found, Mapping) else found, metrics
+
+
+def _evaluate(trainer: Any, held_out: Any) -> Callable[[nn.Module], dict[str, float]]:
+    """``trainer.validate`` of another model, by a Trainer that shows and writes nothing."""
+    says = logging.getLogger(type(trainer).__module__.partition(".trainer")[0])
+    level = says.level
+    says.setLevel(logging.WARNING)  # the devices it will not use
+    try:
+        quiet = type(trainer)(
+            accelerator="cpu", devices=1, logger=False, precision=trainer.precision,
+            limit_val_batches=trainer.limit_val_batches, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+    finally:
+        says.setLevel(level)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {
+            name: value for found in quiet.validate(model, held_out, verbose=False) for name, value in found.items()
+        }
+
+    return evaluate
+
+
+def _every(trainer: Any, epoch_batches: int, epoch_steps: int) -> int | None:
+    """Steps between evaluations, where that is not once an epoch."""
+    between, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
+    accumulated: int = trainer.accumulate_grad_batches
+    if isinstance(between, int):
+        return max(1, between // accumulated)
+    if isinstance(between, float) and between < 1.0:
+        return max(1, int(epoch_batches * between) // accumulated)
+    return epoch_steps * int(epochs) if (epochs or 1) > 1 else None
+
+
+def _best(trainer: Any) -> str | None:
+    """``Job.keep_best`` of a ModelCheckpoint that monitors something."""
+    monitors = [f"{one.mode}:{one.monitor}" for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)]
+    return monitors[0] if monitors else None

@@ -1,0 +1,274 @@
+"""A Job from a LightningModule and its data does what Lightning's Trainer does: held against ``Trainer.fit`` itself."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import reference
+from tests.support.cluster import QUICK_WORKER, settings, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job
+from w5xde_async.lightning import job_of
+from w5xde_async.params.flat import named_digest
+from w5xde_async.worker.service import Departure, Worker
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:lightning"),  # of numbers of processes, Slurm, torch's own trees
+    pytest.mark.filterwarnings("ignore:of Lightning not taken over"),
+]
+
+X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, (X.sum(1) > 0).long())
+
+
+@pytest.fixture(autouse=True)
+def pl() -> Any:
+    torch.set_num_threads(1)
+    import lightning.pytorch  # here: it takes seconds
+
+    return lightning.pytorch
+
+
+def module(pl: Any, optimizers: Any = None, **methods: Any) -> Any:
+    """A module of the kind that people write: its own optimizers and ``methods``, the rest as below."""
+    import torchmetrics
+
+    class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+            self.hits = torchmetrics.classification.MulticlassAccuracy(2, average="micro")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)  # type: ignore[no-any-return]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            logits = self(x.to(self.device))
+            loss = nn.functional.cross_entropy(logits, y)
+            self.hits(logits, y)
+            self.log("hits", self.hits)
+            self.log_dict({"train_loss": loss})
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.hits(self(x), y)
+            self.log("val_hits", self.hits)
+            self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+        def configure_optimizers(self) -> Any:
+            return (optimizers or each_epoch)(self)
+
+    torch.manual_seed(0)
+    return type("Net", (Net,), methods)()
+
+
+def each_epoch(model: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def each_step(model: Any) -> Any:
+    """As its own documents have it: the schedule asks the trainer how many steps there will be."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = int(model.trainer.estimated_stepping_batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=steps + 1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def every_other_epoch(model: Any) -> Any:
+    groups = [{"params": model.net[0].parameters(), "lr": 0.2}, {"params": model.net[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    schedule = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "frequency": 2}
+    return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def trainer(pl: Any, **given: Any) -> Any:
+    base = {
+        "max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "accelerator": "cpu", "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    return pl.Trainer(**base | given)
+
+
+def loader(**given: Any) -> DataLoader[Any]:
+    return DataLoader(**{"dataset": DATA, "batch_size": 4} | given)
+
+
+def data(pl: Any) -> Any:
+    class Points(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+        def prepare_data(self) -> None:
+            self.prepared = True
+
+        def setup(self, stage: str) -> None:
+            assert self.prepared
+            assert stage == "fit"
+            assert self.trainer.world_size == 1
+            self.points = DATA
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader(dataset=self.points)
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return loader(dataset=self.points, batch_size=20)
+
+    return Points()
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "given"),
+    [
+        (each_epoch, {}),
+        (each_step, {"max_epochs": -1, "max_steps": 7, "gradient_clip_val": None}),
+        (every_other_epoch, {"max_epochs": 5, "accumulate_grad_batches": 1}),
+        (
+            lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+            {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
+        ),
+    ],
+    ids=["each epoch", "each step", "every other epoch", "bf16"],
+)
+def test_it_comes_to_the_parameters_of_fit_itself(pl: Any, optimizers: Any, given: dict[str, Any]) -> None:
+    ours, theirs = module(pl, optimizers), module(pl, optimizers)
+    job = job_of(trainer(pl, **given), ours, data(pl))
+    model, _ = reference.train(job)
+    assert model is ours
+    assert ours._trainer is None
+    trainer(pl, **given).fit(theirs, loader())
+    for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert job.max_steps == theirs.trainer.global_step
+
+
+def test_evaluation_gives_what_validate_logs(pl: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    kept = pl.callbacks.ModelCheckpoint(monitor="val_hits", mode="max")
+    given = {"callbacks": [kept], "enable_checkpointing": True, "check_val_every_n_epoch": 2}
+    job = job_of(trainer(pl, **given), module(pl), datamodule=data(pl))
+    assert (job.evaluate_every, job.keep_best) == (8, "max:val_hits")
+    assert job_of(trainer(pl, val_check_interval=0.5), module(pl), data(pl)).evaluate_every == 2
+    assert job_of(trainer(pl, limit_val_batches=0), module(pl), data(pl)).evaluate is None
+    other = module(pl)
+    nn.init.ones_(other.net[0].weight)
+    capfd.readouterr()
+    assert job.evaluate is not None
+    found = job.evaluate(other)
+    assert capfd.readouterr() == ("", "")
+    assert [found] == trainer(pl).validate(other, loader(batch_size=20), verbose=False)
+    assert found.keys() == {"val_hits", "val_loss"}
+
+
+def test_a_metric_tells_of_its_own_microbatch(pl: Any) -> None:
+    """Workers live as long as the run: a metric that went on would mix old leaves in, and grow."""
+    job = job_of(trainer(pl), module(pl), data(pl))
+    assert job.step is not None
+    job.step(job.model, DATA[:40])  # type: ignore[arg-type]
+    _, metrics = job.step(job.model, DATA[40:])  # type: ignore[arg-type, misc]
+    x, y = DATA[40:]
+    assert float(metrics["hits"]) == float((job.model(x).argmax(1) == y).float().mean())  # type: ignore[operator]
+
+
+def test_it_trains_with_a_worker_that_has_no_code_and_over_a_resume(pl: Any, tmp_path: Path) -> None:
+    """Metrics of torchmetrics, too; and the schedule goes on where it was, within an epoch."""
+
+    def job(steps: int) -> Job:
+        return replace(job_of(trainer(pl), module(pl), data(pl)), max_steps=steps)
+
+    metrics: list[dict[str, float]] = []
+
+    async def part(job: Job) -> str:
+        async with Coordinator(job, config=settings(code_free=True), run_dir=tmp_path) as coordinator:
+            coordinator.bus.subscribe(lambda event: metrics.append(getattr(event, "metrics", {})))
+            worker = asyncio.create_task(Worker(coordinator.address, job=None, config=QUICK_WORKER).run())
+            result = await coordinator.wait()
+            assert await worker is Departure.FINISHED
+        return result.digest
+
+    asyncio.run(part(job(6)))
+    digest = asyncio.run(part(job(12)))
+    assert digest == named_digest(reference.train(job(12))[0])
+    named = [found for found in metrics if "hits" in found]
+    assert named
+    assert all(0.0 <= found["hits"] <= 1.0 for found in named)
+
+
+def by_hand(model: Any) -> Any:
+    model.automatic_optimization = False
+    return model
+
+
+def two(model: Any) -> Any:
+    return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.net[0], model.net[2])]
+
+
+def plateau(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        ("optimizes by hand", lambda pl: (trainer(pl), by_hand(module(pl)), loader())),
+        ("2 optimizers", lambda pl: (trainer(pl), module(pl, two), loader())),
+        ("ReduceLROnPlateau", lambda pl: (trainer(pl), module(pl, plateau), loader())),
+        ("Net: its on_after_backward", lambda pl: (trainer(pl), module(pl, on_after_backward=print), loader())),
+        (
+            "callback EarlyStopping .*stop_when",
+            lambda pl: (trainer(pl, callbacks=[pl.callbacks.EarlyStopping("val_loss")]), module(pl), loader()),
+        ),
+        ("precision is 64-true", lambda pl: (trainer(pl, precision="64-true"), module(pl), loader())),
+        ("clip_algorithm is value", lambda pl: (trainer(pl, gradient_clip_algorithm="value"), module(pl), loader())),
+        ("limit_train_batches is 3", lambda pl: (trainer(pl, limit_train_batches=3), module(pl), loader())),
+        ("overfit_batches is 1", lambda pl: (trainer(pl, overfit_batches=1), module(pl), loader())),
+        ("is a list", lambda pl: (trainer(pl), module(pl), [loader(), loader()])),
+        ("an IterableDataset", lambda pl: (trainer(pl), module(pl), loader(dataset=Stream()))),
+        (
+            "its own WeightedRandomSampler",
+            lambda pl: (trainer(pl), module(pl), loader(sampler=WeightedRandomSampler([1.0] * 48, 48))),
+        ),
+        ("it has no end", lambda pl: (trainer(pl, max_epochs=-1), module(pl), loader())),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_change_the_result_is_refused_by_name(pl: Any, words: str, made: Any) -> None:
+    with pytest.raises(JobError, match=words) as refused:
+        job_of(*made(pl))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+async def test_what_no_worker_knows_is_named(pl: Any) -> None:
+    """Not taken as 0 in silence, as Lightning does where there is no trainer."""
+
+    def training_step(self: Any, batch: Any) -> Tensor:
+        return self(batch[0]).square().mean() * (1 + self.current_epoch)  # type: ignore[no-any-return]
+
+    job = job_of(trainer(pl), module(pl, training_step=training_step), loader())
+    with pytest.raises(Exception, match=r"asks for trainer\.current_epoch, which no worker knows"):
+        await train(lambda: job)
+
+
+def test_what_is_left_out_is_said_once(pl: Any) -> None:
+    one, three = trainer(pl, accumulate_grad_batches=1), trainer(pl)
+    with pytest.warns(UserWarning, match=r"on_train_epoch_end of Net.*accumulate_grad_batches=1") as said:
+        job_of(one, module(pl, on_train_epoch_end=print), loader())
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job_of(three, module(pl), loader())
