@@ -450,7 +450,7 @@ async def test_of_two_coordinators_of_a_run_the_later_alone_commits(tmp_path: Pa
 async def test_the_steps_that_are_done_again_are_counted(tmp_path: Path) -> None:
     left = tmp_path / "left"
     told = await crash(jobs.mlp_sgd, tmp_path / "run", at=7, left=left, durability="checkpoint", checkpoint_every=500)
-    with (left / "metrics.jsonl").open("a") as file:  # the last second of it is not there after a kill
+    with (left / "metrics.jsonl").open("a") as file:  # its last lines are not there after a kill
         file.write(json.dumps({"event": "step_committed", "step": told}) + "\n")
     found = await asyncio.to_thread(prepared, jobs.mlp_sgd, left, durability="checkpoint")
     assert f"the {told} steps from 1 to {told} were done before; they are done again" in found.resume.notes

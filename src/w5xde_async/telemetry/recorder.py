@@ -1,10 +1,11 @@
 """The run as ``metrics.jsonl``: one JSON object per event, in order, written by a thread of its own.
 
-``recorder(event)`` only appends to a bounded buffer; the thread writes about once per ``flush_s``. A line is whole
-or absent: what a failed or dying write left of one is cut off. On resume, records of steps after the resumed one
-go, for those steps are done again, and those that a journal has and the file has not are added. A full disk is named
-once and the run goes on; how many events were lost is recorded (``{"event": "dropped", "count": n}``) as soon as the
-disk takes lines again.
+``recorder(event)`` only appends to a bounded buffer; the thread writes at once, then rests for ``flush_s``: the next
+start counts the steps that were done from this file, and somebody has seen them on the screen. A line is whole or
+absent: what a failed or dying write left of one is cut off. On resume, records of steps after the resumed one go, for
+those steps are done again, and those that a journal has and the file has not are added. A full disk is named once and
+the run goes on; how many events were lost is recorded (``{"event": "dropped", "count": n}``) as soon as the disk takes
+lines again.
 
 The worker command and the dashboard's link are not recorded: they may hold secrets.
 """
@@ -33,7 +34,7 @@ _TAIL_BYTES = 1 << 20
 
 
 class Recorder:
-    """A subscriber of the event bus that keeps everything. Close it, or the last second is lost."""
+    """A subscriber of the event bus that keeps everything. Close it, or its last lines are lost."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Recorder:
         *,
         resumed_step: int = 0,
         replayed: Sequence[Mapping[str, object]] = (),
-        flush_s: float | None = 1.0,
+        flush_s: float | None = 0.1,
         capacity: int = 50_000,
         wall: Callable[[], float] = time.time,
         filesystem: Filesystem | None = None,
@@ -78,7 +79,7 @@ class Recorder:
                 self._dropped += 1
                 return
             self._pending.append((self._wall(), event))
-            if len(self._pending) == self._capacity // 2:
+            if len(self._pending) in (1, self._capacity // 2):
                 self._wake.notify()
 
     def flush(self) -> None:
@@ -129,12 +130,12 @@ class Recorder:
     def _write_on(self) -> None:
         while True:
             with self._wake:
-                if not self._closed:
-                    self._wake.wait(self._flush_s)
-                closed = self._closed
+                self._wake.wait_for(lambda: self._closed or self._pending or self._dropped)
             self.flush()
-            if closed:
-                return
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed or len(self._pending) >= self._capacity // 2, self._flush_s)
+                if self._closed:
+                    return
 
     def _append(self, data: bytes) -> None:
         self._filesystem.fence()  # raises where the file is another's
