@@ -1,29 +1,31 @@
-"""One tree of exceptions; the type says what the caller does next.
+"""One tree of exceptions.
 
-W5xdeError
-    LocalError              our own bug or our own machine: stop and report
-        ProtocolViolation   we were about to break the protocol ourselves
-        DeviceLost          the device is of no use to this process any more: start another, exit code 7
-        IslandBroken        a leaf failed on some ranks of an island: start all of them again, exit code 8
-    UsageError              the person must change something: one line, exit code 2
-        JobError            the job cannot be loaded or cannot work; says what and where
-        PortInUse           exit code 6
-    RemoteError             the peer broke the protocol: drop the peer, keep serving
-        FrameTooLarge       a size over its cap, found before anything was allocated
-        MalformedFrame      bytes that are not a frame of this protocol
-        UnexpectedMessage   a valid message in a state that does not allow it
-        ProgramRefused      a program that this worker does not run
-            ProgramKilled   it ended the process that it ran in
-    LinkLost                the connection is gone: reconnect or forget the peer
-        Unreachable         nothing answered within the deadline: exit code 3
-    Refused                 the peer said no, with a code, a reason and a hint
-    LeafFailed              the user's code failed repeatedly on one leaf: stop the run
-    UpdateFailed            the job's optimizer or scheduler raised: stop the run
-    StoreError              disk: nothing was lost, say what and where
-        CheckpointCorrupt   a record that does not match its own digests
-        CheckpointMismatch  a whole record of another model or job
-        RunDirBusy          another coordinator holds the run directory
-        DiskHangs           the end of a run waited too long for it: end the process, threads of it may hang
+The type says what the caller does next::
+
+    W5xdeError
+        LocalError              our own bug or our own machine: stop and report
+            ProtocolViolation   we were about to break the protocol ourselves
+            DeviceLost          the device is of no use to this process any more: start another, exit code 7
+            IslandBroken        a leaf failed on some ranks of an island: start all of them again, exit code 8
+        UsageError              the person must change something: one line, exit code 2
+            JobError            the job cannot be loaded or cannot work; says what and where
+            PortInUse           exit code 6
+        RemoteError             the peer broke the protocol: drop the peer, keep serving
+            FrameTooLarge       a size over its cap, found before anything was allocated
+            MalformedFrame      bytes that are not a frame of this protocol
+            UnexpectedMessage   a valid message in a state that does not allow it
+            ProgramRefused      a program that this worker does not run
+                ProgramKilled   it ended the process that it ran in
+        LinkLost                the connection is gone: reconnect or forget the peer
+            Unreachable         nothing answered within the deadline: exit code 3
+        Refused                 the peer said no, with a code, a reason and a hint
+        LeafFailed              the user's code failed repeatedly on one leaf: stop the run
+        UpdateFailed            the job's optimizer or scheduler raised: stop the run
+        StoreError              disk: nothing was lost, say what and where
+            CheckpointCorrupt   a record that does not match its own digests
+            CheckpointMismatch  a whole record of another model or job
+            RunDirBusy          another coordinator holds the run directory
+            DiskHangs           the end of a run waited too long for it: end the process, threads of it may hang
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,6 +140,21 @@ def test_the_public_names_are_in_the_reference() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\.\. auto(?:class|exception):: (\w+)$", text, re.MULTILINE))
     assert shown == set(w5xde_async.__all__) - {"__version__"}
+
+
+def test_what_the_documents_import_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\.\. auto(?:class|function):: (w5xde_async\.[\w.]+)$", text, re.MULTILINE))
+    shown |= {f"w5xde_async.{name}" for name in w5xde_async.__all__}
+    modules = set(re.findall(r"^\.\. automodule:: ([\w.]+)$", text, re.MULTILINE))
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert module == "w5xde_async.hf" or hasattr(import_module(module), attribute), name
+    for example in EXAMPLES:
+        for node in ast.walk(ast.parse(example.code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("w5xde_async"):
+                missing = {f"{node.module}.{alias.name}" for alias in node.names} - shown
+                assert not missing or node.module in modules, f"{name_of(example)}: {missing}"
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
