@@ -19,7 +19,7 @@ setup: $(STAMP) ## a virtual environment in .venv with everything
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,dashboard,tensorboard,examples,models,lightning,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,dashboard,tensorboard,examples,models,lightning,ray,dev]'
 	touch $@
 
 demo: setup ## train a model of handwritten digits with two workers on this machine

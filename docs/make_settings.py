@@ -53,7 +53,8 @@ TAIL = """\
 | `W5XDE_FAILPOINTS` | coordinator | for tests: ends the process at named points ([reliability.md](reliability.md)) |
 
 The secret is looked for in this order: join file or `W5XDE_JOIN`; `--token-file`; `W5XDE_TOKEN`; `W5XDE_TOKEN_FILE` or
-`token_file` of the TOML file; `~/.config/w5xde/token`. Files must be readable by their owner alone.
+`token_file` of the TOML file; `~/.config/w5xde/token`. Files must be readable by their owner
+alone (root's: by a group too, as a container is given them).
 """
 
 

@@ -15,6 +15,7 @@ usage: w5xde coordinator JOB [options]
        w5xde predict JOB [--workers N] [options]
        w5xde memory JOB [--island MODE=N]
        w5xde tune JOB [--workers N] [options]
+       w5xde launch k8s|slurm|ray JOB --workers N [options]
 
 Each has its own --help. The same as python -m w5xde_async.coordinator,
 python -m w5xde_async.worker and so on.
@@ -28,13 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from w5xde_async.worker.__main__ import main as worker
 
     given = sys.argv[1:] if arguments is None else list(arguments)
+    from w5xde_async.launch.program import main as launch
     from w5xde_async.predict import main as predict
     from w5xde_async.status import main as status
     from w5xde_async.tune import main as tune
 
     programs = {
         "coordinator": coordinator, "worker": worker, "status": status, "doctor": doctor, "predict": predict,
-        "memory": _memory, "tune": tune,
+        "memory": _memory, "tune": tune, "launch": launch,
     }  # fmt: skip
     if given and given[0] in programs:
         return programs[given[0]](given[1:], prog=f"w5xde {given[0]}")

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +107,9 @@ def launch(
             return ExitCode.OK
         as_json = settings.values["log_format"] == "json"
         exit_on_drain = settings.exit_on_drain
-        if not settings.values.get("exit_with_stdin"):  # a parent of this project has said it
+        if settings.exit_with_stdin:
+            threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
+        else:  # a parent of this project has said it
             for text in misspelt_variables(os.environ):
                 _complain(prog, text, None, as_json)
         if settings.profile_memory is not None and hasattr(signal, "SIGUSR2"):
@@ -141,6 +144,13 @@ def launch(
         text = str(error).splitlines()[0] if isinstance(error, LeafFailed | UpdateFailed) else str(error)
         _complain(prog, text, error.exit_code, as_json)
         return error.exit_code
+
+
+def _end_with_stdin() -> None:
+    """Nobody is left to work for: no goodbye is owed, and nothing may keep this process."""
+    while os.read(0, 4096):
+        pass
+    os._exit(ExitCode.ERROR)
 
 
 def _known(*names: str) -> list[signal.Signals]:

@@ -21,7 +21,7 @@ COORDINATOR = """
 --name --run-dir --checkpoint-every --checkpoint-time --keep-checkpoints --durability --resume
 --dashboard --no-dashboard --dashboard-address --tracker
 --loader-threads --loader-processes --prefetch-leaves --max-bad-samples
---threads --loop --log --log-format --exit-on-drain --profile-memory --config
+--threads --loop --log --log-format --exit-on-drain --profile-memory --config --exit-with-stdin
 """
 WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure

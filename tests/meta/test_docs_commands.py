@@ -23,6 +23,7 @@ from tests.meta.test_docs import DOCUMENTS, ROOT, environment, name_of, write_fi
 from w5xde_async import memory, status
 from w5xde_async.errors import UsageError
 from w5xde_async.facade.guava.workers import network_worker as guava
+from w5xde_async.launch import program as launch
 from w5xde_async.settings import PROGRAMS as KINDS
 from w5xde_async.settings import Answer, flag_names, read
 from w5xde_async.settings.programs import DoctorSettings, PredictionSettings, TuningSettings
@@ -36,7 +37,7 @@ PROGRAMS = {program.table: program for program in KINDS} | {
 }  # fmt: skip
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 FLAGS = {flag for program in PROGRAMS.values() for flag in flag_names(program)}
-FLAGS |= {flag for one in (status, memory) for flag in one.parser("")._option_string_actions}
+FLAGS |= {flag for one in (status, memory, launch) for flag in one.parser("")._option_string_actions}
 #: Commands that are not ours: nothing about them is checked but that somebody put them here on purpose.
 FOREIGN = {
     ".",
@@ -133,6 +134,10 @@ def check(words: list[str]) -> None:
 
 def parse(program: str, arguments: list[str]) -> None:
     given = [argument for argument in arguments if argument != "..."]
+    if program == "launch":
+        if given:  # not the program's name and no more
+            launch.parse(given, program)
+        return
     if program in ("status", "memory"):
         (status if program == "status" else memory).parser(program).parse_args(given)
         return

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2] / "src" / "w5xde_async"
 LEVELS = {
     "predict": 24,
     "tune": 24,
+    "launch": 24,
     "process": 23,
     "settings": 22,
     "status": 22,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import stat
 from pathlib import Path
@@ -221,3 +222,30 @@ def test_a_worker_trusts_no_server_that_nothing_tells_from_another() -> None:
         Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu"))
     Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu", insecure=True))
     Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu", token=new_secret()))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no owner and group there")
+@pytest.mark.parametrize(
+    ("mode", "owner", "user", "taken"),
+    [
+        (0o440, 0, 1000, True),  # Kubernetes: fsGroup
+        (0o640, 0, 1000, True),
+        (0o444, 0, 1000, False),
+        (0o460, 0, 1000, False),
+        (0o440, 0, 0, False),  # who could change that should
+        (0o440, 1000, 1000, False),
+        (0o440, 2000, 1000, False),
+    ],
+)
+def test_a_secret_that_root_has_given_to_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, user: int, taken: bool
+) -> None:
+    path = tmp_path / "token"
+    path.write_text("one line\n")
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result((stat.S_IFREG | mode, 0, 0, 0, owner, 0, 0, 0, 0, 0)))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if taken:
+        assert read_secret_file(path) == "one line"
+    else:
+        with pytest.raises(UsageError, match="chmod 600"):
+            read_secret_file(path)

@@ -148,16 +148,20 @@ def worker_secret(secret: str, identity: str) -> str:
 
 
 def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
-    """The one line of a file that only its owner can read (a secret, a join string). Raises UsageError."""
+    """The one line of a file that only its owner can read (a secret, a join string). Raises UsageError.
+
+    One of root's may be readable by a group too where this is another user: that is how a container is given a secret.
+    """
     path = path.expanduser()
     try:
         with path.open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            status = os.fstat(file.fileno())
             text = file.read(4096).strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(f"{kind} {path} cannot be read: {reason}") from error
-    if os.name != "nt" and stat.S_IMODE(mode) & 0o077:
+    given = os.name != "nt" and status.st_uid == 0 != os.geteuid()
+    if os.name != "nt" and stat.S_IMODE(status.st_mode) & (0o037 if given else 0o077):
         raise UsageError(f"{kind} {path} can be read by others; run: chmod 600 {shlex.quote(str(path))}")
     if not text or len(text.splitlines()) != 1:
         raise UsageError(f"{kind} {path} does not hold one line")

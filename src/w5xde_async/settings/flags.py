@@ -85,6 +85,9 @@ class Program(Config):
         None, "note what allocates memory; SIGUSR2 and the end write a report there (it costs time and memory)",
         FOLDER, "program",
     )  # fmt: skip
+    exit_with_stdin: bool = setting(
+        False, "end when standard input does: whoever holds its other end is gone", YES_OR_NO, "program", hidden=True
+    )
     config: Path | None = setting(None, "TOML file with the tables [coordinator] and [worker]", PATH, "program")
 
     @classmethod
@@ -198,7 +201,9 @@ def flag_names(program: type[Program]) -> tuple[str, ...]:
     return tuple(option for action in parser._actions for option in action.option_strings if option.startswith("--"))
 
 
-def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P, frozenset[str]]:
+def read(
+    program: type[_P], arguments: Sequence[str], *, prog: str, environment: Mapping[str, str] = os.environ
+) -> tuple[_P, frozenset[str]]:
     """The settings, and the names of those that were given as arguments.
 
     Raises UsageError, and Answer for --help, --version and --print-config.
@@ -206,17 +211,17 @@ def read(program: type[_P], arguments: Sequence[str], *, prog: str) -> tuple[_P,
     given = _parse(program, arguments, prog)
     printing = given.pop("print_config", False)
     known = declared(program)
-    environment = {name: os.environ[one.variable] for name, one in known.items() if os.environ.get(one.variable)}
-    path = given.get("config") or environment.get("config")
+    said = {name: environment[one.variable] for name, one in known.items() if environment.get(one.variable)}
+    path = given.get("config") or said.get("config")
     table = _table(program, Path(path)) if path else {}
     sources = (
-        (lambda one: one.option, given), (lambda one: one.variable, environment),
+        (lambda one: one.option, given), (lambda one: one.variable, said),
         (lambda one: f"{path}: [{program.table}] {one.name}", table),
     )  # fmt: skip
     values = {name: one.value(sources) for name, one in known.items()}
     derived = program.derived(values)
     values |= {name: value for name, value in derived.items() if values[name] is None}
-    told = frozenset(given) | frozenset(environment) | frozenset(table)
+    told = frozenset(given) | frozenset(said) | frozenset(table)
     settings = _make(program, values, {"values": values, "told": told})
     if printing:
         raise Answer(to_toml(to_mapping(settings)).rstrip("\n"))

@@ -171,9 +171,6 @@ class WorkerSettings(Program):
         False, "under fsdp=N, tp=N and pp=N, compute forward passes once more in backward, in place of keeping what "
         "they made", YES_OR_NO, "machine",
     )  # fmt: skip
-    exit_with_stdin: bool = setting(
-        False, "end when standard input does: whoever holds its other end is gone", YES_OR_NO, "program", hidden=True
-    )
 
     def require(self) -> None:
         need(self.island is None or self.island_member is None, "give --island or --island-member, not both")

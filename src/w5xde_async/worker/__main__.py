@@ -49,8 +49,6 @@ def _kind() -> type[WorkerSettings]:
 
 
 def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
-    if settings.exit_with_stdin:
-        threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     from w5xde_async.worker.config import WorkerConfig
 
     config = settings.make(WorkerConfig, token=token)
@@ -304,13 +302,6 @@ def _supervise(
         return exit_code_of(processes.told, settings.exit_on_drain) if code == ExitCode.DRAINED else code
 
     return supervise
-
-
-def _end_with_stdin() -> None:
-    """Nobody is left to work for: no goodbye is owed, and nothing may keep this process."""
-    while os.read(0, 4096):
-        pass
-    os._exit(ExitCode.ERROR)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""Kubernetes: a coordinator with a volume and a service, workers as a Job whose parallelism may change.
+
+A pod of either that is told to go ends with 75 and is replaced, however often; the codes after which another start ends
+in the same way fail the Job at once.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.launch.plan import COORDINATOR_GRACE_S, DASHBOARD_PORT, HOPELESS, PORT, WORKER_GRACE_S, Plan, fill
+
+_TOKEN = "/etc/w5xde/token"
+
+
+def objects(plan: Plan, image: str) -> str:
+    """The objects as YAML. The image's entry point is ``w5xde``, and the job is where it stands in it."""
+    memory, cpus = json.dumps(str(plan.memory_bytes)), json.dumps(str(plan.cpus))
+    coordinator: list[str | int] = [
+        "coordinator", *plan.train, "--host", "0.0.0.0", "--port", PORT, "--token-file", _TOKEN, "--run-dir",
+        f"/runs/{plan.name}", "--dashboard-address", f"0.0.0.0:{DASHBOARD_PORT}",
+    ]  # fmt: skip
+    worker = ["worker", "--server", f"{plan.name}:{PORT}", "--token-file", _TOKEN, *plan.compute]
+    limits = {"memory": str(plan.memory_bytes)} | ({"nvidia.com/gpu": str(plan.gpus)} if plan.gpus else {})
+    return fill(
+        "kubernetes.yaml", name=plan.name, image=json.dumps(image), port=PORT, dashboard_port=DASHBOARD_PORT,
+        workers=plan.workers, cpus=cpus, memory=memory, limits=json.dumps(limits),
+        coordinator=_strings(coordinator), worker=_strings(worker), drained=int(ExitCode.DRAINED),
+        hopeless=json.dumps([int(code) for code in HOPELESS]), coordinator_grace=COORDINATOR_GRACE_S,
+        worker_grace=WORKER_GRACE_S,
+    )  # fmt: skip
+
+
+def start(plan: Plan, image: str) -> int:
+    """Apply the objects in kubectl's present context; the secret is made where there is none. The exit code."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise UsageError("kubectl is not here: install it, or take what --print writes to where it is")
+    known = subprocess.run(
+        [kubectl, "get", "secret", plan.name, "--ignore-not-found", "--output=name"], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if known.returncode:
+        raise UsageError(f"kubectl get secret: {known.stderr.strip()[:500]}")
+    if not known.stdout.strip():
+        token = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": plan.name}, "type": "Opaque"}
+        _kubectl(kubectl, "create", json.dumps(token | {"stringData": {"token": secrets.token_hex(32)}}))
+    _kubectl(kubectl, "apply", objects(plan, image))
+    return ExitCode.OK
+
+
+def _kubectl(kubectl: str, verb: str, text: str) -> None:
+    ended = subprocess.run([kubectl, verb, "--filename=-"], input=text, text=True, check=False)
+    if ended.returncode:
+        raise UsageError(f"kubectl {verb} ended with exit code {ended.returncode}")
+
+
+def _strings(words: Sequence[str | int]) -> str:
+    return json.dumps([str(word) for word in words])

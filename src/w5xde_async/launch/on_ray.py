@@ -1,0 +1,197 @@
+"""Ray: an actor for the coordinator, an actor for each worker, which Ray places where it has room and starts again.
+
+An actor keeps one program as a process of its node, and ends with it: Ray then starts the actor anew, on another node
+where it has to, and calls ``run`` again. Actors are detached, so that a run outlives who has started it; starting it
+again under its name finds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+
+from w5xde_async.errors import ExitCode
+from w5xde_async.launch.plan import COORDINATOR_GRACE_S, HOPELESS, WORKER_GRACE_S, Plan
+from w5xde_async.net.join import write_private_line
+from w5xde_async.runtime import start_process
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE = "w5xde"
+_FINAL = (ExitCode.OK, ExitCode.ERROR, *HOPELESS)  # no other start would end otherwise, or none is wanted
+_AGAIN_S, _LOOK_S = 1.0, 1.0
+_NOT_UPLOADED = [".git", ".venv", "runs"]
+
+
+class Keeper:
+    """One program of this package as a process. Made into an actor by ``Fleet``."""
+
+    def __init__(self, program: str, arguments: list[str], coordinator: Any = None) -> None:
+        """``coordinator``: the actor that a worker asks for the join string; None: this is it."""
+        self._program, self._arguments, self._coordinator = program, arguments, coordinator
+        self._folder = Path(tempfile.mkdtemp(prefix="w5xde-"))
+        self._process: Process | None = None
+        self._running: asyncio.Task[int] | None = None
+        self._leaving = False
+
+    async def run(self) -> int:
+        """From the program's start to its end for good: the exit code. Whoever asks again waits for the same end."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._keep())
+        return await asyncio.shield(self._running)
+
+    async def _keep(self) -> int:
+        where = ["--join-file", str(self._join)]
+        if self._coordinator is None:
+            where += ["--host", ray.util.get_node_ip_address(), "--port", "0"]
+        following = asyncio.create_task(self._follow())
+        try:
+            if self._leaving:
+                return ExitCode.DRAINED
+            self._process = process = await start_process(
+                sys.executable, "-m", f"w5xde_async.{self._program}", *self._arguments, *where, "--exit-with-stdin",
+                stdin=PIPE,
+            )  # fmt: skip
+            code = await process.wait()
+        finally:
+            following.cancel()
+        if code in _FINAL or self._leaving:
+            return code
+        logger.warning("%s ended with exit code %d, and its actor with it: Ray starts it again", self._program, code)
+        await asyncio.sleep(_AGAIN_S)
+        os._exit(1)
+
+    async def join(self) -> str:
+        """The coordinator's join string, once it has one."""
+        while not self._join.exists():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.05)
+        return self._join.read_text(encoding="utf-8").strip()
+
+    async def leave(self) -> None:
+        """Have the program leave in good order, and wait for that."""
+        self._leaving = True
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            await self._process.wait()
+
+    async def pids(self) -> tuple[int, int]:
+        """Process ids: of the actor, and of the program once it runs, else 0."""
+        return os.getpid(), 0 if self._process is None else self._process.pid
+
+    @property
+    def _join(self) -> Path:
+        return self._folder / "join"
+
+    async def _follow(self) -> None:
+        """Keep a worker's join file at what the coordinator's actor says, which may be another one by then."""
+        written = ""
+        while self._coordinator is not None:
+            with suppress(ray.exceptions.RayError):
+                if (told := await self._coordinator.join.remote()) != written:
+                    write_private_line(self._join, told)
+                    written = told
+            await asyncio.sleep(_LOOK_S)
+
+
+class Fleet:
+    """The actors of one run. Entering connects to the cluster that Ray finds (RAY_ADDRESS; none: one of this machine)
+    and starts those that are not there. Leaving leaves them as they are."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._coordinator: Any = None
+        self._end: Any = None
+        self._workers: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        if not ray.is_initialized():
+            # A job that was submitted to the cluster has brought its folder already.
+            brought = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+            place = {} if brought else {"working_dir": os.getcwd(), "excludes": _NOT_UPLOADED}
+            ray.init(namespace=_NAMESPACE, runtime_env=place, logging_level=logging.WARNING)
+        plan = self._plan
+        arguments = [*plan.train, "--run-dir", str(plan.run_dir)]
+        self._coordinator = _actor(plan.name, "coordinator", arguments, num_cpus=0)
+        self._end = self._coordinator.run.remote()
+        prefix = f"{plan.name}-worker-"
+        known = (
+            one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == _NAMESPACE
+        )
+        self._workers = {name: ray.get_actor(name, _NAMESPACE) for name in sorted(known) if name.startswith(prefix)}
+        self.scale(plan.workers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    @property
+    def workers(self) -> list[Any]:
+        """The workers' actors. Those for which there is no room wait."""
+        return list(self._workers.values())
+
+    def scale(self, count: int) -> None:
+        """Have so many workers: more wait for room where there is none, and the last ones leave in good order."""
+        plan, number = self._plan, 0
+        while len(self._workers) < count:
+            name = f"{plan.name}-worker-{number}"
+            number += 1
+            if name not in self._workers:
+                self._workers[name] = worker = _actor(
+                    name, "worker", list(plan.compute), self._coordinator, num_cpus=plan.cpus, num_gpus=plan.gpus,
+                    memory=plan.memory_bytes,
+                )  # fmt: skip
+                worker.run.remote()
+        leaving = [self._workers.pop(name) for name in list(self._workers)[count:]]
+        _end(leaving, WORKER_GRACE_S)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The coordinator's exit code once the run has ended for good; then no actor is left. None: not yet."""
+        done, _ = ray.wait([self._end], timeout=timeout_s)
+        if not done:
+            return None
+        code = int(ray.get(self._end))
+        _end([*self._workers.values(), self._coordinator], WORKER_GRACE_S)
+        return code
+
+    def stop(self) -> int:
+        """Have the run stop in good order, with a checkpoint. The coordinator's exit code."""
+        ray.wait([self._coordinator.leave.remote()], timeout=COORDINATOR_GRACE_S)
+        code = self.wait(5.0)
+        return ExitCode.ERROR if code is None else code
+
+
+def run(plan: Plan) -> int:
+    """Start the run, or join in with who has started it, and wait for its end. The exit code."""
+    with Fleet(plan) as fleet:
+        try:
+            code = fleet.wait()
+        except KeyboardInterrupt:
+            code = fleet.stop()
+    return ExitCode.OK if code in (None, ExitCode.DRAINED) else int(code)
+
+
+def _actor(name: str, program: str, arguments: list[str], coordinator: Any = None, **needs: Any) -> Any:
+    options = {
+        "name": name, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1,
+        "max_task_retries": -1,
+    }  # fmt: skip
+    return ray.remote(**needs)(Keeper).options(**options).remote(program, arguments, coordinator)
+
+
+def _end(actors: list[Any], patience_s: float) -> None:
+    """Have their programs leave, and end them. One that never found room is not waited for longer than the others."""
+    if actors:
+        ray.wait([actor.leave.remote() for actor in actors], num_returns=len(actors), timeout=patience_s)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)

@@ -1,0 +1,94 @@
+"""What is to be launched: one coordinator and some workers, with what each needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from w5xde_async.errors import ExitCode, UsageError, need
+from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
+
+PORT, DASHBOARD_PORT = 5555, 5556
+#: No other start would end otherwise: an engine is to stop at these.
+HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
+WORKER_GRACE_S = 30  #: --grace of a worker, and its goodbye
+COORDINATOR_GRACE_S = 240  #: --grace of a coordinator, and its last checkpoint
+
+_NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,38}[a-z0-9])?")
+_OURS = (
+    "--host", "--port", "--advertise", "--join-file", "--token-file", "--insecure", "--exit-on-drain", "--workers",
+    "--no-dashboard", "--dashboard-address", "--config", "--name",
+)  # fmt: skip
+_OURS_OF_WORKERS = (
+    "--server", "--join-file", "--join", "--token-file", "--insecure", "--exit-on-drain", "--job", "--name", "--config",
+    "--connect-timeout", "--threads",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run of ``job``. Options are flags as its programs take them; ``memory_bytes``, ``cpus`` and ``gpus`` are those
+    of each worker."""
+
+    job: str
+    name: str
+    workers: int
+    cpus: int
+    gpus: int
+    memory_bytes: int
+    options: tuple[str, ...] = ()
+    worker_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what the programs would refuse, or an engine."""
+        need(
+            bool(_NAME.fullmatch(self.name)),
+            f"--name: {self.name!r} will not do; give up to 40 small letters, digits and hyphens that begin with a "
+            "letter",
+        )
+        _refuse(self.options, _OURS, "after --")
+        read(CoordinatorSettings, [self.job, *self.options], prog="", environment={})
+        _refuse(self.worker_options, _OURS_OF_WORKERS, "--worker-options")
+        read(WorkerSettings, ["--server", "localhost", *self.worker_options], prog="", environment={})
+
+    @property
+    def train(self) -> tuple[str, ...]:
+        """The coordinator's job and flags, but for where it is."""
+        return (self.job, "--name", self.name, "--exit-on-drain", str(int(ExitCode.DRAINED)), *self.options)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where an engine whose machines share a disk has the run, absolute."""
+        run_dir = read(CoordinatorSettings, self.train, prog="", environment={})[0].run_dir
+        assert run_dir is not None
+        return run_dir.absolute()
+
+    @property
+    def compute(self) -> tuple[str, ...]:
+        """A worker's flags, but for where the coordinator is."""
+        return ("--job", self.job, "--threads", str(self.cpus), *self.worker_options)
+
+
+def name_of(job: str) -> str:
+    """A run's name that every engine takes, made of the job's."""
+    stem = job.rpartition(":")[0].removesuffix(".py").replace("\\", "/").rpartition("/")[2].rpartition(".")[2]
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def fill(template: str, **values: object) -> str:
+    """The text of a template with ``@@name`` replaced."""
+    return _Filled(files(__package__).joinpath("templates", template).read_text(encoding="utf-8")).substitute(values)
+
+
+class _Filled(Template):
+    delimiter = "@@"  # shells have the dollar
+
+
+def _refuse(options: Sequence[str], ours: Collection[str], where: str) -> None:
+    flags = (word.partition("=")[0].replace("_", "-") for word in options)
+    if taken := next((flag for flag in flags if flag in ours), ""):
+        raise UsageError(f"{where}: {taken} is for w5xde launch to say")

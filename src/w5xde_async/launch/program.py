@@ -1,0 +1,102 @@
+"""``w5xde launch k8s|slurm|ray JOB --workers N``: a run on a job engine; ``--print`` writes what it would start."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from w5xde_async.config import Parser, size, whole
+from w5xde_async.errors import ExitCode, UsageError, W5xdeError, need
+from w5xde_async.launch.plan import Plan, name_of
+from w5xde_async.settings import Answer
+from w5xde_async.telemetry import wording
+
+_MEMORY = size("a size like 4GB or 16GiB, at least 64MiB", lambda n: n >= 64 << 20)
+_WHOLE, _COUNT = whole(0), whole(1, 100_000)
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Of the command line; its ``parse_args`` raises UsageError."""
+    parser = Parser(
+        prog=prog, usage=f"{prog} k8s|slurm|ray JOB --workers N [options] [-- options of the coordinator]",
+        description="Start a run on a job engine: it begins with the first worker that the engine starts, and has more "
+        "or fewer as the engine does. The same image, disk or cluster must have the job everywhere.",
+    )  # fmt: skip
+    parser.add_argument("engine", choices=("k8s", "slurm", "ray"))
+    parser.add_argument("job", metavar="JOB", help="FILE.py:NAME or MODULE:NAME, as the coordinator takes it")
+    parser.add_argument("--workers", metavar="N", required=True, help="how many to have")
+    parser.add_argument("--print", action="store_true", help="write what would be started, and start nothing")
+    parser.add_argument("--name", metavar="NAME", help="of the run and its objects [the job's file or module]")
+    parser.add_argument("--image", metavar="IMAGE", help="container image with the job in it (k8s)")
+    parser.add_argument("--cpus", metavar="N", default="2", help="of each worker, and its threads [2]")
+    parser.add_argument("--gpus", metavar="N", default="0", help="of each worker [0]")
+    parser.add_argument("--memory", metavar="SIZE", default="4GiB", help="of each worker [4GiB]")
+    parser.add_argument(
+        "--worker-options",
+        metavar="OPTIONS",
+        default="",
+        help="flags of each worker: --worker-options='--island fsdp=2'",
+    )
+    return parser
+
+
+def parse(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, Plan]:
+    """The command line and what it asks for. Raises UsageError."""
+    given = list(arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    told = parser(prog).parse_args(given[:cut])
+    need((told.engine == "k8s") == (told.image is not None), "--image is for k8s, and needed there")
+    plan = Plan(
+        job=told.job, name=name_of(told.job) if told.name is None else told.name,
+        workers=_COUNT.value_at("--workers", told.workers), cpus=_COUNT.value_at("--cpus", told.cpus),
+        gpus=_WHOLE.value_at("--gpus", told.gpus), memory_bytes=_MEMORY.value_at("--memory", told.memory),
+        options=tuple(given[cut + 1 :]), worker_options=tuple(shlex.split(told.worker_options)),
+    )  # fmt: skip
+    return told, plan
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.launch.program") -> int:
+    """Start it, or write it; the result is the exit code."""
+    try:
+        told, plan = parse(sys.argv[1:] if arguments is None else arguments, prog)
+        return _start(told, plan)
+    except Answer as answer:
+        return _written(f"{answer.text}\n")
+    except W5xdeError as error:
+        sys.stderr.write(f"{prog}: {wording.clean(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.OK
+
+
+def _start(told: argparse.Namespace, plan: Plan) -> int:
+    if told.engine == "k8s":
+        from w5xde_async.launch import kubernetes
+
+        return _written(kubernetes.objects(plan, told.image)) if told.print else kubernetes.start(plan, told.image)
+    if told.engine == "slurm":
+        from w5xde_async.launch import slurm
+
+        return _written(slurm.script(plan)) if told.print else slurm.start(plan)
+    if told.print:
+        from w5xde_async.launch.plan import fill
+
+        values = {field: repr(getattr(plan, field)) for field in Plan.__dataclass_fields__}
+        return _written(fill("ray.template", **values))
+    try:
+        from w5xde_async.launch import on_ray
+    except ImportError:
+        raise UsageError("ray is not installed: pip install 'w5xde-async[ray]'") from None
+    return on_ray.run(plan)
+
+
+def _written(text: str) -> int:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Slurm: a coordinator, and an array of workers that find it by its join file on the disk that all nodes share.
+
+An array's tasks start one by one, as nodes are free. Before the time limit, and where they are preempted, they are told
+to go by a signal, end with 75 and are put into the queue again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+
+from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.launch.plan import Plan, fill
+
+_PATIENCE = "1h"  # of workers, while the coordinator waits in the queue
+
+
+def script(plan: Plan) -> str:
+    """A shell script that submits itself."""
+    run_dir = plan.run_dir
+    join, python = str(run_dir / "join"), [sys.executable, "-m"]
+    coordinator = [
+        *python, "w5xde_async.coordinator", *plan.train, "--host", "0.0.0.0", "--port", "0", "--run-dir", str(run_dir),
+    ]  # fmt: skip
+    worker = [*python, "w5xde_async.worker", "--join-file", join, "--connect-timeout", _PATIENCE, *plan.compute]
+    return fill(
+        "slurm.sh", file=f"{plan.name}.sh", name=plan.name, run_dir=shlex.quote(str(run_dir)), workers=plan.workers,
+        cpus=plan.cpus, gpus=f" --gpus-per-task={plan.gpus}" if plan.gpus else "",
+        megabytes=max(1, plan.memory_bytes >> 20), drained=int(ExitCode.DRAINED), coordinator=shlex.join(coordinator),
+        worker=shlex.join(worker),
+    )  # fmt: skip
+
+
+def start(plan: Plan) -> int:
+    """Write the script into the run directory and submit it. The exit code."""
+    if shutil.which("sbatch") is None:
+        raise UsageError("sbatch is not here: run this where it is, or take what --print writes there")
+    path = plan.run_dir / f"{plan.name}.sh"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script(plan), encoding="utf-8")
+    sys.stdout.write(f"{path}\n")
+    sys.stdout.flush()
+    return subprocess.run(["bash", str(path)], check=False).returncode

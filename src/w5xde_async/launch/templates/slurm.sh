@@ -1,0 +1,50 @@
+#!/bin/bash
+# Written by w5xde launch slurm.
+#   bash @@file               the coordinator and @@workers workers
+#   bash @@file grow 8        8 more workers, while it runs; scancel ends one
+# The run directory must lie on a disk that all nodes see. Partition, account and time limit: SBATCH_PARTITION,
+# SBATCH_ACCOUNT and SBATCH_TIMELIMIT in the environment.
+set -u
+name=@@name
+run=@@run_dir
+
+submit() {
+  sbatch --requeue --open-mode=append --ntasks=1 --mem=@@{megabytes}M "$@"
+}
+
+# Told to go (a signal before the time limit, or by scontrol): exit code 75, and Slurm has it again in its queue.
+again() {
+  if [ "$1" -eq @@drained ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+  exit "$1"
+}
+
+grow() {
+  submit --job-name="$name-worker" --cpus-per-task=@@cpus@@gpus --array="1-$1" --signal=USR1@120 \
+    --output="$run/worker-%A-%a.log" "$script" worker
+}
+
+script=$0
+case ${1:-submit} in
+submit)
+  mkdir -p "$run"
+  submit --job-name="$name" --cpus-per-task=1 --signal=TERM@300 --output="$run/coordinator.log" "$script" coordinator
+  grow @@workers
+  ;;
+grow)
+  grow "$2"
+  ;;
+coordinator)
+  srun --ntasks=1 @@coordinator
+  code=$?
+  if [ "$code" -ne @@drained ]; then # it is over: who has not started yet would look for it in vain
+    scancel --quiet --user="$(id -un)" --name="$name-worker" --state=PENDING
+  fi
+  again "$code"
+  ;;
+worker)
+  srun --ntasks=1 --cpus-per-task=@@cpus @@worker
+  again $?
+  ;;
+esac

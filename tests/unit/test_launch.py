@@ -1,0 +1,285 @@
+"""What ``w5xde launch`` writes: objects that Kubernetes takes, a script for Slurm, commands that parse."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from w5xde_async.__main__ import main
+from w5xde_async.errors import ExitCode, UsageError
+from w5xde_async.launch.plan import Plan, name_of
+from w5xde_async.launch.program import parse
+from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
+
+ISLANDS = ("--gpus", "2", "--worker-options=--island fsdp=2")
+OPTIONS = ("--", "--epochs", "3", "--update", "local")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(capsys: pytest.CaptureFixture[str], engine: str, *more: str) -> str:
+    assert main(["launch", engine, "train.py:job", "--workers", "3", "--print", *more]) == ExitCode.OK
+    return capsys.readouterr().out
+
+
+def told(command: Sequence[str]) -> dict[str, Any]:
+    """The settings that a program would have of its command line."""
+    program = CoordinatorSettings if command[0] == "coordinator" else WorkerSettings
+    return dict(read(program, command[1:], prog="", environment={})[0].values)
+
+
+# -- plans
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--name", "Über"), "--name"),
+        (("--name", "a; rm -rf"), "--name"),
+        (("--name", "x" * 41), "--name"),
+        (("--workers", "0"), "--workers"),
+        (("--memory", "1MB"), "--memory"),
+        (("--worker-options", "--iland fsdp=2"), "did you mean --island?"),
+        (("--worker-options", "--server elsewhere"), "--worker-options: --server is for"),
+        (("--worker-options=--join_file=x",), "--worker-options: --join-file is for"),
+        (("--worker-options", "--threads 3"), "--worker-options: --threads is for w5xde launch to say"),
+        (("--", "--epochs", "many"), "--epochs"),
+        (("--", "--port", "1"), "after --: --port is for w5xde launch to say"),
+        (("--", "--workers", "1"), "after --: --workers is for w5xde launch to say"),
+        (("--image", "x"), "--image is for k8s"),
+    ],
+)
+def test_what_the_programs_would_refuse_is_refused_first(arguments: Sequence[str], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(["slurm", "train.py:job", "--workers", "3", *arguments], "launch")
+    assert said in str(refused.value)
+
+
+def test_a_run_is_named_after_its_job() -> None:
+    names = [name_of(job) for job in ("train.py:job", "a/b/My Model_2.py:job", "pack.age:job", "42.py:job")]
+    assert names == ["train", "my-model-2", "age", "42"]
+    with pytest.raises(UsageError, match="--name"):
+        plan(name="42")
+
+
+def plan(**more: Any) -> Plan:
+    given: dict[str, Any] = {"job": "train.py:job", "name": "train", "workers": 3, "cpus": 2, "gpus": 0}
+    return Plan(**given | {"memory_bytes": 1 << 30} | more)
+
+
+def test_the_environment_of_who_launches_is_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W5XDE_JOIN_FILE", "elsewhere")
+    monkeypatch.setenv("W5XDE_PORT", "nonsense")
+    assert plan().run_dir == Path.cwd() / "runs" / "train"
+
+
+# -- Kubernetes
+
+
+def objects(text: str) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(text)}
+
+
+@pytest.mark.parametrize("more", [(), ISLANDS, OPTIONS, ("--name", "null")])
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_kubernetes_takes_the_objects(capsys: pytest.CaptureFixture[str], version: str, more: Sequence[str]) -> None:
+    found = objects(written(capsys, "k8s", "--image", "here/train:1", *more))
+    assert [kind for kind, _ in found] == ["PersistentVolumeClaim", "Service", "Job", "Job"]
+    for one in found.values():
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_validator_refuses_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    job = objects(written(capsys, "k8s", "--image", "x"))["Job", "train-workers"]
+    job["spec"]["parallel"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.31", strict=True)
+
+
+def test_workers_of_kubernetes_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is told to go, or loses its node, is replaced for ever; one that could never work ends the Job."""
+    found = objects(written(capsys, "k8s", "--image", "here/train:1", *ISLANDS, *OPTIONS))
+    job = found["Job", "train-workers"]["spec"]
+    assert job["parallelism"] == 3
+    assert "completions" not in job  # parallelism could not be changed beyond it
+    container = job["template"]["spec"]["containers"][0]
+    rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
+    assert [(rule["action"], rule["onExitCodes"]["values"]) for rule in rules] == [
+        ("Ignore", [75]), ("FailJob", [2, 4, 5]),
+    ]  # fmt: skip
+    worker = told(container["args"])
+    assert (worker["server"], worker["job"], worker["threads"], worker["island"]) == (
+        "train:5555", "train.py:job", 2, "fsdp=2",
+    )  # fmt: skip
+    assert worker["grace"] < job["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert found["Service", "train"]["spec"]["ports"][0]["port"] == 5555
+
+
+def test_the_coordinator_of_kubernetes_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    found = objects(written(capsys, "k8s", "--image", "here/train:1", *OPTIONS))
+    job = found["Job", "train-coordinator"]["spec"]
+    pod = job["template"]["spec"]
+    container = pod["containers"][0]
+    given = told(container["args"])
+    assert (given["exit_on_drain"], given["epochs"], given["update"], given["resume"]) == (75, 3, "local", "auto")
+    assert str(given["run_dir"]).startswith(container["volumeMounts"][0]["mountPath"])
+    claim = pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    assert ("PersistentVolumeClaim", claim) in found
+    assert job["podReplacementPolicy"] == "Failed"
+    assert pod["terminationGracePeriodSeconds"] > 7 * given["grace"]
+    selector = found["Service", "train"]["spec"]["selector"].items()
+    assert selector <= job["template"]["metadata"]["labels"].items()
+    assert not selector <= found["Job", "train-workers"]["spec"]["template"]["metadata"]["labels"].items()
+    probe = container["livenessProbe"]["httpGet"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert f"0.0.0.0:{ports[probe['port']]}" == given["dashboard_address"]
+    for one in (container, found["Job", "train-workers"]["spec"]["template"]["spec"]["containers"][0]):
+        assert (one["args"][one["args"].index("--token-file") + 1]) == "/etc/w5xde/token"
+        assert {"name": "token", "mountPath": "/etc/w5xde", "readOnly": True} in one["volumeMounts"]
+
+
+def fake(folder: Path, **programs: str) -> None:
+    """Programs on the path, each a shell script."""
+    folder.mkdir(exist_ok=True)
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_kubectl_gets_the_objects_and_a_secret_where_there_is_none(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = "echo secret/train" if known else ":"
+    fake(tmp_path / "bin", kubectl=f'case $1 in get) {answer};; *) cat > "{tmp_path}/$1.yaml";; esac')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert main(["launch", "k8s", "train.py:job", "--workers", "3", "--image", "x"]) == ExitCode.OK
+    assert len(objects((tmp_path / "apply.yaml").read_text())) == 4
+    assert (tmp_path / "create.yaml").exists() != known
+    if not known:
+        secret = json.loads((tmp_path / "create.yaml").read_text())
+        kubernetes_validate.validate(secret, "1.37", strict=True)
+        assert len(secret["stringData"]["token"]) == 64
+
+
+def test_kubectl_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path / "bin", kubectl="exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert main(["launch", "k8s", "train.py:job", "--workers", "3", "--image", "x"]) == ExitCode.USAGE
+
+
+# -- Slurm
+
+
+def test_bash_and_shellcheck_take_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "it's here" / "train.sh"
+    script.parent.mkdir()
+    os.chdir(script.parent)
+    script.write_text(written(capsys, "slurm", *ISLANDS, "--", "--override", "optimizer.lr=1"))
+    checkers = [["bash", "-n"], *([["shellcheck"]] if shutil.which("shellcheck") else [])]
+    for checker in checkers:
+        ended = subprocess.run([*checker, script], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that notes what it is asked for; ``codes``: what its steps end with."""
+    note = f'printf "%s\\n" "$(basename "$0") ${{*@Q}}" >> {tmp_path}/asked'
+    fake(
+        tmp_path / "bin", sbatch=note, scontrol=note, scancel=note,
+        srun=f"{note}\ncode=$(head -n 1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes; exit $code",
+    )  # fmt: skip
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return tmp_path
+
+
+def asked(slurm: Path) -> list[list[str]]:
+    path = slurm / "asked"
+    found = [shlex.split(line) for line in path.read_text().splitlines()]
+    path.unlink()
+    return found
+
+
+def program_of(step: list[str]) -> list[str]:
+    """A step's program and arguments; its flags of srun's are dropped."""
+    start = step.index("-m")
+    assert step[start - 1] == sys.executable
+    return [step[start + 1].removeprefix("w5xde_async."), *step[start + 2 :]]
+
+
+def test_slurm_has_a_coordinator_and_an_array_of_workers(slurm: Path) -> None:
+    assert main(["launch", "slurm", "train.py:job", "--workers", "3", *ISLANDS, *OPTIONS]) == ExitCode.OK
+    script = slurm / "runs" / "train" / "train.sh"
+    (first, second) = asked(slurm)
+    assert first[-2:] == [str(script), "coordinator"]
+    assert second[-2:] == [str(script), "worker"]
+    for job in (first, second):
+        assert {"--requeue", "--open-mode=append", "--mem=4096M"} <= set(job)
+    assert {"--array=1-3", "--gpus-per-task=2", "--cpus-per-task=2", "--signal=USR1@120"} <= set(second)
+    assert "--signal=TERM@300" in first  # to a coordinator SIGUSR1 means a checkpoint
+
+    subprocess.run(["bash", script, "grow", "8"], check=True)
+    (third,) = asked(slurm)
+    assert "--array=1-8" in third
+
+
+@pytest.mark.parametrize(("role", "program"), [("coordinator", "coordinator"), ("worker", "worker")])
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_slurm_has_who_was_told_to_go_again_in_its_queue(slurm: Path, role: str, program: str, code: int) -> None:
+    main(["launch", "slurm", "train.py:job", "--workers", "3", *OPTIONS])
+    asked(slurm)
+    (slurm / "codes").write_text(f"{code}\n")
+    ended = subprocess.run(["bash", slurm / "runs/train/train.sh", role], check=False)
+    assert ended.returncode == code
+    step, *rest = asked(slurm)
+    given = told(program_of(step))
+    if role == "coordinator":
+        assert (given["exit_on_drain"], given["epochs"]) == (75, 3)
+        assert given["run_dir"] == slurm / "runs" / "train"
+        if code != 75:  # who waits in the queue would look for it in vain
+            cancel = rest.pop(0)
+            assert cancel[0] == "scancel"
+            assert {"--name=train-worker", "--state=PENDING"} <= set(cancel)
+    else:
+        assert given["join_file"] == slurm / "runs" / "train" / "join"
+    assert rest == ([["scontrol", "requeue", "17"]] if code == 75 else [])
+
+
+# -- Ray
+
+
+def test_the_script_for_ray_says_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Run with actors: tests/process/test_ray.py."""
+    script = ast.parse(written(capsys, "ray", *ISLANDS, *OPTIONS))
+    (call,) = [
+        node for node in ast.walk(script)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Plan"
+    ]  # fmt: skip
+    given = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    assert Plan(**given) == plan(
+        gpus=2, memory_bytes=4 << 30, options=OPTIONS[1:], worker_options=("--island", "fsdp=2")
+    )
+
+
+def test_the_engines_are_imported_by_their_own_modules_alone() -> None:
+    script = "import sys; from w5xde_async.launch import program, kubernetes, slurm; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
