@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def base() -> nn.Module:
 
 def adapted() -> nn.Module:
     """The same with LoRA: only its small matrices are trained, and sent."""
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft 0.21 asks transformers by an old name
     return get_peft_model(base(), LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"))
 
 

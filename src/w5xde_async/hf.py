@@ -9,19 +9,23 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job, Precision
+from w5xde_async.randomness import random_state
 
 #: What an evaluation tells of itself, not of the model.
 _OF_THE_RUN = ("_runtime", "_per_second", "_preparation_time")
+#: Samples that are looked at for the lengths of their labels, and what stands there for none.
+_LOOKED_AT, _NO_LABEL = 32, -100
 _OWN_CALLBACKS = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
 
 
@@ -64,7 +68,7 @@ def job_of(trainer: Trainer) -> Job:
         evaluate_every=_every(args.eval_steps, steps) if args.eval_strategy == "steps" else None,
         keep_best=_best(args) if evaluates else None,
     )
-    if left := _left(trainer):
+    if left := _left(trainer, loader):
         warnings.warn(f"of the Trainer not taken over: {'; '.join(left)}", stacklevel=2)
     return job
 
@@ -92,7 +96,7 @@ def _refuse(trainer: Trainer) -> None:
         need(not getattr(args, name, None), f"{name} is the Trainer's own way to use several devices", hint)
 
 
-def _left(trainer: Trainer) -> list[str]:
+def _left(trainer: Trainer, loader: DataLoader[Any]) -> list[str]:
     """What the job leaves out that somebody may have counted on."""
     args, left = trainer.args, []
     if callbacks := [
@@ -107,12 +111,29 @@ def _left(trainer: Trainer) -> list[str]:
         left.append("load_best_model_at_end: the best weights are in best.safetensors of the run directory")
     if args.torch_compile:
         left.append("torch_compile: start workers with --compile")
+    by_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if args.gradient_accumulation_steps > 1 and by_tokens and _lengths_differ(loader):
+        left.append(
+            "the mean over all tokens of a step: samples here have labels on different numbers of tokens, and each "
+            "microbatch counts by its samples, so that tokens of short samples weigh more"
+        )
     if args.gradient_accumulation_steps == 1:
         left.append(
             "several devices: with gradient_accumulation_steps=1 a step is one microbatch, which one worker computes "
             "while the others wait; divide per_device_train_batch_size by 4, say, and accumulate 4"
         )
     return left
+
+
+def _lengths_differ(loader: DataLoader[Any]) -> bool:
+    """Whether some of the first samples have labels on more tokens than others."""
+    dataset: Any = loader.dataset
+    with random_state():
+        batch: Any = loader.collate_fn([dataset[index] for index in range(min(len(dataset), _LOOKED_AT))])
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
+        return False
+    return len(set((labels != _NO_LABEL).flatten(1).sum(1).tolist())) > 1
 
 
 def _made(trainer: Trainer, **changes: Any) -> Trainer:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,11 +169,11 @@ def signals(
     """
     loop = asyncio.get_running_loop()
     told = 0
-    warnings = _known(*warns)
+    forewarnings = _known(*warns)
 
     def received(number: signal.Signals) -> None:
         nonlocal told
-        if number not in warnings:
+        if number not in forewarnings:
             told += 1
         if told > 1:
             if abandon is not None:
@@ -182,7 +183,7 @@ def signals(
 
     numbers = [
         number
-        for number in (signal.SIGINT, signal.SIGTERM, *warnings)
+        for number in (signal.SIGINT, signal.SIGTERM, *forewarnings)
         if signal.getsignal(number) is not signal.SIG_IGN
     ]
     early = [number for number in numbers if _came_early(number)]
@@ -247,8 +248,17 @@ def memory_reports(folder: Path | None, name: str, device: torch.device | None =
 
 
 def attach(handler: logging.Handler, level: int) -> None:
-    """Send all logging, and Python's warnings, to ``handler``."""
-    logging.captureWarnings(True)
+    """Send all logging, and Python's warnings in a line each, to ``handler``."""
+
+    def warned(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None,
+        line: str | None = None,
+    ) -> None:  # fmt: skip
+        said = " ".join(str(message).split())
+        logging.getLogger("py.warnings").warning("%s: %s (%s:%d)", category.__name__, said, Path(filename).name, lineno)
+
+    # Not by logging.captureWarnings: that shows the source's line too, and libraries replace its wording by their own.
+    warnings.showwarning = warned
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(level)

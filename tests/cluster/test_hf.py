@@ -101,6 +101,29 @@ def test_an_own_loss_and_optimizer_are_taken_over(tmp_path: Path) -> None:
     same(job_of(made(tmp_path, Doubled, **given)), made(tmp_path, Doubled, **given))
 
 
+def padded(count: int) -> list[dict[str, Tensor]]:
+    """The same with fewer and fewer labels, as samples that were padded have them."""
+    return [
+        {**sample, "labels": sample["labels"].masked_fill(torch.arange(12) > 11 - n % 7, -100)}
+        for n, sample in enumerate(samples(count))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:of the Trainer not taken over")
+def test_tokens_of_one_microbatch_weigh_as_the_trainer_weighs_them(tmp_path: Path) -> None:
+    arguments = {"gradient_accumulation_steps": 1}
+    given = {"train_dataset": padded(40)}
+    same(job_of(made(tmp_path, arguments=arguments, **given)), made(tmp_path, arguments=arguments, **given))
+
+
+def test_that_several_microbatches_weigh_otherwise_is_said(tmp_path: Path) -> None:
+    """The Trainer takes the mean over a step's tokens, of which a worker sees its own microbatch alone."""
+    with pytest.warns(UserWarning, match="different numbers of tokens"):
+        job = job_of(made(tmp_path, train_dataset=padded(40)))
+    with pytest.raises(AssertionError, match="not close"):
+        same(job, made(tmp_path, train_dataset=padded(40)))
+
+
 def test_evaluation_gives_the_metrics_of_the_trainer(tmp_path: Path) -> None:
     def metrics(found: Any) -> dict[str, float]:
         return {"hits": float((found.predictions.argmax(-1) == found.label_ids).mean())}

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from w5xde_async.errors import UsageError
 from w5xde_async.job import ENDLESS, shown_end
+from w5xde_async.process import attach
 from w5xde_async.telemetry.events import (
     BatchGrown,
     Best,
@@ -287,6 +289,18 @@ def test_lines_go_above_the_bar() -> None:
     before = len(shown.stream.getvalue())
     handler.handle(logging.LogRecord("x", logging.WARNING, "f", 1, "link lost peer=%s", ("b",), None))
     assert re.fullmatch(r"\r +\rwarning link lost peer=b\n\r +0% \|.*", shown.stream.getvalue()[before:])
+
+
+def test_a_warning_of_a_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own form has a second line, of source, and the path of a file that nobody here has written."""
+    shown, root = Shown(color=False), logging.getLogger()
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    attach(shown.progress.handler(), logging.WARNING)
+    monkeypatch.setattr(warnings, "formatwarning", lambda *_: "as a library words it\n")
+    warnings.showwarning("old\n  name", FutureWarning, "/a/library/deep/inside.py", 7)
+    assert shown.stream.getvalue() == "warning FutureWarning: old name (inside.py:7)\n"
 
 
 def test_the_bar_never_exceeds_the_terminal() -> None:
