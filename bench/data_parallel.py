@@ -1,15 +1,18 @@
 """Data-parallel training on one machine, 2 workers of one torch thread, beside PyTorch DDP on gloo.
 
-Ours is a coordinator and two worker processes, exact float32 over TCP on loopback; a step is two leaves. DDP is two
-processes. Both have the same initial weights, per-rank batches, order of the data, optimizer and number of steps, and
-must come to the same loss. They take turns (A B A B) in processes that stay, with two processes that only compute
-forward and backward in between; a figure is the median of the rounds' ratios.
+Ours is a coordinator and two worker processes, exact float32, with the link that they have by default (shared memory)
+and over TCP on loopback; a step is two leaves. DDP is two processes. All have the same initial weights, per-rank
+batches, order of the data, optimizer and number of steps, and must come to the same loss. They take turns (A B A B) in
+processes that stay, with two processes that only compute forward and backward in between; a figure is the median of the
+rounds' ratios.
 
 Models: tiny (10-20-10, batch 32 a worker), mlp (784-512-512-10, 64), gpt (10.9M parameters, 4 x 128 tokens).
 
-Figures: ``over_ddp_tiny`` (aim 3.0), ``over_ddp_mlp`` (1.3), ``over_ddp_gpt`` (1.0); ``efficiency_gpt``: ours over
-forward and backward alone in both processes (no optimizer there); ``loop_stall_ms_max``: the longest that the
-coordinator's event loop kept a timer waiting in the gpt runs (aim below 20); samples/s of all three kinds.
+Figures: ``over_ddp_tiny`` (aim 3.5), ``over_ddp_mlp`` (1.9), ``over_ddp_gpt`` (1.05), and the same with ``_tcp`` (2.5,
+1.3, 1.0); ``efficiency_gpt``: ours over forward and backward alone in both processes (no optimizer there);
+``coordinator_cpu_ms_*`` and ``workers_cpu_ms_*``: processor time of a step, of the workers together;
+``loop_stall_ms_max``: the longest that the coordinator's event loop kept a timer waiting in the gpt runs (aim below
+10); samples/s of all four kinds.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import os
 import socket
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from models import Reply, Rig, coordinate, make_job, serve, work
+from models import Reply, Rig, coordinate, cpu_seconds, make_job, serve, work
 from report import Report, median, parser
 from w5xde_async.job import build_model
 from w5xde_async.plan.sampler import Sampler
@@ -36,6 +40,9 @@ STEPS = {"tiny": (4000, 1000, 200), "mlp": (300, 80, 10), "gpt": (20, 5, 2)}
 #: The sums of two gradients are added in another order; that much may the losses of the last step differ, relatively.
 TOLERANCE = 2e-3
 WORKERS = ("worker-0", "worker-1")
+PROCESSES = ("coordinator", "workers")
+#: What the figures of a link end with, and the kind of run that has it.
+LINKS = {"": "ours", "_tcp": "tcp"}
 RANKS = ("rank-0", "rank-1")
 
 
@@ -66,17 +73,24 @@ def main() -> None:
 
 def compare(report: Report, rig: Rig, name: str, steps: int, rounds: int) -> None:
     samples = make_job(name).batch_size
-    rates: dict[str, list[float]] = {"ours": [], "ddp": [], "compute": []}
+    kinds = {"ours": ours, "tcp": partial(ours, link="tcp"), "ddp": theirs, "compute": computing}
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[str, list[float]] = {f"{who}_cpu_ms_{name}{link}": [] for link in LINKS for who in PROCESSES}
     stalls: list[float] = []
     ended: dict[str, Any] = {}
-    kinds = {"ours": ours, "ddp": theirs, "compute": computing}
     for _ in range(rounds):
         for kind, run in kinds.items():
             ended[kind] = run(rig, name, steps)
             rates[kind].append(ended[kind]["rate"] * samples)
         stalls.append(ended["ours"]["stall_ms"])
-        same(name, ended["ours"], ended["ddp"])
-    report.add(f"over_ddp_{name}", [a / b for a, b in zip(rates["ours"], rates["ddp"], strict=True)])
+        for link, kind in LINKS.items():
+            same(name, ended[kind], ended["ddp"])
+            for who in PROCESSES:
+                cpu[f"{who}_cpu_ms_{name}{link}"].append(ended[kind][who])
+    for link, kind in LINKS.items():
+        report.add(f"over_ddp_{name}{link}", [a / b for a, b in zip(rates[kind], rates["ddp"], strict=True)])
+    for figure, found in cpu.items():
+        report.add(figure, found)
     efficiencies = [a / b for a, b in zip(rates["ours"], rates["compute"], strict=True)]
     report.add(f"efficiency_{name}", efficiencies)
     for kind, found in rates.items():
@@ -106,7 +120,9 @@ def total(name: str, steps: int) -> int:
 # -- ours
 
 
-def ours(rig: Rig, name: str, steps: int, *, observe: bool = False, profile: bool = False) -> dict[str, Any]:
+def ours(
+    rig: Rig, name: str, steps: int, *, link: str = "auto", observe: bool = False, profile: bool = False
+) -> dict[str, Any]:
     options = {"steps": total(name, steps)}
     warm = STEPS[name][2]
     rig["coordinator"].tell(
@@ -114,13 +130,17 @@ def ours(rig: Rig, name: str, steps: int, *, observe: bool = False, profile: boo
     )
     port = rig["coordinator"].answer()["port"]
     for worker in WORKERS:
-        rig[worker].tell("work", port=port, job=name, options=options, profile=profile and worker == WORKERS[0])
+        first = worker == WORKERS[0]
+        rig[worker].tell("work", port=port, job=name, options=options, profile=profile and first, link=link)
     rig["coordinator"].answer()  # it is warm
+    used_s = sum(cpu_seconds(rig[worker].pid) for worker in WORKERS)
     passed = rig["coordinator"].answer()
+    used_s = sum(cpu_seconds(rig[worker].pid) for worker in WORKERS) - used_s
     ended = rig["coordinator"].answer()
     for worker in WORKERS:
         rig[worker].answer()
     ended |= {"rate": passed["steps"] / passed["seconds"], "loss": ended["loss_last"], "stall_ms": passed["stall_ms"]}
+    ended |= {"coordinator": passed["cpu_s"] / passed["steps"] * 1e3, "workers": used_s / passed["steps"] * 1e3}
     return ended
 
 

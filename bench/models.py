@@ -428,9 +428,12 @@ def work(
     count: int = 1,
     device: str = "cpu",
     profile: bool = False,
+    link: str = "auto",
 ) -> None:
     """``count`` workers on one loop, until the run is over. ``join``: a join string in place of the port."""
-    config = WorkerConfig(device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.0005)
+    config = WorkerConfig(
+        device=device, threads=1, token=token, connect_timeout_s=2.0, inline_block_s=0.0005, link=link
+    )  # fmt: skip
 
     async def one() -> Worker:
         worker = Worker(join or f"127.0.0.1:{port}", job=make_job(job, **options), config=config)

@@ -54,9 +54,8 @@ class Unshared(W5xdeError):
 
 def unsupported() -> str:
     """Why this machine has no segments; empty where it has."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return "shared memory is there on Linux alone"
-    return "" if os.path.exists("/proc/self/fd") else "there is no /proc"
+    there = sys.platform == "linux" and hasattr(os, "memfd_create")
+    return "" if there else "shared memory is there on Linux alone"
 
 
 def aligned(nbytes: int, to: int = _PAGE) -> int:

@@ -65,7 +65,8 @@ async def test_who_comes_back_to_the_same_version_is_sent_nothing_and_the_bits_a
     num_workers = 1 + seed % 2
     async with Coordinator(made, config=settings(code_free=True), bus=commits.bus) as coordinator:
         workers = [
-            Worker(coordinator.address, job=made if number else None, config=QUICK_WORKER)
+            # Parameters that lie in shared memory are nobody's to keep.
+            Worker(coordinator.address, job=made if number else None, config=replace(QUICK_WORKER, link="tcp"))
             for number in range(num_workers)
         ]
         running = [asyncio.create_task(worker.run()) for worker in workers]
@@ -100,7 +101,7 @@ async def test_a_change_of_the_rule_in_the_first_step_sends_no_model(monkeypatch
             config = settings(auto=True, code_free=True, heartbeat_s=0.02)
             made = replace(job(), microbatch_size=1, batch_size=200, max_steps=8)  # a step takes a while
             async with Coordinator(made, config=config) as coordinator:
-                worker = Worker(coordinator.address, config=replace(QUICK_WORKER, sandbox=sandbox))
+                worker = Worker(coordinator.address, config=replace(QUICK_WORKER, sandbox=sandbox, link="tcp"))
                 running = asyncio.create_task(worker.run())
                 digests.add((await coordinator.wait()).digest)
                 assert await running is Departure.FINISHED

@@ -26,7 +26,7 @@ COORDINATOR = """
 WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
---device --threads --sandbox --compile --deterministic --inline-block --memory-limit --data-dir
+--device --threads --link --sandbox --compile --deterministic --inline-block --memory-limit --data-dir
 --island --island-member --island-interface --pp-schedule --pp-stages --checkpoint-activations
 --loop --log --log-format --exit-on-drain --profile-memory --config --exit-with-stdin
 """

@@ -26,7 +26,7 @@ from w5xde_async.wire.messages import MESSAGES, Heartbeat, Message, Result
 SPEC = ("w", "float32", (2, 3), "raw", 24)
 
 
-def packed(kind: object = Result.TYPE, fields: object = (1, 2), specs: object = ()) -> bytes:
+def packed(kind: object = Result.TYPE, fields: object = (1, 2, 0), specs: object = ()) -> bytes:
     return msgpack.packb((kind, fields, specs))
 
 

@@ -49,6 +49,7 @@ from w5xde_async.params.reducer import VectorPool
 from w5xde_async.plan.sampler import seed_for
 from w5xde_async.plan.tree import carries
 from w5xde_async.randomness import has_drawn, random_state, seed_all
+from w5xde_async.segments import Opened
 from w5xde_async.users_code import is_interrupt
 
 _MIXED = re.compile(r"\b(?:Double|float64|torch\.DoubleTensor)\b")  # in what torch says of dtypes that do not match
@@ -201,6 +202,22 @@ class Engine:
         self.refresh(buckets)
 
     @property
+    def can_share(self) -> bool:
+        """Whether ``share`` does anything."""
+        return self._transfer.window is not None
+
+    def share(self, parameters: Opened | None, vectors: Sequence[ResultVector] = ()) -> None:
+        """Compute with another process's ``parameters``, as they are and as they change, and sum in ``vectors`` as long
+        as one of them is free. None: with memory of its own again, which holds zeros. ``load`` follows.
+
+        Raises Unshared: then nothing has changed.
+        """
+        self._transfer.share(parameters, vectors)
+        self._bound, self._gradients = None, []
+        for _, parameter in self._parameters:
+            parameter.grad = None
+
+    @property
     def live(self) -> FlatState:
         """What the model computes with, on its device."""
         return self._transfer.live
@@ -235,7 +252,9 @@ class Engine:
         self._transfer.host_pool.give(vector)
 
     def close(self) -> None:
-        """Free threads and hooks: a hook that holds the engine keeps it, and all its memory, for good."""
+        """Free threads and hooks: a hook that holds the engine keeps it, and all its memory, for good. So is what was
+        shared."""
+        self.share(None)
         self._transfer.close()
         for hook in self._hooks:
             hook.remove()

@@ -12,7 +12,7 @@ far it came. So each leaf ends with a copy of its number into host memory, which
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from w5xde_async.compute.halving import lacks_memory
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import Layout, runs
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.segments import Opened, Window, unsupported
 
 _cuda: Any = torch.cuda  # its streams and events are untyped
 _NUMBERS = 1 << 12  # leaves are counted modulo this: more than a block has
@@ -44,7 +45,14 @@ class Transfer:
         self.layout, self.device = layout, device
         self._cuda = device.type == "cuda"
         self.on_host = device.type == "cpu"
-        self.incoming = FlatState(layout, pinned=self._cuda) if lent is None else lent.state
+        self.window: Window | None = None  # what ``incoming`` lies in, where it may show another's memory
+        if lent is not None:
+            self.incoming = lent.state
+        elif self.on_host and not unsupported():
+            self.window = Window(FlatState.nbytes(layout))
+            self.incoming = FlatState(layout, memory=self.window.memory)
+        else:
+            self.incoming = FlatState(layout, pinned=self._cuda)
         self._state = self.incoming if self.on_host else FlatState(layout, device)
         self.live = self._state
         self.origin: list[Tensor] = self._state.views
@@ -77,6 +85,8 @@ class Transfer:
 
     def load(self, buckets: Iterable[int]) -> None:
         """``incoming`` is complete, and has new values in ``buckets``: bring them to the device."""
+        if self.window is not None:
+            self.window.restore()
         if self.on_host:
             return
         for group, begin, end in runs(self.layout, buckets):
@@ -86,6 +96,15 @@ class Transfer:
             # The host memory will be received into again as soon as we return.
             self._loaded.record(_cuda.current_stream(self.device))
             self._loaded.synchronize()
+
+    def share(self, parameters: Opened | None, vectors: Sequence[ResultVector]) -> None:
+        """See ``Engine.share``. Raises Unshared."""
+        if self.window is not None:
+            if parameters is None:
+                self.window.hide()
+            else:
+                self.window.show(parameters)
+            self.host_pool.lend(vectors)
 
     def batch(self, batch: Any) -> Any:
         """A leaf's batch on the device."""

@@ -549,6 +549,8 @@ class Coordinator:
         """Free everything that ``start`` made, in the order of who uses whom."""
         wait, block = self._deadline.wait, partial(asyncio.get_running_loop().run_in_executor, None)
         files = None if self._prepared is None else self._prepared.spec.files
+        if self._prepared is not None and self._prepared.spec.segment is not None:
+            self._prepared.spec.segment.close()
         if self._listener is not None:
             await self._listener.aclose()
         if self._access is not None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from w5xde_async.errors import LinkLost, LocalError, RemoteError
 from w5xde_async.net.stock import our_pair
 from w5xde_async.net.stream import CLOSED_BY_PEER, CLOSED_HERE, FILL_BYTES
+from w5xde_async.net.tls import is_loopback
 from w5xde_async.net.tuning import Figures, acked_bytes, figures
 from w5xde_async.wire.frame import HANDSHAKE_CAPS, LENGTH_BYTES, Buffer, BufferSpec, decode_header, header_length
 from w5xde_async.wire.messages import Message
@@ -72,6 +73,15 @@ class Link:
     def peer(self) -> str:
         """The other end, for people."""
         return self._writer.peer
+
+    @property
+    def same_host(self) -> bool:
+        """Whether the other end is on this machine, by the addresses of both."""
+        ends = [self._writer.get_extra_info(name) for name in ("peername", "sockname")]
+        if any(isinstance(end, str) for end in ends):
+            return True  # a Unix socket
+        hosts = [str(end[0]).removeprefix("::ffff:") for end in ends if isinstance(end, tuple)]
+        return bool(hosts) and (is_loopback(hosts[0]) or (hosts[0] == hosts[-1] and len(hosts) == 2))
 
     @property
     def bytes_sent(self) -> int:

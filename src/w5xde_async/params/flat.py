@@ -151,9 +151,11 @@ class ResultVector:
         *,
         pinned: bool = False,
         memory: Tensor | None = None,
+        slot: int = -1,
     ) -> None:
-        """``memory``: ``layout.vector_bytes`` bytes to lie in, in place of fresh ones."""
-        self.layout = layout
+        """``memory``: ``layout.vector_bytes`` bytes to lie in, in place of fresh ones. ``slot``: its number among those
+        that lie in memory with others (``params.slots``)."""
+        self.layout, self.slot = layout, slot
         if memory is None:
             memory = torch.empty(max(layout.vector_bytes, 1), dtype=torch.uint8, device=device, pin_memory=pinned)
         self.memory = memory

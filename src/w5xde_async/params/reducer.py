@@ -10,7 +10,7 @@ scale: each piece costs three more passes over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,11 +43,20 @@ class VectorPool:
     ) -> None:
         self.layout, self.spare, self._make = layout, spare, make
         self._free: list[ResultVector] = []
+        self._lent: Sequence[ResultVector] = ()
+        self._free_lent: list[ResultVector] = []
         self.num_out = 0
+
+    def lend(self, vectors: Sequence[ResultVector]) -> None:
+        """Take these before any other, until the next call. Each has its place here as its ``slot``.
+
+        What was lent before and is still out is forgotten when it is given. While nobody takes.
+        """
+        self._lent, self._free_lent = vectors, list(reversed(vectors))
 
     def take(self) -> ResultVector:
         try:
-            vector = self._free.pop()
+            vector = self._free_lent.pop() if self._free_lent else self._free.pop()
         except IndexError:
             vector = self._make(self.layout)
         self.num_out += 1
@@ -55,8 +64,11 @@ class VectorPool:
 
     def give(self, vector: ResultVector) -> None:
         self.num_out -= 1
-        if len(self._free) < self.spare:
-            self._free.append(vector)
+        if vector.slot < 0:
+            if len(self._free) < self.spare:
+                self._free.append(vector)
+        elif vector.slot < len(self._lent) and self._lent[vector.slot] is vector:
+            self._free_lent.append(vector)
 
 
 class Reducer:

@@ -39,6 +39,7 @@ class Member:
     raw_bytes: int = 0  # of its results as float32, before any codec
     encoded_bytes: int = 0  # of the same on the wire
     encode_s: float = 0.0  # that it spent encoding
+    link: str = "tcp"  # how parameters and results travel
     owes: set[int] = field(default_factory=set)  # leases taken from it of which it has said nothing yet
     _standing: Standing = field(default=Standing.READY, init=False)
     _of: Membership | None = field(default=None, init=False, repr=False, compare=False)

@@ -74,12 +74,15 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined(Event):
+    """``link``: how parameters and results travel: ``tcp`` (under TLS too), or ``shm`` for shared memory."""
+
     worker_id: str
     name: str
     peer: str
     device: str
     threads: int
     num_workers: int
+    link: str = "tcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,6 +164,7 @@ def line(event: object, paint: Paint) -> str | None:
     match event:
         case events.WorkerJoined():
             machine = f"{_name(event.peer)}, {_name(event.device)}, {_plural(event.threads, 'thread')}"
+            machine += ", shared memory" if event.link == "shm" else ""
             text = f"{_name(event.name)} joined {paint('dim', f'({machine})')}"
             return f"{paint('good', '+')} {text}{_SEPARATOR}{_plural(event.num_workers, 'worker')}"
         case events.WorkerLeft():

@@ -17,7 +17,7 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 #: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
 PROBE_BYTES = 3072
@@ -131,7 +131,8 @@ class Welcome(Message, frozen=True):
 
     ``silence_s`` is how long either side may say nothing before it counts as gone. ``update`` names the update rule,
     ``codec`` how results are to be written, with error ``feedback`` or without, and ``downlink`` how PARAMS deltas are.
-    ``numerics``: only who computes so may join (plan.numerics); empty: everybody.
+    ``numerics``: only who computes so may join (plan.numerics); empty: everybody. ``memory``: to a worker on the same
+    machine, the segment in which the parameters lie (process, descriptor, bytes: ``segments``); else empty.
     """
 
     TYPE = 5
@@ -151,6 +152,7 @@ class Welcome(Message, frozen=True):
     downlink: _Name = "raw"
     feedback: bool = True
     numerics: _Name = ""
+    memory: _Wholes = ()
 
 
 class Ready(Message, frozen=True):
@@ -164,7 +166,7 @@ class Ready(Message, frozen=True):
     Of an island's rank: ``shape`` is what the island is for people ("fsdp=2"), ``shard`` what of the layout comes to
     this rank and from it (params.shard), ``share`` which leaves' data it needs, and ``together`` with how many
     neighbours (plan.shares). The worker is ready when all of its ranks are. ``numerics``: how its sums are made
-    (plan.numerics).
+    (plan.numerics). ``memory``: the segment in which its results lie, as in WELCOME; empty where it has opened none.
     """
 
     TYPE = 6
@@ -181,6 +183,7 @@ class Ready(Message, frozen=True):
     share: _Whole = 0
     together: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     numerics: _Name = "exact"
+    memory: _Wholes = ()
 
     def __post_init__(self) -> None:
         if not self.numerics or not self.numerics.isprintable():
@@ -193,7 +196,8 @@ class Params(Message, frozen=True):
     Buckets that a commit did not change are not sent; with ``num_buckets`` 0 nothing changed and no buffer follows.
     ``loss_scale`` is what losses at this version are multiplied with (fp16; 1 otherwise). With ``delta`` the buffer is
     to be added to what the worker has of this bucket; otherwise it is the bucket whole. An island's rank is sent what
-    of its shard lies in the bucket, a buffer for each piece.
+    of its shard lies in the bucket, a buffer for each piece. ``shared``: the version is whole, and these buckets have
+    new values in the memory that both have; ``num_buckets`` is 0 then.
     """
 
     TYPE = 7
@@ -202,6 +206,7 @@ class Params(Message, frozen=True):
     num_buckets: _Whole
     loss_scale: float
     delta: bool = False
+    shared: _Wholes = ()
 
 
 class Lease(Message, frozen=True):
@@ -228,11 +233,15 @@ class Lease(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """One bucket of a block's sum; one buffer of exactly the bucket's size, or one for each piece of a rank's shard."""
+    """One bucket of a block's sum; one buffer of exactly the bucket's size, or one for each piece of a rank's shard.
+
+    With ``slot`` no buffer follows: the bucket lies in that vector of the worker's shared memory, counted from 1.
+    """
 
     TYPE = 9
     lease: _Whole
     bucket: _Whole
+    slot: _Whole = 0
 
 
 class Done(Message, frozen=True):

@@ -68,6 +68,11 @@ class WorkerConfig(SecurityConfig):
         "auto", "run the coordinator's program in a process without files, network and secrets (Linux): on, off, or "
         "auto, which is on off loopback; it does not touch --job", one_of("auto", "on", "off"), "machine",
     )  # fmt: skip
+    link: str = setting(
+        "auto", "how parameters and results travel: shm, memory that it has together with a coordinator of the same "
+        "user on this machine (Linux), tcp, or auto, which is shm where that can be", one_of("auto", "tcp", "shm"),
+        "machine",
+    )  # fmt: skip
     inline_block_s: float = setting(
         0.0, "blocks expected to take no longer are computed on the event loop; 0: none", _SHORT, "machine",
         flag="inline_block", shown="0.5ms",

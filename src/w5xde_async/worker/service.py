@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from w5xde_async.compute.engine import choose_device, device_name, use_deterministic_kernels
-from w5xde_async.compute.program.sandbox import unsupported
+from w5xde_async.compute.program.sandbox import Computing, unsupported
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.plan.numerics import EXACT, fits, refusal
 from w5xde_async.runtime import Runtime
+from w5xde_async.segments import Segment, Unshared
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.compute_queue import ComputeThread
@@ -35,6 +36,7 @@ from w5xde_async.worker.executors.in_place import InPlaceExecutor, is_plain
 from w5xde_async.worker.executors.island import IslandExecutor, PiecesExecutor, Rank, sum_across
 from w5xde_async.worker.executors.shard_engine import ShardEngine
 from w5xde_async.worker.hooks import WorkerHooks
+from w5xde_async.worker.sharing import share, unshare
 from w5xde_async.worker.uplink.uplink import Uplink
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class Worker:
         self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
         self._unsent: list[Unsent] = []  # what had not left when the last link ended
         self._unsent_of: tuple[str, int, bytes] | None = None  # of which run, term and model
+        self._segment: Segment | None = None  # of the results of this link
         self._connection: Connection | None = None
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
@@ -239,6 +242,7 @@ class Worker:
             gather=self.config.gather_frames,
             parted=self.parted,
             earlier=self._unsent,
+            must_share=self.config.link == "shm",
         )
         if self._leaving():  # asked to while the result of joining was on its way here
             connection.drain(self._drain, self.config.grace_s)
@@ -279,6 +283,7 @@ class Worker:
                 self.leases_done += leases.num_done
                 self.leases_stale += leases.num_stale
             await link.aclose()
+            await self._unshare()
 
     async def _prepare(self, joined: Joined, receive: Receive, outbox: Outbox) -> tuple[LeaseExecutor, Ready]:
         """Make an executor for this run. Raises as ``EngineSource.engine_for`` does."""
@@ -291,6 +296,7 @@ class Worker:
             useless, self._unsent[:] = self._unsent[:], []
         before_it = self._engines.engine
         engine = await self._engines.engine_for(welcome, joined.layout, receive, outbox)
+        memory = await self._share(engine, joined)
         for one in useless if engine is before_it else ():
             for vector in one.vectors:
                 engine.release(vector)
@@ -301,7 +307,7 @@ class Worker:
             torch.set_num_threads(threads)
         limit = self.config.batch_bytes
         before, self._held = self._held, None  # from here on the engine's parameters may change
-        held = (before[-1],) if before is not None and before[:-1] == _model(welcome) else ()
+        held = (before[-1],) if not memory and before is not None and before[:-1] == _model(welcome) else ()
         unsent = tuple(one.lease.lease for one in self._unsent)
         if held:  # it may have come when nothing was loaded any more
             everything = range(len(joined.layout.buckets))
@@ -309,7 +315,7 @@ class Worker:
         awaited: tuple[int, ...] = ()
         executor: LeaseExecutor
         if is_plain(welcome):
-            executor = InPlaceExecutor(engine, capacity_bytes=limit)
+            executor = InPlaceExecutor(engine, capacity_bytes=limit, shares=bool(memory))
         else:
             encoder = await self._uplink.encoder_for(welcome, joined.layout)
             # What left on the link before may have counted since: until the verdict is here nothing is known of it.
@@ -327,12 +333,43 @@ class Worker:
             awaited,
             held,
             unsent,
+            memory=memory,
         )
+
+    async def _share(self, engine: Computing, joined: Joined) -> tuple[int, ...]:
+        """Have memory together with the coordinator: the segment of this worker's results, () where that cannot be.
+
+        Raises UsageError where it has to be.
+        """
+        link, welcome = self.config.link, joined.welcome
+        if link == "tcp" or (link == "auto" and not welcome.memory):
+            return ()
+        try:
+            self._segment = await asyncio.get_running_loop().run_in_executor(
+                self._compute, share, engine, welcome, joined.layout, joined.nonce
+            )
+        except Unshared as error:
+            if link == "shm":
+                raise UsageError(f"--link shm: {error.reason}") from None
+            logger.info("link=tcp reason=%s", error.reason)
+            return ()
+        return self._segment.told
+
+    async def _unshare(self) -> None:
+        """The link has ended. What was shared on it is not written again: the coordinator may be reading it still."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()
+            engine = self._engines.engine
+            if engine is not None:
+                await asyncio.get_running_loop().run_in_executor(self._compute, unshare, engine)
 
     async def _prepare_rank(
         self, rank: Rank, joined: Joined, receive: Receive, outbox: Outbox
     ) -> tuple[LeaseExecutor, Ready]:
         welcome = joined.welcome
+        if self.config.link == "shm":
+            raise UsageError("--link shm: the ranks of an island share no memory with the coordinator")
         engine = await self._engines.island_for(rank, welcome, joined.layout, receive, outbox)
         _fit(engine.numerics, welcome)
         threads = await asyncio.get_running_loop().run_in_executor(self._compute, torch.get_num_threads)

@@ -23,6 +23,7 @@ from w5xde_async.compute.block import LeafSpec
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.params.slots import slot_bytes
 from w5xde_async.segments import Region, aligned, mapped
 from w5xde_async.wire.messages import METRIC_NAME, MOST_METRICS
 
@@ -216,11 +217,6 @@ def _exactly(descriptor: int, length: int) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def slot_bytes(layout: Layout) -> int:
-    """From one result vector to the next."""
-    return aligned(max(layout.vector_bytes, 1))
 
 
 def receive_regions(control: socket.socket, sizes: Sequence[int]) -> list[Tensor]:

@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from w5xde_async.compute.block import ComputedBlock, Emit, LeafSpec, Task
 from w5xde_async.compute.engine import Engine, LeafError
 from w5xde_async.compute.program import channel, sealing
-from w5xde_async.compute.program.channel import NUM_SLOTS, SlotPool, put, slot_bytes
+from w5xde_async.compute.program.channel import NUM_SLOTS, SlotPool, put
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.program_job import skeleton
 from w5xde_async.errors import LocalError, ProgramKilled, ProgramRefused
 from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
+from w5xde_async.params.slots import slot_bytes
 from w5xde_async.segments import Region, aligned
 
 logger = logging.getLogger(__name__)

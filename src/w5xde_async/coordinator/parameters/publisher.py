@@ -9,6 +9,7 @@ commit leaves alone (frozen parameters, constant buffers) therefore travel once,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from w5xde_async.hub.members.session import Session
@@ -117,6 +118,10 @@ class LivePublisher:
         unsent = sorted(session.unsent)
         if not unsent:
             session.post(Params(version, 0, 0, self._loss_scale))
+        elif session.shared is not None:
+            shared = Params(version, 0, 0, self._loss_scale, shared=tuple(unsent))
+            session.outbox.post(encode(shared), sent=partial(self._seen, session, unsent, version), version=version)
+            return
         for bucket in unsent:
 
             def sent(bucket: int = bucket) -> None:
@@ -126,6 +131,11 @@ class LivePublisher:
 
             frame = self._frame(bucket, len(unsent), session.shard)
             session.outbox.post(frame, sent=sent, version=version)
+
+    @staticmethod
+    def _seen(session: Session, buckets: Sequence[int], version: int) -> None:
+        if session.current_version == version:
+            session.unsent.difference_update(buckets)
 
     def _frame(self, number: int, num_buckets: int, shard: Shard | None) -> list[Buffer]:
         if shard is not None:

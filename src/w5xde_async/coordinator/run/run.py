@@ -307,7 +307,8 @@ def make_training(
     )  # fmt: skip
     if isinstance(strategy.rule, SyncRule):
         return SyncTraining(
-            context, Greeting(message=message, layout=spec.layout), strategy.rule, growing=spec.growing,
+            context, Greeting(message=message, layout=spec.layout, segment=spec.segment if update.plain else None),
+            strategy.rule, growing=spec.growing,
             recomputation=Recomputation(job, context.loader, spec.state, strategy.rule), journal=journal,
         )  # fmt: skip
     inner = strategy.inner

@@ -18,6 +18,7 @@ from w5xde_async.params.layout import Layout
 from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.numerics import RunNumerics
 from w5xde_async.plan.sampler import Sampler, Steps
+from w5xde_async.segments import Segment
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.journal import Journal
 from w5xde_async.store.rundir import RunDir
@@ -42,7 +43,7 @@ class RunSpec:
 
     ``model``'s tensors are views of ``state``. ``evaluator`` is there where the job evaluates. ``program`` is there
     where no other process can load the job; ``untraceable`` says why it is not. ``possible``: rules and codecs that
-    ``auto`` may choose.
+    ``auto`` may choose. ``segment``: what ``state`` lies in, where workers of this machine may have it.
     """
 
     job: Job
@@ -52,6 +53,7 @@ class RunSpec:
     evaluator: Evaluator | None
     layout: Layout
     state: FlatState
+    segment: Segment | None = None
     program: Document | None = None
     untraceable: str = ""
     growing: BatchGrowth | None = None  # where the batch grows

@@ -6,6 +6,7 @@ Everything here blocks (it imports kernels, reads disks) and runs in an executor
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,15 @@ from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.sampler import Sampler
+from w5xde_async.segments import Segment, Unshared
 from w5xde_async.store.checkpoint import is_record
 from w5xde_async.store.filesystem import Filesystem
 from w5xde_async.store.rundir import RunDir
 from w5xde_async.store.state import pack_state
 from w5xde_async.updates.asynchronous import delay_warning
+from w5xde_async.wire.handshake import NONCE_BYTES
+
+_SMALL_BYTES = 64 << 10  # of a result
 
 
 def prepare(
@@ -102,7 +107,8 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
     evaluates = job.evaluate is not None and config.evaluate
     evaluator = Evaluator(job, copy.deepcopy(model), layout) if evaluates else None
     program, untraceable = _trace(job, model, layout) if alone and config.code_free else (None, "")
-    state = FlatState(layout)
+    segment = _segment(layout) if config.update.plain else None
+    state = FlatState(layout, memory=None if segment is None else segment.payload)
     state.copy_from(model)
     state.adopt(model)
     begun = None
@@ -111,7 +117,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
         begun = begin_with(state, Path(config.init_from)) if anew else unused
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
-        state=state, program=program, untraceable=untraceable, bad=BadSamples(config.max_bad_samples),
+        state=state, segment=segment, program=program, untraceable=untraceable, bad=BadSamples(config.max_bad_samples),
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer
@@ -130,6 +136,16 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
         config.unlike_results(config.update),
     ]
     return Prepared(spec, strategy, ResumePoint(notes=tuple(filter(None, warnings))))
+
+
+def _segment(layout: Layout) -> Segment | None:
+    """Where parameters lie that workers of this machine read; None where they travel as fast as they are told of."""
+    if layout.vector_bytes <= _SMALL_BYTES:
+        return None
+    try:
+        return Segment("parameters", FlatState.nbytes(layout), os.urandom(NONCE_BYTES))
+    except Unshared:
+        return None
 
 
 def _check_dataset(job: Job) -> None:

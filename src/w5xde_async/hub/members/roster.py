@@ -7,6 +7,7 @@ the event loop's thread and never blocks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -24,10 +25,12 @@ from w5xde_async.hub.members.liveness import Liveness, Scheduling
 from w5xde_async.hub.members.meeting import Meeting
 from w5xde_async.hub.members.program_server import ProgramServer
 from w5xde_async.hub.members.session import Session, quarantined
+from w5xde_async.hub.members.sharing import SharedResults
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.numerics import RunNumerics, fits, refusal
+from w5xde_async.segments import Segment, Unshared
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -44,6 +47,8 @@ from w5xde_async.wire.messages import (
     Volunteer,
     Welcome,
 )
+
+logger = logging.getLogger(__name__)
 
 #: A worker whose link has ended tries again every 2.5 s at most, once it has found that.
 _RETURN_S = 5.0
@@ -68,11 +73,15 @@ def _is_address(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """What a new worker is told of the run: ``message``, ``layout`` and ``buffers`` beside it."""
+    """What a new worker is told of the run: ``message``, ``layout`` and ``buffers`` beside it.
+
+    ``segment``: where the parameters lie, for workers on this machine.
+    """
 
     message: Welcome
     layout: Layout
     buffers: Sequence[tuple[BufferSpec, Buffer]] = ()
+    segment: Segment | None = None
 
 
 class Roster:
@@ -341,11 +350,13 @@ class Roster:
         leaf_s = self._scheduling.pacing.fastest_leaf_s or 0.0
         return self._num_values, leaf_s, self._welcome.update, self._config.island
 
-    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
+    def welcome(self, session: Session) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
         """The run, for a new worker."""
-        text = self._layout_text
+        text, segment = self._layout_text, self._offered(session)
         layout = (BufferSpec("layout", "uint8", (len(text),), "raw", len(text)), text)
-        return structs.replace(self._welcome, numerics=self._asked), [layout, *self._greeting.buffers]
+        memory = () if segment is None else segment.told
+        welcome = structs.replace(self._welcome, numerics=self._asked, memory=memory)
+        return welcome, [layout, *self._greeting.buffers]
 
     @property
     def _asked(self) -> str:
@@ -400,6 +411,7 @@ class Roster:
             Member(
                 worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,
                 threads=ready.threads, incarnation=session.incarnation, joined_at=now, last_seen=now,
+                link=session.kind,
             )
         )  # fmt: skip
         self.sessions[session.worker_id] = session
@@ -410,7 +422,7 @@ class Roster:
         self._bus.publish(
             WorkerJoined(
                 worker_id=session.worker_id, name=session.name, peer=session.link.peer, device=device,
-                threads=ready.threads, num_workers=len(self.sessions),
+                threads=ready.threads, num_workers=len(self.sessions), link=session.kind,
             )
         )  # fmt: skip
         self._quarantined.discard(session.worker_id)  # somebody has let it in again
@@ -426,6 +438,22 @@ class Roster:
         if island.complete:
             for one in island.sessions:
                 one.island = island
+
+    def _offered(self, session: Session) -> Segment | None:
+        """What of its memory the coordinator has together with this worker."""
+        return self._greeting.segment if session.ranks == 1 and session.link.same_host else None
+
+    async def share(self, session: Session, ready: Ready) -> None:
+        """Have ``session.shared``, where the worker has opened what WELCOME told it of."""
+        segment, hello = self._offered(session), session.hello
+        if not ready.memory or segment is None or hello is None:
+            return
+        try:
+            session.shared = await asyncio.get_running_loop().run_in_executor(
+                None, SharedResults, segment, ready.memory, hello.nonce, self._greeting.layout
+            )
+        except Unshared as error:
+            logger.info("results come over the network worker=%s reason=%s", session.name, error.reason)
 
     def _is_back(self, worker: str) -> None:
         if self._lost.pop(worker, None) is not None:
@@ -451,6 +479,7 @@ class Roster:
         """A session has ended, whoever ended it."""
         self.contributions.close(session)
         self._scheduling.release(session)
+        session.shared = None
         if (admitted := self._admitted.pop(session, None)) is not None:
             home = (session.place[0], session.identity)
             for ids in (self._ids, self._ids_at[home]):

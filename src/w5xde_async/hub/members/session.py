@@ -31,6 +31,7 @@ from w5xde_async.errors import (
 )
 from w5xde_async.hub.members.credentials import Credentials
 from w5xde_async.hub.members.island import Island
+from w5xde_async.hub.members.sharing import SharedResults, copy_into
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.shard import Shard
@@ -88,11 +89,14 @@ class Admission(Protocol):
     async def volunteer(self, session: Session, volunteer: Volunteer) -> Rendezvous | Refusal:
         """The worker wants to be a rank of an island: where the others are, once they are there."""
 
-    def welcome(self) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
+    def welcome(self, session: Session) -> tuple[Welcome, list[tuple[BufferSpec, Buffer]]]:
         """The run, for a new worker."""
 
     async def make_room(self, session: Session) -> None:
         """Return when no other connection of the same worker is left."""
+
+    async def share(self, session: Session, ready: Ready) -> None:
+        """Have ``session.shared``, where the worker has opened what WELCOME told it of."""
 
     def program(self, session: Session, request: ProgramRequest) -> None:
         """The worker asks for the program; it is answered now or later."""
@@ -196,6 +200,7 @@ class Session:
         self.rank, self.ranks = 0, 1  # of an island
         self.island: Island | None = None
         self.shard: Shard | None = None  # of an island's rank: what is sent to it and comes from it
+        self.shared: SharedResults | None = None  # where its results lie, if the parameters are shared with it
         self.heard_at = 0.0  # when anything came from an island's rank
         self._admission, self._work, self._handshake_s = admission, work, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
@@ -213,6 +218,11 @@ class Session:
         """Where it computes: under which proven name or on which host, and whether with the coordinator's program (see
         ``plan.attempts``)."""
         return self.identity or self.link.peer.rpartition(":")[0] or self.link.peer, self.code_free
+
+    @property
+    def kind(self) -> str:
+        """How parameters and results travel."""
+        return "tcp" if self.shared is None else "shm"
 
     @property
     def principal(self) -> str:
@@ -390,7 +400,7 @@ class Session:
             await self._say(encode(refusal))
             return False
         self.link.caps = SESSION_CAPS
-        message, buffers = self._admission.welcome()
+        message, buffers = self._admission.welcome(self)
         await self.link.send(encode(message, buffers))
         return True
 
@@ -425,7 +435,8 @@ class Session:
                 placed, self.receiving = self.receiving, None
             if type(message) is Result:
                 if not specs:
-                    raise MalformedFrame("RESULT came without its buffer")
+                    self._take_shared(message)
+                    continue
                 self.receiving_s += self._clock() - self._header_at
                 self.result_bytes += specs[0].nbytes if self.shard is None else sum(spec.nbytes for spec in specs)
                 if placed is not None:
@@ -472,11 +483,32 @@ class Session:
             elif type(message) is Ready:
                 self.ready = message
                 await self._admission.make_room(self)
+                await self._admission.share(self, message)
                 refusal = self._admission.joined(self, message)
                 if refusal is not None:
                     await self._say(encode(refusal))
                     self._end_reason = refusal.reason
                     return
+
+    def _take_shared(self, result: Result) -> None:
+        """A result lies in memory: take it from there before anything else is done with it."""
+        self.state = advance(COORDINATOR, self.state, result)
+        if self.shared is None:
+            raise MalformedFrame("RESULT came without its buffer")
+        spec, source = self.shared.find(result)
+        view, authorized = self._work.place(self, result, spec)
+        if view is None:
+            if not authorized:
+                self._talk()
+            return
+        began = self._clock()
+        copy_into(view, source)
+        self.receiving_s += self._clock() - began
+        self.result_bytes += spec.nbytes
+        self._garbage = 0
+        self._aggregating = True
+        self._work.arrived(self, result)
+        self._aggregating = False
 
     def _talk(self) -> None:
         """A message that no lease authorizes. A few a second are usual; a worker that sends many more is dropped."""
@@ -490,6 +522,8 @@ class Session:
         self.state = advance(COORDINATOR, self.state, message)
         if type(message) is not Result or (len(specs) != 1 and self.shard is None):
             raise MalformedFrame(f"{type(message).__name__} came with {len(specs)} buffers")
+        if message.slot:
+            raise MalformedFrame("RESULT came with a buffer that it says lies in shared memory")
         self._header_at = self._clock()
         if self.shard is not None:
             return self._accept_pieces(message, specs)

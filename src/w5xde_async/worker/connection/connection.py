@@ -65,13 +65,14 @@ class Connection:
         gather: bool = True,
         parted: asyncio.Event | None = None,
         earlier: Sequence[Unsent] = (),
+        must_share: bool = False,
     ) -> None:
         """``earlier``: what the last link has left. ``gather``: as for ``Outbox``. ``parted`` is set when the
-        worker leaves and its block is not finished.
+        worker leaves and its block is not finished. ``must_share``: as for ``Leases``.
         """
         self.link, self.welcome = link, welcome
         self._thread, self._clock = thread, thread.clock
-        self._parted, self._earlier = parted or asyncio.Event(), earlier
+        self._parted, self._earlier, self._must_share = parted or asyncio.Event(), earlier, must_share
         self._outbox = Outbox(link, gather=gather, clock=thread.clock)
         self._meter: Meter | None = None
         if hooks is not None and hooks.on_answered is not None:
@@ -159,7 +160,7 @@ class Connection:
         self._executor = executor
         self.leases = leases = Leases(
             executor, self._thread, self._outbox, self._meter, on_failure=self._failed, on_failed=self._on_failed,
-            unsent=self._earlier,
+            unsent=self._earlier, must_share=self._must_share,
         )  # fmt: skip
         if self._stopping:
             leases.stop()

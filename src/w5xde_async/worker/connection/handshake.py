@@ -33,6 +33,7 @@ class Joined(NamedTuple):
     welcome: messages.Welcome
     layout: Layout
     inner: bytes = b""  # what WELCOME said of the inner optimizer
+    nonce: bytes = b""  # of our HELLO
 
 
 class Dismissed(W5xdeError):
@@ -59,7 +60,7 @@ async def join(
 
     Raises Refused (by the coordinator, or by us where it cannot prove itself), LinkLost, RemoteError.
     """
-    await prove_each_other(link, token=token, identity=identity)
+    nonce = await prove_each_other(link, token=token, identity=identity)
     await link.send(encode(messages.Introduction(key, name[:64], w5xde_async.__version__, rank, ranks)))
     link.caps = SESSION_CAPS
     texts: list[bytearray] = []
@@ -97,7 +98,7 @@ async def join(
             f"the coordinator trains by a rule that this worker does not know ({welcome.update[:40]!r})",
             "install the same version of w5xde-async on both sides",
         )
-    return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"")
+    return Joined(link, welcome, Layout.parse(bytes(texts[0])), bytes(texts[1]) if len(texts) > 1 else b"", nonce)
 
 
 async def meet(link: Link, volunteer: messages.Volunteer, *, token: str, identity: str = "") -> messages.Rendezvous:
@@ -123,8 +124,11 @@ async def ask(link: Link, *, token: str, identity: str = "") -> messages.Probed:
     return answer
 
 
-async def prove_each_other(link: Link, *, token: str, identity: str = "") -> None:
-    """The part of ``join`` before the worker says who it is: both sides know the secret. Raises as ``join`` does."""
+async def prove_each_other(link: Link, *, token: str, identity: str = "") -> bytes:
+    """The part of ``join`` before the worker says who it is: both sides know the secret. Raises as ``join`` does.
+
+    Returns the nonce of HELLO.
+    """
     secret = token.encode()
     nonce = os.urandom(NONCE_BYTES)
     binding = hashlib.sha256(link.certificate).digest() if link.certificate else b""
@@ -159,6 +163,7 @@ async def prove_each_other(link: Link, *, token: str, identity: str = "") -> Non
             "the coordinator does not know this worker's token",
             "compare the tokens of both sides (W5XDE_TOKEN, --token-file)",
         )
+    return nonce
 
 
 async def fetch_program(receive: Receive, outbox: Outbox, digest: bytes) -> tuple[bytes, Document | None]:

@@ -69,6 +69,7 @@ class Inbox:
             if message.version < self._receiving:
                 raise MalformedFrame(f"PARAMS of version {message.version} after version {self._receiving}")
             self._receiving, self._num_received = message.version, 0
+        self._fresh.update(message.shared)
         if message.num_buckets:
             self._num_received += 1
             self._fresh.add(message.bucket)

@@ -18,8 +18,9 @@ from functools import partial
 from msgspec import structs
 
 from w5xde_async.compute.engine import LeafError
-from w5xde_async.errors import MalformedFrame, headline
+from w5xde_async.errors import MalformedFrame, UsageError, headline
 from w5xde_async.net.outbox import Outbox
+from w5xde_async.params.flat import ResultVector
 from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
@@ -27,6 +28,7 @@ from w5xde_async.worker.connection.follower_queue import FollowerQueue
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.metering import Meter
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Unsent
+from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.executors.island import IslandExecutor
 from w5xde_async.worker.hooks import LeaseFailed
 from w5xde_async.worker.uplink.result_encoder import BucketResult
@@ -51,8 +53,14 @@ class Leases:
         on_failure: Callable[[BaseException], None],
         on_failed: Callable[[LeaseFailed], None] | None = None,
         unsent: Sequence[Unsent] = (),
+        must_share: bool = False,
     ) -> None:
-        """``unsent``: what an earlier link has left. ``on_failure`` hears that the compute thread broke off."""
+        """``unsent``: what an earlier link has left. ``on_failure`` hears that the compute thread broke off.
+
+        ``must_share``: what the executor shares has to be shared.
+        """
+        self._must_share = must_share
+        self._sharing = executor if isinstance(executor, InPlaceExecutor) and executor.shares else None
         self._executor, self._thread, self._outbox, self._meter = executor, thread, outbox, meter
         follows = isinstance(executor, IslandExecutor) and executor.follows
         self._inbox = Inbox(executor.parameters, executor.capacity_bytes, exact=executor.exact, follows=follows)
@@ -71,6 +79,8 @@ class Leases:
         self._not_begun: set[int] = set()  # given back before they were begun; until their verdict is here
         self.num_done = self.num_stale = self.num_applied = 0
         self._splits = 0  # halvings of microbatches, in the last block
+        self.shared = False  #: parameters come, and results go, in memory that the coordinator has too
+        self._lent: dict[int, Sequence[ResultVector]] = {}  # by lease: what the coordinator may read still
         self.leaf_s = 0.0  #: of computing, in the last block; 0.0 before the first
 
     @property
@@ -85,8 +95,9 @@ class Leases:
 
     @property
     def whole_version(self) -> int:
-        """The newest version that has come whole, where nothing of a newer one has come; else -1."""
-        return self._inbox.whole
+        """The newest version that has come whole, where nothing of a newer one has come; else -1. What lies in memory
+        that the coordinator writes is not this worker's to keep."""
+        return -1 if self.shared else self._inbox.whole
 
     @property
     def ended(self) -> bool:
@@ -123,6 +134,10 @@ class Leases:
     def place(self, message: messages.Message, specs: Sequence[BufferSpec]) -> Sequence[memoryview]:
         """Memory for a frame's buffers. Raises MalformedFrame for a frame that has none, OverMemoryLimit."""
         if type(message) is messages.Params:
+            if self.shared:
+                raise MalformedFrame("PARAMS came with bytes that lie in shared memory")
+            if self._sharing is not None:
+                self._declined(self._sharing)
             return self._inbox.place_params(message, specs)
         if type(message) is messages.Lease:
             return self._inbox.place_lease(message, specs)
@@ -131,8 +146,16 @@ class Leases:
     def params(self, message: messages.Params, specs: Sequence[BufferSpec]) -> None:
         """A bucket of parameters has come.
 
-        Raises MalformedFrame where a version without buckets has buffers, or one with buckets has not one.
+        Raises MalformedFrame where a version without buckets has buffers, or one with buckets has not one, and where
+        it is to lie in memory that there is not.
         """
+        if message.shared:
+            known = len(self._executor.layout.buckets)
+            if self._sharing is None or message.num_buckets or max(message.shared) >= known:
+                raise MalformedFrame("PARAMS tells of shared memory that this worker has not")
+            if not self.shared:
+                logger.info("link=shm")
+                self.shared = True
         if bool(specs) != bool(message.num_buckets):
             raise MalformedFrame(f"PARAMS of {message.num_buckets} buckets came with {len(specs)} buffers")
         version = self._inbox.params(message)
@@ -140,6 +163,14 @@ class Leases:
             self._forget_earlier()
         if version is not None:
             self._queue.put((version, *self._inbox.take()))
+
+    def _declined(self, sharing: InPlaceExecutor) -> None:
+        """The coordinator does not read what this worker has shared."""
+        if self._must_share:
+            raise UsageError("--link shm: the coordinator cannot open this worker's memory; its log says why")
+        logger.info("link=tcp reason=the coordinator cannot open this worker's memory; its log says why")
+        sharing.unshare()
+        self._sharing = None
 
     def lease(self, message: messages.Lease) -> None:
         """A lease and its batch have come."""
@@ -169,6 +200,8 @@ class Leases:
             if wasted:
                 logger.info("leases not applied leases=%s reason=%s", wasted[:8], message.reason[:200])
         self._not_begun.difference_update(message.leases)
+        for lease in message.leases if self._lent else ():
+            self._executor.release(self._lent.pop(lease, ()))
         if self._executor.admit(message):
             self._queue.put((message,))
 
@@ -195,7 +228,10 @@ class Leases:
         if self._executor.repeatable:
             self._results.setdefault(lease, []).append(result)
         if lease not in self._revoked and result.bucket not in self._there.get(lease, ()):
-            self._outbox.post(encode(messages.Result(lease, result.bucket), result.buffers), sent=result.sent)
+            if self.shared and result.slot >= 0:
+                self._outbox.post(encode(messages.Result(lease, result.bucket, result.slot + 1)), sent=result.sent)
+            else:
+                self._outbox.post(encode(messages.Result(lease, result.bucket), result.buffers), sent=result.sent)
             if self._meter is not None:
                 layout, sent = self._executor.layout, sum(spec.nbytes for spec, _ in result.buffers)
                 nbytes = layout.result_nbytes(layout.result_buckets[result.bucket])
@@ -242,7 +278,7 @@ class Leases:
         self._there.pop(lease, None)
         self._failed_in_a_row += 1
         failed = messages.Failed(lease, error.leaf, error.error, error.traceback)
-        sent: Callable[[], None] = partial(self._executor.release, error.vectors)
+        sent: Callable[[], None] = partial(self._give_back, lease, error.vectors)
         if self._on_failed is not None:
             told = LeaseFailed(error=cause, in_a_row=self._failed_in_a_row, ever=self.num_done > 0)
             sent = partial(_both, sent, partial(self._on_failed, told))
@@ -282,7 +318,7 @@ class Leases:
         )
         self._there.pop(lease, None)
         results = self._results.pop(lease, ())
-        release: Callable[[], None] = partial(self._executor.release, computed.vectors)
+        release: Callable[[], None] = partial(self._give_back, lease, computed.vectors)
         if isinstance(message, messages.Lease):
             self._unsent[lease] = Unsent(message, results, done, computed.vectors)
             release = partial(self._left, lease)
@@ -293,7 +329,7 @@ class Leases:
     def _send_again(self, message: messages.Lease, unsent: Unsent) -> None:
         """The answer to an earlier lease of the same block is this one's too."""
         for result in unsent.results:
-            self.result(message.lease, result)
+            self.result(message.lease, result._replace(slot=-1))  # it lies in another link's memory
         self._results.pop(message.lease, None)
         self._there.pop(message.lease, None)
         done = structs.replace(unsent.done, lease=message.lease)
@@ -304,7 +340,14 @@ class Leases:
     def _left(self, lease: int) -> None:
         """A lease's whole answer has left."""
         if lease in self._unsent:
-            self._drop([lease])
+            self._give_back(lease, self._unsent.pop(lease).vectors)
+
+    def _give_back(self, lease: int, vectors: Sequence[ResultVector]) -> None:
+        """An answer has left: its memory is free, or will be when the coordinator has said what became of it."""
+        if self.shared:
+            self._lent[lease] = vectors
+        else:
+            self._executor.release(vectors)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

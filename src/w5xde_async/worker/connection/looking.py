@@ -31,7 +31,7 @@ async def look(dialer: Dialer) -> Seen:
     Raises Refused (NO_PROGRAM where the run's step is the job's code), ProgramRefused, Unreachable, LinkLost,
     RemoteError.
     """
-    link, welcome, layout, _ = await dialer.join()
+    link, welcome, layout, *_ = await dialer.join()
     outbox = Outbox(link)
 
     async def beat() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import LocalError
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -49,7 +50,9 @@ class InPlaceExecutor:
     exact = repeatable = True
     newest_first = False
 
-    def __init__(self, engine: Computing, *, capacity_bytes: int) -> None:
+    def __init__(self, engine: Computing, *, capacity_bytes: int, shares: bool = False) -> None:
+        """``shares``: the engine sees the coordinator's parameters, and sums where that reads."""
+        self.shares = shares
         self.layout, self.device, self.capacity_bytes = engine.layout, engine.device, capacity_bytes
         self.parameters = InPlaceReceiver(engine.layout, engine.incoming)
         self.version = -1
@@ -62,6 +65,12 @@ class InPlaceExecutor:
     @property
     def child(self) -> int:
         return self._engine.child
+
+    def unshare(self) -> None:
+        """Parameters do not come in shared memory: from now on nothing is shared. Before anything is loaded."""
+        assert isinstance(self._engine, Engine)
+        self._engine.share(None)
+        self.shares = False
 
     def admit(self, message: Verdict | Submit) -> bool:
         return False
@@ -76,7 +85,8 @@ class InPlaceExecutor:
         give = together.append if self._together else send
 
         def emit(bucket: int, vector: ResultVector) -> None:
-            give(BucketResult(bucket, ((self._specs[bucket], vector.bucket_bytes[bucket]),)))
+            buffers = ((self._specs[bucket], vector.bucket_bytes[bucket]),)
+            give(BucketResult(bucket, buffers, slot=vector.slot))
 
         if self._counted:
             outcome = self._engine.compute(task, emit)

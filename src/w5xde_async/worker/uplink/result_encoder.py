@@ -23,11 +23,15 @@ from w5xde_async.wire.messages import VerdictCode
 
 
 class BucketResult(NamedTuple):
-    """One bucket's result, ready for a RESULT. ``sent`` is to be called when the bytes have left or are dropped."""
+    """One bucket's result, ready for a RESULT. ``sent`` is to be called when the bytes have left or are dropped.
+
+    ``slot``: of the vector that it lies in, where that is one of the memory that the coordinator reads; else -1.
+    """
 
     bucket: int
     buffers: Sequence[tuple[BufferSpec, Buffer]]
     sent: Callable[[], None] | None = None
+    slot: int = -1
 
 
 def raw_specs(layout: Layout) -> list[BufferSpec]:

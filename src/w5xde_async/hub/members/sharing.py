@@ -1,0 +1,62 @@
+"""What members on this machine have together with the coordinator: its parameters, and each its results.
+
+A member is told of the parameters' segment where its link begins on this machine. Whether it could open that, and is of
+the same user, is shown by the segment in which its results lie (docs/decisions/0029-shared-memory.md).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.params.layout import Layout
+from w5xde_async.params.slots import SHARED_SLOTS, slot_bytes, slots_in
+from w5xde_async.segments import SECRET_BYTES, Opened, Segment, Unshared
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.handshake import prove
+from w5xde_async.wire.messages import Result
+
+
+def witness(secret: bytes, nonce: bytes) -> bytes:
+    """The secret of a worker's segment: made under that of the parameters' segment, for the link of ``nonce``."""
+    return prove(secret, "memory", nonce, b"")
+
+
+class SharedResults:
+    """One worker's results, where it writes them. It may do so at any time: they are copied before they are used."""
+
+    def __init__(self, parameters: Segment, told: Sequence[int], nonce: bytes, layout: Layout) -> None:
+        """``told``: of READY; ``nonce``: of its HELLO. Raises Unshared."""
+        opened = Opened(told, SHARED_SLOTS * slot_bytes(layout))
+        try:
+            expected = witness(parameters.secret, nonce).ljust(SECRET_BYTES, b"\0")
+            if not hmac.compare_digest(opened.secret, expected):
+                raise Unshared("its memory does not show that it has read the parameters'")
+            memory = opened.map()
+        finally:
+            opened.close()
+        self._vectors, self._specs = slots_in(layout, memory, SHARED_SLOTS), _specs(layout)
+
+    def find(self, result: Result) -> tuple[BufferSpec, Tensor]:
+        """How the bucket of a result would have travelled, and where it lies. Raises MalformedFrame."""
+        if not 1 <= result.slot <= len(self._vectors) or result.bucket >= len(self._specs):
+            raise MalformedFrame(f"RESULT of bucket {result.bucket} in vector {result.slot} of the shared memory")
+        return self._specs[result.bucket], self._vectors[result.slot - 1].buckets[result.bucket]
+
+
+def _specs(layout: Layout) -> list[BufferSpec]:
+    dtypes = [layout.groups[bucket.group].result_dtype for bucket in layout.result_buckets]
+    return [
+        BufferSpec("", str(dtype).removeprefix("torch."), (bucket.numel,), "raw", layout.result_nbytes(bucket))
+        for bucket, dtype in zip(layout.result_buckets, dtypes, strict=True)
+    ]
+
+
+def copy_into(view: memoryview, source: Tensor) -> None:
+    """Copy a contiguous tensor's bytes into ``view``, which has as many."""
+    if len(view):
+        torch.frombuffer(view, dtype=torch.uint8).copy_(source.view(torch.uint8))

@@ -1,0 +1,288 @@
+"""Runs whose parameters and results lie in memory that coordinator and workers have together: the bits are those of one
+process, whatever a worker, a link or the other side does; where memory cannot be shared the link carries the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import jobs, reference
+from tests.support.cluster import QUICK_WORKER, Commits, settings
+from torch import nn
+
+from w5xde_async.compute.engine import Engine
+from w5xde_async.coordinator.parameters.publisher import LivePublisher
+from w5xde_async.coordinator.service import Coordinator, RunResult
+from w5xde_async.errors import UsageError
+from w5xde_async.hub.members import roster
+from w5xde_async.hub.members.session import Session
+from w5xde_async.job import Job
+from w5xde_async.params.flat import ResultVector, named_digest
+from w5xde_async.segments import Opened, Unshared, unsupported
+from w5xde_async.telemetry.events import Bus, Event, WorkerJoined
+from w5xde_async.updates.config import UpdateConfig
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Params, Result
+from w5xde_async.worker import sharing
+from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.service import Departure, Worker
+
+pytestmark = pytest.mark.skipif(unsupported() != "", reason=unsupported())
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Neither descriptors nor mappings, once nobody has them any more."""
+    yield
+    gc.collect()
+    assert "memfd:w5xde-" not in Path("/proc/self/maps").read_text()
+    assert not [name for name in map(_target, os.listdir("/proc/self/fd")) if "memfd:w5xde-" in name]
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
+
+
+class Model(nn.Module):
+    """Buffers, dropout, several buckets; with ``max_norm`` forward itself rescales rows in place."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(16, 64, max_norm=max_norm)
+        self.body = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x + self.rows((x[:, :4].abs() * 15).long() % 16).sum(1)))
+
+
+def job(**changes: Any) -> Job:
+    given = {"model": Model, "batch_size": 32, "microbatch_size": 4, "max_steps": 12, "drop_last": True, **changes}
+    return replace(jobs.mlp_adamw(), **given)
+
+
+class Seen:
+    """What a run has shown of its links."""
+
+    def __init__(self) -> None:
+        self.bus = Bus()
+        self.links: list[str] = []
+        self.bus.subscribe(self._see)
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, WorkerJoined):
+            self.links.append(event.link)
+
+
+async def trained(made: Job, link: str = "auto", *, workers: int = 2, **config: Any) -> tuple[RunResult, list[str]]:
+    seen = Seen()
+    async with Coordinator(made, config=settings(min_workers=workers, **config), bus=seen.bus) as coordinator:
+        given = replace(QUICK_WORKER, link=link)
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=made, config=given).run()) for _ in range(workers)
+        ]
+        try:
+            result = await coordinator.wait()
+        finally:
+            departures = await asyncio.gather(*running, return_exceptions=True)
+        assert departures == [Departure.FINISHED] * workers
+    return result, seen.links
+
+
+@pytest.mark.parametrize("norm_gate", [0.0, 6.0])
+async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: float) -> None:
+    result, links = await trained(job(), norm_gate=norm_gate)
+    assert links == ["shm", "shm"]
+    assert result.digest == named_digest(reference.train(job())[0])
+    over_tcp, links = await trained(job(), "tcp", norm_gate=norm_gate)
+    assert links == ["tcp", "tcp"]
+    assert over_tcp.digest == result.digest
+    # Results and parameters do not travel; the samples do.
+    for name in ("bytes_sent", "bytes_received"):
+        shared, all_bytes = (sum(getattr(share, name) for share in one.shares) for one in (result, over_tcp))
+        assert shared < all_bytes / 10
+    assert [sum(share.encoded_bytes for share in one.shares) > 0 for one in (result, over_tcp)]
+
+
+async def test_a_step_that_writes_into_its_model_does_no_harm_and_starts_anew_at_each_version() -> None:
+    made = job(model=lambda: Model(max_norm=0.5), microbatch_size=32)
+    digests = {link: (await trained(made, link, workers=1))[0].digest for link in ("shm", "tcp")}
+    assert digests["shm"] == digests["tcp"] != named_digest(reference.train(job(microbatch_size=32))[0])
+
+
+async def test_a_result_that_is_changed_after_it_was_told_of_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker writes into its vector as soon as RESULT is taken: what was weighed is what is added."""
+    take, slots, vectors = Session._take_shared, sharing.slots_in, list[ResultVector]()
+
+    def slots_of(*given: Any) -> list[ResultVector]:
+        vectors[:] = slots(*given)
+        return vectors[:]
+
+    def taking(session: Session, result: Result) -> None:
+        take(session, result)
+        vectors[result.slot - 1].buckets[result.bucket].fill_(float("nan"))
+
+    monkeypatch.setattr(sharing, "slots_in", slots_of)
+    monkeypatch.setattr(Session, "_take_shared", taking)
+    made = job(model=lambda: nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
+    result, links = await trained(made, workers=1)
+    vectors.clear()
+    assert links == ["shm"]
+    assert result.digest == named_digest(reference.train(made)[0])
+
+
+@pytest.mark.parametrize("link", ["auto", "shm"])
+@pytest.mark.parametrize("side", ["coordinator", "worker"])
+async def test_where_it_cannot_be_the_link_carries_the_bytes_and_shm_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, link: str, side: str
+) -> None:
+    def refuses(*_: Any) -> Any:
+        raise Unshared("there is no memory for this")
+
+    caplog.set_level("INFO")
+    where = (roster, "SharedResults") if side == "coordinator" else (sharing, "Opened")
+    monkeypatch.setattr(*where, refuses)
+    made = job()
+    if link == "auto":
+        result, links = await trained(made, link)
+        assert links == ["tcp", "tcp"]
+        assert result.digest == named_digest(reference.train(made)[0])
+        assert "there is no memory for this" in caplog.text
+        assert "link=tcp" in caplog.text
+        return
+    async with Coordinator(made, config=settings()) as coordinator:
+        with pytest.raises(UsageError, match=r"--link shm: .*(its log says why|no memory for this)"):
+            await Worker(coordinator.address, job=made, config=replace(QUICK_WORKER, link=link)).run()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "reason"),
+    [
+        ({"codec": "bf16"}, {}, "rule or codec"),
+        ({}, {"model": lambda: nn.Linear(64, 10)}, "small"),
+    ],
+    ids=["codec", "small"],
+)
+async def test_shm_where_nothing_is_offered_says_why(config: dict[str, Any], changes: Any, reason: str) -> None:
+    given = {"update": UpdateConfig(**config)} if config else {}
+    async with Coordinator(job(**changes), config=settings(**given)) as coordinator:
+        with pytest.raises(UsageError, match=f"--link shm: .*{reason}"):
+            await Worker(coordinator.address, job=job(**changes), config=replace(QUICK_WORKER, link="shm")).run()
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+async def test_links_that_break_cost_no_bit(monkeypatch: pytest.MonkeyPatch, link: str) -> None:
+    """The next link has memory of its own: what is still read of the last one is never written again. The second link
+    of each worker is of the other kind."""
+    made, commits, kinds = job(max_steps=30), Commits(), ["shm", "tcp"]
+    if link == "tcp":
+        kinds.reverse()
+    opened: list[int] = []
+
+    class Counting(Opened):
+        def __init__(self, *given: Any) -> None:
+            opened.append(len(opened))
+            if kinds[(len(opened) - 1) // 2 % 2] == "tcp":
+                raise Unshared("not this time")
+            super().__init__(*given)
+
+    monkeypatch.setattr(sharing, "Opened", Counting)
+    async with Coordinator(made, config=settings(min_workers=2), bus=commits.bus) as coordinator:
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=made, config=QUICK_WORKER).run()) for _ in range(2)
+        ]
+        for step in range(3, 24, 3):
+            await commits.reach(step)
+            assert coordinator._training is not None
+            for session in list(coordinator._training.roster.sessions.values())[: 1 + step % 2]:
+                session.link.abort()
+        result = await coordinator.wait()
+        assert await asyncio.gather(*running) == [Departure.FINISHED] * 2
+    assert len(opened) > 6
+    assert result.digest == named_digest(reference.train(made)[0])
+
+
+async def test_every_vector_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of leases that were applied, that failed and that were computed for nothing."""
+    made, engines, shares = job(max_steps=20), set(), []
+    share, tried = Engine.share, [0]
+    loss = made.loss
+
+    def sharing_(engine: Engine, parameters: Any, vectors: Any = ()) -> None:
+        if parameters is not None:
+            engines.add(engine)
+            shares.append(len(vectors))
+        share(engine, parameters, vectors)
+
+    def fails(output: Any, target: Any) -> Any:
+        tried[0] += 1
+        if tried[0] % 40 == 0:
+            raise ValueError("not this time")
+        return loss(output, target)
+
+    monkeypatch.setattr(Engine, "share", sharing_)
+    left: list[int] = []
+    close = Leases.aclose
+
+    async def closing(leases: Leases) -> Any:
+        found = await close(leases)
+        if leases.shared:
+            held = {vector.slot for vectors in leases._lent.values() for vector in vectors}
+            left.append(len(held))
+        return found
+
+    monkeypatch.setattr(Leases, "aclose", closing)
+    result, links = await trained(replace(made, loss=fails), workers=2)
+    assert links == ["shm", "shm"]
+    assert tried[0] > 60
+    assert result.digest == named_digest(reference.train(made)[0])
+    assert shares == [16, 16]
+    assert max(left) <= 4, "vectors of the last step alone are out at the end"
+    engines.clear()
+
+
+async def test_without_a_free_vector_results_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = 2
+    for module in ("w5xde_async.worker.sharing", "w5xde_async.hub.members.sharing"):
+        monkeypatch.setattr(f"{module}.SHARED_SLOTS", slots)
+    result, links = await trained(job(), workers=1)
+    assert links == ["shm"]
+    assert result.digest == named_digest(reference.train(job())[0])
+    assert sum(share.bytes_sent for share in result.shares) > 100_000
+
+
+@pytest.mark.parametrize("shared", [(10**6,), (0,)])
+async def test_parameters_that_are_not_where_they_are_said_to_be_end_the_link(
+    monkeypatch: pytest.MonkeyPatch, shared: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A coordinator that lies: buckets that the model has not, or memory that nobody shares."""
+
+    def lies(publisher: LivePublisher, session: Session) -> None:
+        session.current_version = publisher._version
+        session.outbox.post(encode(Params(publisher._version, 0, 0, 1.0, shared=shared)))
+
+    monkeypatch.setattr(LivePublisher, "_queue_on", lies)
+    link = "tcp" if shared == (0,) else "shm"
+    async with Coordinator(job(), config=settings()) as coordinator:
+        running = asyncio.create_task(
+            Worker(coordinator.address, job=job(), config=replace(QUICK_WORKER, link=link)).run()
+        )
+        while "PARAMS tells of shared memory that this worker has not" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
