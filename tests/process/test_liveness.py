@@ -6,13 +6,14 @@ import asyncio
 import re
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support import jobs, reference
 from tests.support.chaos import Stage, rss_bytes, show
+from tests.support.metadata import KINDS, metadata
 
 from w5xde_async.errors import ExitCode, LinkLost
 from w5xde_async.net.endpoint import connect
@@ -254,3 +255,31 @@ async def test_200_peers_that_never_read_or_send_a_byte_a_second(ready: bool, tm
         show(f"RSS grew by {(peak - before) >> 10} KiB (bound {bound >> 10} KiB), {steps} steps in {seconds} s")
         assert peak - before <= bound
         assert steps >= 20, "the two workers stood still"
+
+
+def test_a_notice_wastes_no_lease(tmp_path: Path, digest: str) -> None:
+    """Of each cloud: the worker is gone within the shortest notice that they give, half a minute."""
+    flags = ("--min-workers", "4", "--audit-fraction", "0", "--norm-gate", "0")
+    with ExitStack() as stack:
+        clouds = [stack.enter_context(metadata(kind)) for kind in KINDS]
+        watched = [{"W5XDE_WATCH_PREEMPTION": f"{cloud.kind}={cloud.url}"} for cloud in clouds]
+        stage = stack.enter_context(
+            Stage(JOB, tmp_path / "run", workers=4, leaf_s=0.05, flags=flags, environment=watched)
+        )
+        stage.until(lambda: stage.step >= 4 and all(cloud.asked for cloud in clouds), "4 steps")
+        gone = [stage.workers.pop(place) for place in range(3)]
+        for cloud in clouds:
+            cloud.announce()
+        began = time.monotonic()
+        for worker in gone:
+            assert worker.finish() == ExitCode.DRAINED
+            assert time.monotonic() - began < 30.0
+        record = stage.play()
+        assert record.digest == digest
+        stage.finish()
+        for worker in gone:
+            (left,) = (event for event in worker.events if "left reason" in event.get("message", ""))
+            assert leases(left, "leases_stale") <= record.finished["leases_backed_up"]
+            (seen,) = stage.kept("worker_left", worker.name)
+            assert seen["clean"], seen
+        assert record.finished["leaves_in_vain"] == 0

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,7 @@ class Stage:
         return process
 
     def _start(self, *arguments: str, leaf_s: float = 0.0, more: Mapping[str, str] | None = None) -> Process:
-        with _environment(more or {}):
-            process = Process(*arguments, leaf_s=leaf_s, fresh=self._fresh)
+        process = Process(*arguments, leaf_s=leaf_s, fresh=self._fresh, **more or {})
         self._all.append(process)
         return process
 
@@ -424,17 +423,3 @@ def disk_bytes(folder: Path) -> int:
 def show(figure: str) -> None:
     """A figure that a test has measured (``pytest -rA`` shows it)."""
     sys.stdout.write(figure + "\n")
-
-
-@contextlib.contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

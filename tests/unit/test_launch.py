@@ -242,9 +242,14 @@ def test_slurm_has_a_coordinator_and_an_array_of_workers(slurm: Path) -> None:
     assert "--array=1-8" in third
 
 
-@pytest.mark.parametrize(("role", "program"), [("coordinator", "coordinator"), ("worker", "worker")])
+@pytest.mark.parametrize("role", ["coordinator", "worker"])
 @pytest.mark.parametrize("code", [0, 1, 75])
-def test_slurm_has_who_was_told_to_go_again_in_its_queue(slurm: Path, role: str, program: str, code: int) -> None:
+def test_slurm_has_who_was_told_to_go_again_in_its_queue(
+    slurm: Path, role: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if role == "worker":  # the number of the array: to requeue that is to requeue all of its tasks
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     main(["launch", "slurm", "train.py:job", "--workers", "3", *OPTIONS])
     asked(slurm)
     (slurm / "codes").write_text(f"{code}\n")
@@ -261,7 +266,8 @@ def test_slurm_has_who_was_told_to_go_again_in_its_queue(slurm: Path, role: str,
             assert {"--name=train-worker", "--state=PENDING"} <= set(cancel)
     else:
         assert given["join_file"] == slurm / "runs" / "train" / "join"
-    assert rest == ([["scontrol", "requeue", "17"]] if code == 75 else [])
+    job = "17" if role == "coordinator" else "17_3"
+    assert rest == ([["scontrol", "requeue", job]] if code == 75 else [])
 
 
 # -- Ray

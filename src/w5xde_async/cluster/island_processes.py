@@ -186,8 +186,8 @@ class IslandProcesses:
         try:
             return await start_process(
                 sys.executable, "-m", "w5xde_async.worker", *self._arguments, "--exit-with-stdin", "--exit-on-drain",
-                str(int(ExitCode.DRAINED)), stdin=PIPE, env=environment, start_new_session=True,
-                pass_fds=(*serves, word),
+                str(int(ExitCode.DRAINED)), "--watch-preemption", "off", stdin=PIPE, env=environment,
+                start_new_session=True, pass_fds=(*serves, word),
             )  # fmt: skip
         finally:
             os.close(word)

@@ -30,7 +30,8 @@ _EXIT_CODES = """\
 Exit codes: 0 finished or stopped in good order, 1 error, 2 wrong usage or job,
 3 unreachable, 4 authentication, 5 version or model mismatch, 6 port in use,
 7 device lost, 8 island lost, 75 told to leave before the end (worker: SIGTERM,
-SIGUSR1), 130 second Ctrl-C or SIGTERM."""
+SIGUSR1, a notice), 130 second Ctrl-C or SIGTERM."""
+_CLOUD = r"off|auto|(aws|gcp|azure)(=http://\S+)?"
 _JOB = text("FILE.py:NAME or MODULE:NAME", "JOB")
 
 
@@ -122,8 +123,8 @@ class WorkerSettings(Program):
     changed: ClassVar = {
         "token_file": {"group": "the run"},
         "exit_on_drain": {
-            "meaning": "exit code after SIGTERM or SIGUSR1 before the run's end: after 0, job engines count it as "
-            "done and start no other"
+            "meaning": "exit code after SIGTERM, SIGUSR1 or a notice before the run's end: after 0, engines count it "
+            "as done and start no other"
         },
         "tls_cert": {"meaning": "TLS certificate of this worker (PEM), where the coordinator wants one"},
         "tls_ca_file": {"meaning": "authorities that the coordinator's certificate must have"},
@@ -170,6 +171,12 @@ class WorkerSettings(Program):
     checkpoint_activations: bool = setting(
         False, "under fsdp=N, tp=N and pp=N, compute forward passes once more in backward, in place of keeping what "
         "they made", YES_OR_NO, "machine",
+    )  # fmt: skip
+
+    watch_preemption: str = setting(
+        "off", "leave when the cloud announces the machine's end: aws, gcp, azure, or auto, which asks the machine "
+        "whose it is; it calls that cloud's metadata service",
+        text("off, auto, aws, gcp or azure (the last three also with =URL)", "CLOUD", _CLOUD), "machine",
     )  # fmt: skip
 
     def require(self) -> None:

@@ -10,13 +10,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
-from w5xde_async.process import attach, exit_code_of, launch, memory_reports, signals
+from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals
 
 if TYPE_CHECKING:
     from w5xde_async.job import Job
@@ -121,7 +122,7 @@ def _work(
             if not settings.exit_with_stdin:  # else the coordinator of this machine says it
                 logger.warning(
                     "%s: the lease under way is finished (at most %.0f s), others are given back%s",
-                    reason, config.grace_s, "" if reason in _WARNINGS else "; again: ends at once",
+                    reason, config.grace_s, "; again: ends at once" if reason in (CTRL_C, "SIGTERM") else "",
                 )  # fmt: skip
             worker.drain(reason)
 
@@ -129,10 +130,10 @@ def _work(
             """The exit code of a worker that has left before the run's end."""
             return exit_code_of(told, settings.exit_on_drain) if told else ExitCode.OK
 
-        with (
-            signals(leave, warns=_WARNINGS),
-            memory_reports(settings.profile_memory, worker.name, choose_device(config.device)),
-        ):
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(_asked(leave, settings.watch_preemption))
+            device = choose_device(config.device)
+            stack.enter_context(memory_reports(settings.profile_memory, worker.name, device))
             if server:
                 address = format_address(worker.host, worker.port)
                 said = "" if f":{worker.port}" in server else " (the default port)"
@@ -188,6 +189,24 @@ def _work(
         os._exit(code)  # a thread may wait for a rank that is gone, and Python's end would wait for it
 
     return work if rank is None else work_as_rank
+
+
+@asynccontextmanager
+async def _asked(leave: Callable[[str], None], cloud: str) -> AsyncIterator[None]:
+    """Call ``leave(reason)`` for signals, and once ``cloud`` (--watch-preemption) announces the machine's end."""
+    with signals(leave, warns=_WARNINGS):
+        if cloud == "off":
+            yield
+            return
+        from w5xde_async.worker.notices import service_of, watch
+
+        service = await asyncio.to_thread(service_of, cloud)
+        watching = None if service is None else asyncio.create_task(watch(service, leave), name="notices")
+        try:
+            yield
+        finally:
+            if watching is not None:
+                watching.cancel()
 
 
 def _interruptibly(call: Callable[[], _T], exit_on_drain: int) -> _T:
@@ -297,7 +316,7 @@ def _supervise(
     async def supervise() -> int:
         threads = cores if member else max(1, cores // shape.ranks)
         processes = IslandProcesses(shape, arguments, threads=threads, meet=meet if member else None, host=host)
-        with signals(processes.leave, warns=_WARNINGS):
+        async with _asked(processes.leave, settings.watch_preemption):
             code = await processes.run()
         return exit_code_of(processes.told, settings.exit_on_drain) if code == ExitCode.DRAINED else code
 

@@ -12,10 +12,11 @@ submit() {
   sbatch --requeue --open-mode=append --ntasks=1 --mem=@@{megabytes}M "$@"
 }
 
-# Told to go (a signal before the time limit, or by scontrol): exit code 75, and Slurm has it again in its queue.
+# Told to go (a signal before the time limit, or where it is preempted): exit code 75, and Slurm has it in its queue
+# again. One task of an array has the whole array's number as its job's.
 again() {
   if [ "$1" -eq @@drained ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
   fi
   exit "$1"
 }
