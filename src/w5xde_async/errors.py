@@ -284,26 +284,40 @@ def shortened(text: str, limit: int = _TRACEBACK_CHARACTERS) -> str:
     return f"{head}\n{_CUT.format(len(text) - len(head) - len(tail))}\n{tail}"
 
 
+def in_one_line(error: BaseException) -> str:
+    """``headline`` of an error that was caught. Reads no file: it may be asked on an event loop."""
+    frames = [(frame.f_code.co_filename, str(line)) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, str(error.lineno)))
+    said = str(error).strip().splitlines()
+    kind = type(error).__name__
+    return f"{kind}: {said[0]}"[:_HEADLINE] + _place(frames) if said else kind + _place(frames)
+
+
 def headline(told: str) -> str:
     """What a traceback says in one line: ``ValueError: corrupt JPEG (data.py:15)``.
 
-    The place is the innermost frame outside of installed libraries, or the innermost of all. The last line of a text
-    that is no traceback.
+    The place is the innermost frame outside of installed libraries, or the innermost of all; none where this package
+    raised it and no frame is the caller's. The last line of a text that is no traceback.
     """
     lines = [line for line in told.splitlines() if line.strip()] or ["it failed"]
     if _TRACEBACK not in lines:
         return lines[-1].strip()[:_HEADLINE]
     after = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
     raised = next((line for line in after if not line[0].isspace()), lines[-1].strip())
-    return raised[:_HEADLINE] + _place(after)
+    return raised[:_HEADLINE] + _place(_frames(after))
 
 
-def _place(lines: list[str]) -> str:
-    frames = [found.groups() for line in lines if (found := _FRAME.match(line)) is not None]
-    frames = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
-    if not frames:
+def _frames(lines: list[str]) -> list[tuple[str, str]]:
+    return [(found[1], found[2]) for line in lines if (found := _FRAME.match(line)) is not None]
+
+
+def _place(frames: list[tuple[str, str]]) -> str:
+    """The innermost of those ``(file, line)`` that is the caller's, in words."""
+    theirs = [frame for frame in frames if not frame[0].startswith(_PACKAGE) and not _LIBRARY.search(frame[0])]
+    if not theirs and (not frames or frames[-1][0].startswith(_PACKAGE)):
         return ""
-    path, number = ([frame for frame in frames if not _LIBRARY.search(frame[0])] or frames)[-1]
+    path, number = (theirs or frames)[-1]
     file = path.replace("\\", "/").rpartition("/")[2]
     return f" ({file}:{number})"
 
@@ -322,7 +336,7 @@ class UpdateFailed(W5xdeError):
 
     def __init__(self, step: int, error: BaseException, traceback: str) -> None:
         self.step, self.traceback = step, traceback
-        place = _place(traceback.splitlines())
+        place = _place(_frames(traceback.splitlines()))
         super().__init__(f"the update after step {step} raised {type(error).__name__}: {error}{place}\n{traceback}")
 
 

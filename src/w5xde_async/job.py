@@ -11,7 +11,6 @@ import difflib
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import is_interrupt
 
@@ -208,7 +207,7 @@ def _as_job_errors(
     except BaseException as error:
         if is_interrupt(error) or isinstance(error, passed_on):
             raise
-        raise JobError(reference, f"{what} raised {_where(error)}", hint) from error
+        raise JobError(reference, f"{what} raised {in_one_line(error)}", hint) from error
 
 
 def step_function(job: Job) -> StepFunction:
@@ -339,12 +338,3 @@ def _import_module(reference: str, name: str) -> Any:
             if not error.name or not (name == error.name or name.startswith(error.name + ".")):
                 raise
     raise JobError(reference, f"there is no module {name}", "for a file write its name with .py")
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, SyntaxError):
-        at = f" ({Path(error.filename or '?').name}:{error.lineno})"
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' if said else ''}{said[0] if said else ''}{at}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
-from w5xde_async.errors import LeafFailed, UpdateFailed, headline, shortened
+from w5xde_async.compute.batch import flatten
+from w5xde_async.errors import LeafFailed, UpdateFailed, headline, in_one_line, shortened
 from w5xde_async.telemetry.wording import clean
 
 
@@ -48,6 +50,22 @@ def deep(depth: int) -> None:
 )
 def test_a_headline_names_what_was_raised_and_the_callers_own_line(call: Callable[[], object], line: str) -> None:
     assert re.fullmatch(line, headline(raised(call)))
+
+
+@pytest.mark.parametrize("call", [lambda: nn.Linear(2, 2)(torch.ones(1, 3)), chained])
+def test_an_error_that_was_caught_is_told_alike(call: Callable[[], object]) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - any
+        call()
+    assert in_one_line(caught.value) == headline(raised(call))
+
+
+def test_no_place_is_named_where_this_package_raised_it() -> None:
+    """A line of its own, or of the thread that called it, is nobody's to mend."""
+    with ThreadPoolExecutor(1) as thread:
+        error = thread.submit(flatten, {"x": object()}).exception()
+    assert error is not None
+    assert in_one_line(error) == f"TypeError: {error}"
+    assert headline(LeafFailed.shown(error)) == f"TypeError: {error}"
 
 
 def test_the_headline_of_a_failed_leaf() -> None:

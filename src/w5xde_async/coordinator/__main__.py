@@ -117,12 +117,12 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
                     on_all_lost=coordinator.workers_failed,
                 )  # fmt: skip
                 await stack.enter_async_context(workers)
-            unfinished = True
+            unfinished, when = True, "When that is mended, go on from here:"
             try:
-                unfinished = (await coordinator.wait()).outcome != "finished"
+                unfinished, when = (await coordinator.wait()).outcome != "finished", "To go on from here:"
             finally:
                 if unfinished and coordinator.step:
-                    progress.tell("To go on from here:", _goes_on(command, config.resume))
+                    progress.tell(when, _goes_on(command, config.resume))
         return exit_code_of(stop_reason, settings.exit_on_drain) if unfinished and stop_reason else ExitCode.OK
 
     return train

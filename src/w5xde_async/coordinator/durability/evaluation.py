@@ -17,7 +17,7 @@ from w5xde_async.compute.block import described
 from w5xde_async.coordinator.durability.best import BestModel
 from w5xde_async.coordinator.durability.journal_writer import JournalWriter
 from w5xde_async.coordinator.training import Commit, Parameters
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.job import Job
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
@@ -92,6 +92,7 @@ class Evaluation:
         self._bus, self._thread, self._journal = bus, thread, journal
         self.metrics: dict[str, float] = {}
         self._evaluated_step = self.ended_at = -1
+        self._complained: set[object] = set()
         self.best_model = best_model
         self._on_end, self._on_error = on_end, on_error
         self._evaluating: asyncio.Task[None] | None = None
@@ -134,7 +135,7 @@ class Evaluation:
             measuring = asyncio.get_running_loop().run_in_executor(self._thread, evaluator.measure, snapshot)
             metrics = await measuring
         except Exception as error:
-            self._bus.publish(Warned(text=f"evaluate raised {type(error).__name__}: {error}; the run goes on"))
+            self._complain("evaluate", error)
             return
         if self._journal is not None:
             await self._journal.settled(step)
@@ -151,11 +152,19 @@ class Evaluation:
         try:
             ends = await asyncio.get_running_loop().run_in_executor(self._thread, evaluator.ends, metrics)
         except Exception as error:
-            self._bus.publish(Warned(text=f"stop_when raised {type(error).__name__}: {error}; the run goes on"))
+            self._complain("stop_when", error)
             return
         if ends and self.ended_at < 0:
             self.ended_at = step
             self._on_end()
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Once for each place that raises: the next evaluation will most likely meet the same."""
+        told = in_one_line(error)
+        cause = what, type(error), told.rpartition(" (")[2]
+        if cause not in self._complained:
+            self._complained.add(cause)
+            self._bus.publish(Warned(text=f"{what} raised {told}; the run goes on"))
 
 
 def _unknown_metric(metric: str, metrics: Mapping[str, float]) -> JobError:
