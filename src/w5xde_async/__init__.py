@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from w5xde_async.coordinator.config import CoordinatorConfig
     from w5xde_async.coordinator.run_result import RunResult
     from w5xde_async.coordinator.service import Coordinator
+    from w5xde_async.data.sharded import ShardedStream
     from w5xde_async.errors import W5xdeError
     from w5xde_async.job import Job
     from w5xde_async.telemetry.events import Bus
@@ -26,6 +27,7 @@ __all__ = [
     "Job",
     "LocalCluster",
     "RunResult",
+    "ShardedStream",
     "UpdateConfig",
     "W5xdeError",
     "Worker",
@@ -40,6 +42,7 @@ _HOMES = {
     "Job": "job",
     "LocalCluster": "cluster.local_cluster",
     "RunResult": "coordinator.run_result",
+    "ShardedStream": "data.sharded",
     "UpdateConfig": "updates.config",
     "W5xdeError": "errors",
     "Worker": "worker.service",

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -33,6 +34,7 @@ StepFunction = Callable[[nn.Module, Any], tuple[Tensor, Mapping[str, Any]]]
 #: ``max_steps`` of a run that goes on until somebody stops it: more than any run makes.
 ENDLESS = 1_000_000_000
 
+_MOST_UNREADABLE = 64  # of the first samples, for a look at a few
 _LABELS = ("labels", "label", "targets", "target")
 
 
@@ -41,7 +43,8 @@ class Job:
     """One training job.
 
     model           a module, or a function that makes one (called with the seed set)
-    dataset         map-style: ``len(dataset)`` and ``dataset[i]``; ``__getitems__`` is used where it exists
+    dataset         map-style: ``len(dataset)`` and ``dataset[i]``; ``__getitems__`` is used where it exists. Or a
+                    stream: an IterableDataset that gives the same samples in the same order each time
     optimizer       ``model -> torch.optim.Optimizer``; several parameter groups are fine
     loss            ``loss(output, target) -> mean loss``, used by the default step
     step            ``step(model, batch) -> loss`` or ``(loss, {name: number})``, instead of ``loss``
@@ -54,6 +57,7 @@ class Job:
     gradient_clip_val        global norm to clip to
     precision       fp32, or bf16 / fp16 autocast (fp16 with dynamic loss scaling)
     seed            of everything random: order, dropout, model factory
+    shuffle_buffer  samples of a stream that are shuffled among themselves
     evaluate        ``evaluate(model) -> {name: number}``, on a copy in eval mode, on the coordinator
     evaluate_every  steps between evaluations; default: once an epoch. The last step is always evaluated
     parallelize     ``parallelize(model, mesh)``: divides the model among the ranks of an island, in place or by what it
@@ -81,6 +85,7 @@ class Job:
     precision: Precision = "fp32"
     seed: int = 0
     shuffle: bool = True
+    shuffle_buffer: int = 1024
     drop_last: bool = False
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     evaluate_every: int | None = None
@@ -111,7 +116,7 @@ class Job:
             need(bool(direction), f"keep_best is {metric!r}: whether less of it is better or more is not known", hint)
             need(self.evaluate is not None, "keep_best has nothing to go by", "give evaluate")
         optional = ("microbatch_size", "epochs", "max_steps", "evaluate_every")
-        for name in ("batch_size", "accumulate_grad_batches", *optional):
+        for name in ("batch_size", "accumulate_grad_batches", "shuffle_buffer", *optional):
             value = getattr(self, name)
             fits = value is None or (type(value) is int and value >= 1)
             need(fits, f"{name} is {value!r}", "give a whole number >= 1")
@@ -124,15 +129,37 @@ class Job:
         loader = isinstance(self.dataset, DataLoader)
         hint = "give its dataset=loader.dataset, and collate=loader.collate_fn and batch_size=... where they matter"
         need(not loader, "dataset is a DataLoader", hint)
-        hint = "use a map-style dataset: dataset[i] and len(dataset), or dataset=list(stream) where it fits into memory"
-        need(not isinstance(self.dataset, IterableDataset), "dataset is an IterableDataset", hint)
-        need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i]", hint)
-        need(hasattr(self.dataset, "__len__"), "dataset has no len()", hint)
-        need(len(self.dataset) > 0, "dataset is empty")
-        left_out = f"drop_last leaves no step: {len(self.dataset)} samples, batch_size {self.batch_size}"
-        need(not self.drop_last or len(self.dataset) >= self.batch_size, left_out)
+        once = hasattr(self.dataset, "__next__")
+        need(not once, "dataset is an iterator, which can be read once", "give what makes it: an IterableDataset")
+        if self.streamed:
+            ends = self.num_samples is not None or self.max_steps is not None
+            need(ends, "epochs cannot end it: the stream has no len()", "give max_steps")
+        else:
+            need(hasattr(self.dataset, "__getitem__"), "dataset has no dataset[i] and cannot be iterated")
+            need(hasattr(self.dataset, "__len__"), "dataset has no len()")
+        samples = self.num_samples
+        need(samples is None or samples > 0, "dataset is empty")
+        left_out = f"drop_last leaves no step: {samples} samples, batch_size {self.batch_size}"
+        need(not self.drop_last or samples is None or samples >= self.batch_size, left_out)
         leaf = f"a leaf of {self.leaf_samples} samples (microbatch_size x accumulate_grad_batches)"
         need(self.leaf_samples <= self.batch_size, f"{leaf} is larger than batch_size {self.batch_size}")
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the dataset can only be read from its beginning."""
+        return isinstance(self.dataset, IterableDataset) or (
+            hasattr(self.dataset, "__iter__") and not hasattr(self.dataset, "__getitem__")
+        )
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; None of a stream that does not say."""
+        if not self.streamed:
+            return len(self.dataset)
+        try:
+            return len(self.dataset)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def microbatch_samples(self) -> int:
@@ -145,6 +172,33 @@ class Job:
     def leaf_samples(self) -> int:
         """Samples of one leaf."""
         return self.microbatch_samples * self.accumulate_grad_batches
+
+
+def first_samples(job: Job, count: int) -> list[Any]:
+    """So many of the dataset, the first that can be read, over and over where it has fewer. For a look at them.
+
+    Raises what reading raises where none can be read.
+    """
+    found: list[Any] = []
+    error: Exception | None = None
+    if job.streamed:
+        iterator = iter(copy.copy(job.dataset))
+        found = list(islice(iterator, count))
+        if hasattr(iterator, "close"):
+            iterator.close()
+    else:
+        for index in range(len(job.dataset)):
+            if len(found) == count:
+                break
+            try:
+                found.append(job.dataset[index])
+            except Exception as raised:
+                error = error or raised
+                if index - len(found) > _MOST_UNREADABLE:
+                    break
+    if not found:
+        raise error or JobError("dataset", "it gives no samples")
+    return [found[at % len(found)] for at in range(count)]
 
 
 def best_by(keep_best: str) -> tuple[Literal["min", "max", ""], str]:

@@ -177,7 +177,8 @@ def plain_loop(job: Job, threads: int, seconds: float) -> float:
         with random_state():
             model = build_model(with_own_model(job))
             seed_all(job.seed)
-            (batch,) = made_by("dataset", lambda: probe_batches(job, [min(job.batch_size, len(job.dataset))]))
+            samples = min(job.batch_size, job.num_samples or job.batch_size)
+            (batch,) = made_by("dataset", lambda: probe_batches(job, [samples]))
             optimizer = made_by("optimizer", lambda: job.optimizer(model))
             step, precision = step_function(job), autocast(job.precision)
             count, began = -1, math.inf  # the first is not counted
@@ -193,7 +194,7 @@ def plain_loop(job: Job, threads: int, seconds: float) -> float:
                 count += 1
                 if not count:
                     began = time.perf_counter()
-            return count * min(job.batch_size, len(job.dataset)) / (time.perf_counter() - began)
+            return count * samples / (time.perf_counter() - began)
     finally:
         torch.set_num_threads(before)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.generated.runner import Report, run
-from tests.generated.scenario import Fault, Scenario, drawn, known, storm
+from tests.generated.scenario import RULES, Fault, Scenario, drawn, known, storm
+from tests.support.streams import KINDS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -89,6 +90,22 @@ def test_regions_that_are_rarely_drawn(reached: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_rule_in_a_storm_of_faults(seed: int) -> None:
     fine(run(storm(seed)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_that_are_killed_and_resumed(kind: str) -> None:
+    """Far enough into them that a resume goes on in their middle, twice; each rule in turn."""
+    at, rule = KINDS.index(kind), RULES[KINDS.index(kind) % len(RULES)]
+    kills = tuple(Fault("coordinator killed", at_s) for at_s in (1.5, 6.0))
+    report = run(
+        Scenario(
+            stream=kind, rule=rule, samples=300, epochs=3, batch=8, data="map", workers=2, kept=True, seed=at,
+            shuffle=at % 3 > 0, checkpoint_every=3, leaf_s=0.05, faults=(*kills, Fault("worker killed", 1.1)),
+        )
+    )  # fmt: skip
+    fine(report)
+    assert report.hits["coordinator killed"] == 2
+    assert not report.refused
 
 
 @pytest.mark.parametrize("found", FOUND)

@@ -8,11 +8,13 @@ else in the model has the habits that the scenario names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tests.generated.scenario import Scenario
 from tests.simulator.loop import HOST, ComputeExecutor
+from tests.support.streams import in_order, stream
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
@@ -197,32 +199,41 @@ def job_of(scenario: Scenario, built: Callable[[nn.Module], None] = lambda model
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
-    if scenario.data == "tensors":
-        data: Any = TensorDataset(*_tensors(scenario))
+    if scenario.stream:
+        data: Any = stream(scenario.stream, _Rows(scenario), scenario.samples)
+    elif scenario.data == "tensors":
+        data = TensorDataset(*_tensors(scenario))
     else:
         data = (_Gathered if scenario.data == "getitems" else _Rows)(scenario)
     return Job(
         model=model, dataset=data, optimizer=optimizer, step=step, scheduler=scheduler if scenario.scheduled else None,
         collate=_collate if scenario.data == "collate" else None, batch_size=scenario.batch,
         microbatch_size=scenario.microbatch, accumulate_grad_batches=scenario.accumulate, epochs=scenario.epochs,
-        max_steps=scenario.max_steps or None, gradient_clip_val=0.5 if scenario.clipped else None,
+        max_steps=scenario.total_steps if scenario.endless else scenario.max_steps or None,
+        gradient_clip_val=0.5 if scenario.clipped else None,
         precision=scenario.precision,  # type: ignore[arg-type]
         seed=scenario.seed, shuffle=scenario.shuffle, drop_last=scenario.drop_last,
+        shuffle_buffer=scenario.shuffle_buffer,
     )  # fmt: skip
 
 
 def sampler_of(scenario: Scenario) -> Sampler:
     return Sampler(
-        num_samples=scenario.samples, batch_size=scenario.batch, leaf_samples=scenario.leaf_samples,
-        seed=scenario.seed, shuffle=scenario.shuffle, drop_last=scenario.drop_last,
+        num_samples=1 << 40 if scenario.endless else scenario.samples, batch_size=scenario.batch,
+        leaf_samples=scenario.leaf_samples, seed=scenario.seed, shuffle=scenario.shuffle, drop_last=scenario.drop_last,
+        stream=bool(scenario.stream),
     )  # fmt: skip
 
 
 def expected_applications(scenario: Scenario) -> Tensor:
     """What ``applied`` is when each sample of each step was applied once."""
     sampler, expected = sampler_of(scenario), torch.zeros(scenario.samples, dtype=torch.float64)
-    for step in range(scenario.total_steps):
-        plan = sampler.plan(step)
-        for leaf in range(plan.num_leaves):
-            expected[torch.tensor(plan.leaf_indices(leaf).tolist())] += scenario.batch / plan.num_samples
+    plans = [sampler.plan(step) for step in range(scenario.total_steps)]
+    ids = list(range(scenario.samples))
+    if scenario.stream:
+        counted = replace(job_of(scenario), dataset=stream(scenario.stream, ids, scenario.samples))
+        ids = in_order(counted, 1 + int(plans[-1].indices[-1]) // scenario.samples)
+    for plan in plans:
+        for index in plan.indices.tolist():
+            expected[ids[index]] += scenario.batch / plan.num_samples
     return expected

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from tests.support.streams import KINDS
+
 __all__ = ["EXACT", "FAULTS", "KEPT", "OPEN", "Fault", "Scenario", "drawn", "known", "smaller", "storm"]
 
 DATA = ("tensors", "map", "getitems", "collate", "dict", "nested")
@@ -82,8 +84,15 @@ class Scenario:
     prefetch: int = 64
     leaf_s: float = 0.1
     faults: tuple[Fault, ...] = ()
+    stream: str = ""  # a kind of tests.support.streams, instead of a dataset that is read by index
+    shuffle_buffer: int = 8
     storm: bool = False  # faults come as in the simulator's schedules, of any kind and often
     seed: int = 0
+
+    @property
+    def endless(self) -> bool:
+        """Its stream does not say how many samples it has: ``max_steps`` ends the run."""
+        return self.stream not in ("", "counted", "sharded counted")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -116,6 +125,7 @@ class Scenario:
             and self.total_steps <= (40 if self.batch > 4 else 100)
             and self.leaves <= 400
             and self.min_workers <= self.workers
+            and (not self.stream or self.samples <= 2000)
             and self.batch * self.columns <= 1 << 21
             and ("loud" not in self.habits or (self.parameters == "float32" and self.batch <= 4))
             and (self.durability == "checkpoint" or (self.kept and self.rule == "sync"))
@@ -244,4 +254,6 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
         gate=gate, audit=rng.choice([0.0, 0.0, 0.3]), ahead=rng.choice([1, 2, 3]), prefetch=rng.choice([1, 4, 64]),
         leaf_s=rng.choice([0.1, 0.001, 0.5]), storm=kept and workers < 8 and one_in(10), seed=seed,
         faults=tuple(Fault(rng.choice(kinds), rng.randint(0, 40) / 10) for _ in range(rng.choice([0, 0, 1, 2, 3]))),
+        # Drawn last: what seeds meant before they still mean.
+        stream=rng.choice(KINDS) if samples <= 2000 and one_in(4) else "", shuffle_buffer=rng.choice([1, 7, 64, 1000]),
     )  # fmt: skip

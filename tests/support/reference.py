@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.support.streams import in_order
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
@@ -69,8 +70,8 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     step_of = step_function(job)
     sampler = Sampler(
-        num_samples=len(job.dataset), batch_size=job.batch_size, leaf_samples=job.leaf_samples, seed=job.seed,
-        shuffle=job.shuffle, drop_last=job.drop_last,
+        num_samples=job.num_samples or 1 << 40, batch_size=job.batch_size, leaf_samples=job.leaf_samples,
+        seed=job.seed, shuffle=job.shuffle, drop_last=job.drop_last, stream=job.streamed,
     )  # fmt: skip
     persistent = set(model.state_dict())
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
@@ -80,7 +81,10 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
     }  # where forward may put another tensor
     parameters = dict(model.named_parameters())
     scale, losses = 65536.0 if job.precision == "fp16" else 1.0, []
-    random_data = _draws(job)
+    random_data, dataset = _draws(job), job.dataset
+    if job.streamed:  # its indices are places in all epochs, one behind the other
+        dataset = in_order(job, 1)
+        dataset = in_order(job, 1 + int(sampler.plan(steps - 1).indices[-1]) // len(dataset))
     for step in range(steps):
         plan = sampler.plan(step) if batches is None else batches.plan(step)
         start = {name: b.clone() for name, b in buffers.items()}
@@ -92,7 +96,7 @@ def _train(job: Job, steps: int, batches: BatchPlan | None) -> tuple[nn.Module, 
             if random_data:
                 seed_all(seed_for("data", job.seed, step, leaf))
             whole = type(job.dataset) is TensorDataset and job.collate is None  # its rows as default_collate makes them
-            samples = indices if whole else [job.dataset[i] for i in indices]
+            samples = indices if whole else [dataset[i] for i in indices]
             _put_back(buffers, homes, start)
             for parameter in parameters.values():
                 parameter.grad = None
@@ -201,6 +205,8 @@ def _draws(job: Job) -> bool:
 
 def _draws_unlocked(job: Job) -> bool:
     before = torch.default_generator.get_state()
+    if job.streamed:
+        return False  # those of the tests do not
     for index in range(min(len(job.dataset), 64)):
         job.dataset[index]
     return not torch.equal(before, torch.default_generator.get_state())

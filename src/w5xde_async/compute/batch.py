@@ -76,6 +76,11 @@ def flatten(batch: Any) -> tuple[bytes, list[Tensor]]:
     return structure, tensors
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """In this machine's memory, as it is sent: a dataset's tensors may lie on an accelerator."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def joined(structures: Sequence[bytes]) -> bytes:
     """The structure of leaves that lie one behind the other: the one that all have, or else each one's own.
 

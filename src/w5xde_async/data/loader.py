@@ -11,6 +11,8 @@ than the chunks that it names.
 A sample that cannot be read is left out where that is allowed, and another of its step stands in for it
 (``plan.bad_samples``): its leaf is read anew.
 
+A stream is read by one thread, in windows (``data.stream``); the indices of a step are then places in it.
+
 Datasets that draw random numbers are seeded by (seed, step, leaf): threads then take turns; processes need not. A
 dataset counts as one that draws until 64 samples have been read without. Nothing here knows workers.
 """
@@ -31,8 +33,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from w5xde_async.compute.batch import flatten, joined
+from w5xde_async.compute.batch import flatten, joined, on_host
 from w5xde_async.data.config import DataConfig
+from w5xde_async.data.stream import AT_FAULT, StreamReader
 from w5xde_async.errors import JobError, LeafFailed, headline
 from w5xde_async.job import Job, load_job
 from w5xde_async.params.flat import bytes_of
@@ -48,7 +51,6 @@ _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
-_SAMPLE = "w5xde_sample"  # an attribute of what reading raised: the sample that it was raised for
 _STEADY_SAMPLES = 64
 
 
@@ -112,6 +114,7 @@ class Loader:
         make_pool: Callable[[int, str], Executor] = thread_pool,
         whole_steps: bool = False,
         bad: BadSamples | None = None,
+        stream: StreamReader | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_skip: Callable[[int, str], None] = lambda sample, error: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
@@ -119,6 +122,7 @@ class Loader:
         """``make_pool``: of so many threads, with such a name, where the dataset is not read by processes.
 
         ``bad``: samples that are left out; none is by default. ``on_skip`` is told of each further one, and why.
+        ``stream`` reads a dataset that is one; it outlives the loader.
 
         ``whole_steps``: every lease is a step, however many leaves and bytes it has. ``on_ready`` is called on the
         loop's thread whenever a chunk has come, ``on_error`` with what must end the run. Neither is called before the
@@ -126,6 +130,7 @@ class Loader:
         """
         config = config or DataConfig()
         self._sampler, self._job = sampler, job
+        self._stream = stream or (StreamReader(job) if job.streamed else None)
         self.bad = BadSamples(config.max_bad_samples) if bad is None else bad  #: samples that are left out
         self._prefetch_leaves = config.prefetch_leaves
         self._gather = type(job.dataset) is TensorDataset and job.collate is None
@@ -145,6 +150,8 @@ class Loader:
         self._steady = 0  # samples read so far without a random number
         self._probing = threading.Lock()
         threads, processes = config.loader_threads, config.loader_processes
+        if self._stream is not None:
+            threads, processes = 1, 0
         remote = processes > 0 and not self._gather
         self._executor = (
             _process_pool(job, reference, processes) if remote else make_pool(max(1, threads), "w5xde-load")
@@ -298,7 +305,9 @@ class Loader:
                 return
             there = self._chunks.get((step, number)) is chunk  # else its step was closed meanwhile
             if (error := read.exception()) is not None:
-                if not self._left_out(error):
+                if isinstance(error, JobError):
+                    self._on_error(error)
+                elif not self._left_out(error):
                     self._on_error(self._failure(plan, chunk.first, error))
                 elif there:
                     self._fetch_chunk(plan, number, chunk)
@@ -321,7 +330,7 @@ class Loader:
 
     def _left_out(self, error: BaseException) -> bool:
         """Whether what was raised is one sample's fault, and the run goes on without that."""
-        sample, known = getattr(error, _SAMPLE, None), len(self.bad)
+        sample, known = getattr(error, AT_FAULT, None), len(self.bad)
         if sample is None or isinstance(error, MemoryError) or not self.bad.found(sample):
             return False
         if len(self.bad) > known:
@@ -340,7 +349,7 @@ class Loader:
 
     def _failure(self, plan: StepPlan, leaf: int, error: BaseException) -> LeafFailed:
         text, indices = LeafFailed.shown(error), plan.leaf_indices(leaf).tolist()
-        sample, most = getattr(error, _SAMPLE, None), self.bad.most
+        sample, most = getattr(error, AT_FAULT, None), self.bad.most
         hint = f"{most} others were left out already" if most else "--max-bad-samples N leaves up to N such samples out"
         if sample is None:
             hint = "no single sample is at fault"
@@ -349,24 +358,24 @@ class Loader:
     def _read_here(self, indices: Any, seed: int) -> _Read:
         if self._gather:
             at = torch.from_numpy(np.array(indices))
-            tensors = tuple([_on_host(tensor[at.to(tensor.device)]) for tensor in self._job.dataset.tensors])
+            tensors = tuple([on_host(tensor[at.to(tensor.device)]) for tensor in self._job.dataset.tensors])
             return _Read(flatten(tensors)[0], tensors)
         if self._random is None:
             return self._probe(indices, seed)
         if not self._random:
-            return _fetch(self._job, indices)
+            return _fetch(self._job, indices, self._stream)
         with random_state():
             seed_all(seed)
-            return _fetch(self._job, indices)
+            return _fetch(self._job, indices, self._stream)
 
     def _probe(self, indices: Any, seed: int) -> _Read:
         """Read as from a dataset that draws random numbers, and see whether it does."""
         found: list[_Read] = []
         with self._probing:
-            if draws_random(lambda: found.append(_fetch(self._job, indices)), seed):
+            if draws_random(lambda: found.append(_fetch(self._job, indices, self._stream)), seed):
                 self._random = True
             self._steady += len(indices)
-            if self._random is None and self._steady >= min(_STEADY_SAMPLES, len(self._job.dataset)):
+            if self._random is None and self._steady >= min(_STEADY_SAMPLES, self._job.num_samples or _STEADY_SAMPLES):
                 self._random = False
         return found[0]
 
@@ -377,10 +386,10 @@ def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
     return spec, bytes_of(tensor) if nbytes else b""
 
 
-def _fetch(job: Job, indices: Any) -> _Read:
+def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> _Read:
     numbers, samples = indices.tolist(), list[Any]()
     collate: Callable[[list[Any]], Any] = job.collate or default_collate
-    many = getattr(job.dataset, "__getitems__", None)
+    many = getattr(job.dataset, "__getitems__", None) if stream is None else stream.read
     try:
         with users_code():
             if many is not None:
@@ -390,10 +399,11 @@ def _fetch(job: Job, indices: Any) -> _Read:
                     samples.append(job.dataset[number])
             structure, tensors = flatten(collate(samples))
     except Exception as error:
-        if (sample := _at_fault(numbers, samples, many, lambda some: flatten(collate(some)))) is not None:
-            setattr(error, _SAMPLE, sample)
+        known = isinstance(error, JobError) or hasattr(error, AT_FAULT)
+        if not known and (sample := _at_fault(numbers, samples, many, lambda some: flatten(collate(some)))) is not None:
+            setattr(error, AT_FAULT, sample)
         raise
-    return _Read(structure, tuple(map(_on_host, tensors)))
+    return _Read(structure, tuple(map(on_host, tensors)))
 
 
 def _at_fault(
@@ -426,11 +436,6 @@ def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
     except Exception:
         return True
     return False
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """In this machine's memory, as it is sent: a dataset's tensors may lie on an accelerator."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _chunk_leaves(job: Job) -> int:

@@ -25,8 +25,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.plan.tree import right_half
 
@@ -84,11 +82,7 @@ class BatchPlan:
         epoch, begin = self._place(stretch, step)
         size = self._sampler.num_samples
         end = min(begin + stretch.batch_size, size)
-        if self._sampler.shuffle:
-            indices = self._sampler.order(epoch)[begin:end]
-        else:
-            indices = np.arange(begin, end, dtype=np.int64)
-        return StepPlan(step, epoch, indices, self._sampler.leaf_samples)
+        return StepPlan(step, epoch, self._sampler.indices(epoch, begin, end), self._sampler.leaf_samples)
 
     def grow(self, first_step: int, batch_size: int, rate_factor: float) -> Stretch:
         """From ``first_step`` on, which nobody may have planned yet. ``rate_factor`` is that of the change.

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 #: The order of so many samples is computed in less than a millisecond.
 QUICK_SAMPLES = 10_000
+#: Of a stream that does not say: more than any run reads.
+ENDLESS_SAMPLES = 1 << 60
 
 
 def seed_for(*parts: int | str) -> int:
@@ -115,7 +117,11 @@ class Steps(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Cuts epochs into steps and steps into leaves. ``batch_size`` counts samples a step."""
+    """Cuts epochs into steps and steps into leaves. ``batch_size`` counts samples a step.
+
+    Of a ``stream`` the indices go on from epoch to epoch, and what shuffles is its reader. One that does not say how
+    many samples it has is a single epoch of ``ENDLESS_SAMPLES``.
+    """
 
     num_samples: int
     batch_size: int
@@ -123,6 +129,7 @@ class Sampler:
     seed: int
     shuffle: bool = True
     drop_last: bool = False
+    stream: bool = False
     orders: Orders = field(default_factory=Orders, repr=False, compare=False)
 
     @property
@@ -133,8 +140,14 @@ class Sampler:
     def plan(self, step: int) -> StepPlan:
         """Step ``step`` of the run, counted from 0 over all epochs."""
         epoch, begin, end = self._place(step)
-        indices = self.order(epoch)[begin:end] if self.shuffle else np.arange(begin, end, dtype=np.int64)
-        return StepPlan(step, epoch, indices, self.leaf_samples)
+        return StepPlan(step, epoch, self.indices(epoch, begin, end), self.leaf_samples)
+
+    def indices(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
+        """What lies at these places of an epoch: int64."""
+        if self.shuffle and not self.stream:
+            return self.order(epoch)[begin:end]
+        before = epoch * self.num_samples if self.stream else 0
+        return np.arange(before + begin, before + end, dtype=np.int64)
 
     def size(self, step: int) -> StepPlan:
         """Like ``plan``, for its numbers alone: every index is -1, so that no order is needed."""
@@ -160,10 +173,10 @@ class Sampler:
 
     def ready(self, epoch: int) -> bool:
         """Whether the steps of an epoch can be planned at once."""
-        quick = not self.shuffle or self.num_samples <= QUICK_SAMPLES
+        quick = not self.shuffle or self.stream or self.num_samples <= QUICK_SAMPLES
         return quick or self.orders.there(self.num_samples, self.seed, epoch)
 
     def prepare(self, epoch: int) -> None:
         """Have it so."""
-        if self.shuffle:
+        if self.shuffle and not self.stream:
             self.order(epoch)

@@ -31,7 +31,8 @@ class Sample(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
     """The coordinator listens. The run ends at step ``total_steps`` (0, here and in other events: when it is
-    stopped); ``resumed_step`` 0 is a fresh start.
+    stopped); ``resumed_step`` 0 is a fresh start. ``num_samples`` and ``steps_per_epoch`` are 0 of a stream that does
+    not say.
 
     ``host_bytes`` are resident now. Workers may add ``memory_bound_bytes``, where ``max_workers`` come, and
     ``expected_bytes`` where ``expected_workers`` do: those that the run waits for.

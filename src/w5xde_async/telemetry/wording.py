@@ -116,6 +116,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
     if event.leaves_per_step > 1:
         batch += f" in {event.leaves_per_step} leaves"
     epochs = f"{event.steps_per_epoch:,} per epoch" if event.steps_per_epoch else ""
+    samples = _plural(event.num_samples, "sample") if event.num_samples else "a stream"
     title = f"{paint('bold', 'w5xde-async')} {event.version}{_SEPARATOR}run {paint('bold', _name(event.run_name))}"
     parameters = f"{event.num_parameters:,} parameters"
     lines = [
@@ -123,7 +124,7 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
         f"{title}{_SEPARATOR}{paint('dim', f'{event.run_id}, term {event.term}')}",
         "",
         row("model", _name(event.model), parameters, f"fingerprint {event.fingerprint[:16]}"),
-        row("data", _name(event.dataset), _plural(event.num_samples, "sample"), batch),
+        row("data", _name(event.dataset), samples, batch),
         row("update", event.update_rule, f"codec {event.codec}", event.precision),
         row("steps", f"to step {event.total_steps:,}" if event.total_steps else "until stopped", epochs, resumed),
         row("listening", paint("accent", event.address), clean(event.security)),

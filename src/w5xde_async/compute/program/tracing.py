@@ -34,7 +34,7 @@ from w5xde_async.compute.program.form import Document, Graph, Program, encode, p
 from w5xde_async.compute.program.interpreter import fits
 from w5xde_async.compute.program.program_job import ProgramStep
 from w5xde_async.errors import ProgramRefused
-from w5xde_async.job import Job, StepFunction, step_function
+from w5xde_async.job import Job, StepFunction, first_samples, step_function
 from w5xde_async.params.flat import state_of
 from w5xde_async.params.layout import Layout
 from w5xde_async.randomness import random_state, seed_all
@@ -105,7 +105,7 @@ def probe_batches(job: Job, sizes: Sequence[int]) -> list[Any]:
     if type(job.dataset) is TensorDataset and job.collate is None:  # gathered, as the loader does it
         return [tuple(tensor[:size] for tensor in job.dataset.tensors) for size in sizes]
     collate = job.collate or default_collate
-    samples = [job.dataset[index % len(job.dataset)] for index in range(max(sizes))]
+    samples = first_samples(job, max(sizes))
     return [collate(samples[:size]) for size in sizes]
 
 
@@ -121,7 +121,7 @@ def trace_job(job: Job, model: nn.Module, layout: Layout) -> Document:
 
 def microbatch_sizes(job: Job) -> list[int]:
     """Numbers of samples that microbatches have, whole ones first: the last of a leaf, step or epoch may be shorter."""
-    total, whole = len(job.dataset), job.microbatch_samples
+    total, whole = job.num_samples or job.batch_size, job.microbatch_samples
     rest = 0 if job.drop_last else total % job.batch_size
     steps = [count for count in (job.batch_size if total >= job.batch_size else 0, rest) if count]
     leaves = {size for step in steps for size in (min(step, job.leaf_samples), step % job.leaf_samples) if size}

@@ -23,11 +23,10 @@ from w5xde_async.compute.engine import choose_device
 from w5xde_async.compute.program.tracing import probe_batches
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.memory_bound import memory_bound_bytes
-from w5xde_async.coordinator.run.startup import limits
+from w5xde_async.coordinator.run.startup import limits, sampler_of
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model, made_by, shown_end, step_function
 from w5xde_async.params.layout import Layout
-from w5xde_async.plan.sampler import Sampler
 from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.telemetry import wording
 from w5xde_async.updates.coded import coded_down, coded_up
@@ -107,10 +106,7 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         where = choose_device(device)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
-    sampler = Sampler(
-        num_samples=len(job.dataset), batch_size=job.batch_size, leaf_samples=job.leaf_samples, seed=job.seed,
-        shuffle=job.shuffle, drop_last=job.drop_last,
-    )  # fmt: skip
+    sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
     steps = min(ends if max_steps is None else [*ends, max_steps])

@@ -22,6 +22,7 @@ from w5xde_async.coordinator.durability.journal_writer import apply_entry
 from w5xde_async.coordinator.run.overrides import override
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunFiles, RunSpec, Strategy
 from w5xde_async.coordinator.run.strategy import change_strategy
+from w5xde_async.data.stream import Mark, StreamReader
 from w5xde_async.errors import CheckpointCorrupt, CheckpointMismatch, MalformedFrame
 from w5xde_async.params.flat import ResultVector
 from w5xde_async.params.layout import Layout
@@ -30,7 +31,7 @@ from w5xde_async.store.checkpoint import CheckpointStore, Record
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.store.journal import Journal, Position, Replay
 from w5xde_async.store.rundir import RunDir
-from w5xde_async.store.state import pack_state, unpack_state
+from w5xde_async.store.state import JSON, pack_state, unpack_state
 from w5xde_async.telemetry.recorder import last_step
 from w5xde_async.telemetry.records import number
 from w5xde_async.updates.config import UpdateConfig
@@ -219,7 +220,7 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
     """What must be the same for a run to go on, by the name that a person knows it by."""
     job = spec.job
     return {
-        "dataset length": len(job.dataset),
+        "dataset length": job.num_samples,
         "batch_size": job.batch_size,
         "microbatch_size": job.microbatch_samples,
         "accumulate_grad_batches": job.accumulate_grad_batches,
@@ -227,6 +228,7 @@ def _identity(spec: RunSpec, strategy: Strategy) -> dict[str, Any]:
         "shuffle": job.shuffle,
         "drop_last": job.drop_last,
         "precision": job.precision,
+        **({"shuffle_buffer": job.shuffle_buffer} if job.streamed and job.shuffle else {}),
         "optimizer": type(strategy.rule.optimizer).__name__,
         "update rule": strategy.rule.name,
     }
@@ -262,6 +264,13 @@ def _restore(spec: RunSpec, strategy: Strategy, record: Record, directory: RunDi
         notes.append(f"results so far were computed in these ways: {', '.join(spec.numerics.past)} (docs/islands.md)")
     bad: Any = record.meta.get("bad_samples", [])
     spec.bad.restore(map(int, bad))
+    if spec.stream is not None:
+        try:
+            spec.stream.restore(Mark.of_json(record.meta["stream"]))  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointMismatch(
+                where, f"its place in the stream cannot be taken up ({error!r}); {fresh}"
+            ) from None
     tensors = record.groups["model"]
     for entry, view in zip(spec.layout.entries, spec.state.views, strict=True):
         view.copy_(tensors[entry.name])
@@ -351,8 +360,17 @@ class KeptState:
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,
                 "numerics": list(spec.numerics.past),
+                **({} if spec.stream is None else {"stream": self._mark(spec.stream, step)}),
                 **({"bad_samples": [*bad]} if (bad := spec.bad.all()) else {}),
                 **({"overrides": [list(one) for one in spec.overrides]} if spec.overrides else {}),
             },
             groups={"model": model, "rule": {name: tensor.clone() for name, tensor in tensors.items()}},
         )
+
+    def _mark(self, stream: StreamReader, step: int) -> dict[str, JSON]:
+        """Where the stream is read from after a resume: all that is not done lies behind it."""
+        rule = self.strategy.rule
+        first = rule.done.floor if isinstance(rule, OuterRule) else step
+        place = int(self.spec.steps.plan(first).indices[0])
+        stream.forget_before(place)
+        return stream.mark(place).as_json()

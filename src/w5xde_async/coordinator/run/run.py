@@ -167,6 +167,8 @@ class Run:
     async def aclose(self) -> None:
         """Free what the last phase has."""
         await self.training.aclose()
+        if self._spec.stream is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._spec.stream.close)
         await self.evaluation.aclose()
 
     def _data_came(self) -> None:
@@ -238,7 +240,7 @@ class Run:
         loader = Loader(
             spec.job, spec.steps, config, reference=environment.reference or None,
             make_pool=environment.runtime.executor, whole_steps=config.update.rule != "sync",
-            bad=spec.bad, on_ready=self._data_came, on_skip=self._left_out, on_error=self._fail,
+            bad=spec.bad, stream=spec.stream, on_ready=self._data_came, on_skip=self._left_out, on_error=self._fail,
         )  # fmt: skip
         context = RunContext(
             layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,

@@ -12,6 +12,7 @@ from w5xde_async.compute.inner import Schedule
 from w5xde_async.compute.program.form import Document
 from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
+from w5xde_async.data.stream import StreamReader
 from w5xde_async.job import Job
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
@@ -63,6 +64,7 @@ class RunSpec:
     files: RunFiles | None = None  # None: nothing is kept
     overrides: tuple[tuple[int, str], ...] = ()  # what was changed of optimizer and scheduler, after which step
     numerics: RunNumerics = field(default_factory=RunNumerics)  # also of what came before a resume
+    stream: StreamReader | None = None  # where the dataset is one
     bad: BadSamples = field(default_factory=BadSamples)  # the same
 
     @property

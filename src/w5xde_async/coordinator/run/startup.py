@@ -25,12 +25,13 @@ from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
 from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
 from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
+from w5xde_async.data.stream import StreamReader
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState
 from w5xde_async.params.layout import Layout
 from w5xde_async.plan.bad_samples import BadSamples
-from w5xde_async.plan.sampler import Sampler
+from w5xde_async.plan.sampler import ENDLESS_SAMPLES, Sampler
 from w5xde_async.segments import Segment, Unshared
 from w5xde_async.store.checkpoint import is_record
 from w5xde_async.store.filesystem import Filesystem
@@ -85,14 +86,7 @@ def prepare(
 
 def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> Prepared:
     """The run at its very beginning, as if nothing had been kept of it. ``anew``: it is there that it begins."""
-    sampler = Sampler(
-        num_samples=len(job.dataset),
-        batch_size=job.batch_size,
-        leaf_samples=job.leaf_samples,
-        seed=job.seed,
-        shuffle=job.shuffle,
-        drop_last=job.drop_last,
-    )
+    sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
     total_steps = min(ends if max_steps is None else [*ends, max_steps])
@@ -118,6 +112,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
         state=state, segment=segment, program=program, untraceable=untraceable, bad=BadSamples(config.max_bad_samples),
+        stream=StreamReader(job) if job.streamed else None,
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer
@@ -165,8 +160,20 @@ def _trace(job: Job, model: nn.Module, layout: Layout) -> tuple[Document | None,
 
 
 def limits(job: Job, config: CoordinatorConfig) -> tuple[int | None, int | None]:
-    """Epochs and steps after which the run ends, where they are given."""
+    """Epochs and steps after which the run ends, where they are given. Raises UsageError where it has no end."""
     # What is given for this start takes the place of what the job says, both limits together.
+    epochs, max_steps = job.epochs, job.max_steps
     if config.max_steps is not None or config.epochs is not None:
-        return config.epochs, config.max_steps
-    return job.epochs, job.max_steps
+        epochs, max_steps = config.epochs, config.max_steps
+    if max_steps is None and job.num_samples is None:
+        raise UsageError("epochs cannot end the run: its dataset is a stream without len(); give --max-steps")
+    return epochs, max_steps
+
+
+def sampler_of(job: Job) -> Sampler:
+    """Which samples make which step of a run whose batch does not grow."""
+    samples = job.num_samples
+    return Sampler(
+        num_samples=ENDLESS_SAMPLES if samples is None else samples, batch_size=job.batch_size,
+        leaf_samples=job.leaf_samples, seed=job.seed, shuffle=job.shuffle, drop_last=job.drop_last, stream=job.streamed,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""Streams: each sample once an epoch, in one order, wherever reading breaks off and whatever is asked for anew."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.streams import KINDS, in_order, stream
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from w5xde_async.data import stream as streams
+from w5xde_async.data.sharded import ShardedStream
+from w5xde_async.data.stream import AT_FAULT, Mark, StreamReader
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LEAST_WINDOW", 8)
+
+
+def job(dataset: Any, **changes: Any) -> Job:
+    return Job(**{
+        "model": nn.Identity, "dataset": dataset, "optimizer": lambda m: None, "batch_size": 4, "max_steps": 9,
+        "shuffle_buffer": 5, **changes,
+    })  # type: ignore[arg-type]  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(KINDS), num=st.integers(1, 60), buffer=st.integers(1, 20), shuffle=st.booleans(),
+    epochs=st.integers(1, 3), seed=st.integers(0, 1 << 32),
+)  # fmt: skip
+def test_each_sample_once_an_epoch_wherever_it_is_resumed(
+    kind: str, num: int, buffer: int, shuffle: bool, epochs: int, seed: int
+) -> None:
+    made, rng = job(stream(kind, range(num), num), shuffle=shuffle, shuffle_buffer=buffer), random.Random(seed)
+    expected = in_order(made, epochs)
+    assert [sorted(expected[at * num : (at + 1) * num]) for at in range(epochs)] == [list(range(num))] * epochs
+    reader, done, found, first = StreamReader(made), 0, list[int](), 0
+    while done < len(expected):
+        count = rng.randint(1, 7)
+        found[done:] = reader.read(range(done, min(done + count, len(expected))))
+        done = min(done + count, len(expected))
+        if rng.random() < 0.3:  # it has read ahead, and dies: what was kept is the mark of a step before
+            reader.read(range(done, min(done + 9, len(expected))))
+            first = done = rng.randint(max(first, done - 8), done)
+            kept = json.loads(json.dumps(reader.mark(done).as_json()))
+            reader = StreamReader(job(stream(kind, range(num), num), shuffle=shuffle, shuffle_buffer=buffer))
+            reader.restore(Mark.of_json(kept))
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_asked_for_again(kind: str) -> None:
+    """Far behind, of an epoch that is over: a lost worker's step."""
+    made = job(stream(kind, range(50), 50))
+    expected, reader = in_order(made, 2), StreamReader(made)
+    assert reader.read(range(80, 90)) == expected[80:90]
+    assert reader.read([3, 4, 60, 2]) == [expected[at] for at in (3, 4, 60, 2)]
+    reader.forget_before(40)
+    assert reader.mark(40).place <= 40
+    assert reader.read(range(40, 100)) == expected[40:]
+
+
+def test_a_resume_reads_little_where_the_dataset_says_where_it_is() -> None:
+    def read_after_resume(kind: str) -> int:
+        reader = StreamReader(job(stream(kind, range(4000), 4000)))
+        reader.read(range(3000))
+        again = stream(kind, range(4000), 4000)
+        other = StreamReader(job(again))
+        other.restore(reader.mark(3000))
+        opened: list[Any] = []
+        keep = other._opened
+        other._opened = lambda here: opened.append(keep(here)) or opened[-1]  # type: ignore[method-assign, func-returns-value]
+        other.read([3000])
+        return int(opened[-1][0].read)
+
+    assert read_after_resume("stateful") <= 20
+    assert read_after_resume("epochs") > 3000
+
+
+class Made(IterableDataset[Any]):
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+def test_what_it_draws_is_seeded() -> None:
+    """Its order and its samples: of every generator, at the beginning of an epoch and on the way."""
+
+    def draws() -> Iterator[float]:
+        order = random.sample(range(30), 30)
+        for index in order:
+            yield index + float(torch.rand(())) / 2 + float(np.random.rand()) / 4
+
+    def read(places: range, mark: Mark | None = None) -> tuple[list[Any], StreamReader]:
+        reader = StreamReader(job(Made(draws)))
+        if mark is not None:
+            reader.restore(mark)
+        return reader.read(places), reader
+
+    before = torch.get_rng_state()
+    whole, reader = read(range(60))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    random.random()
+    assert read(range(60))[0] == whole
+    assert read(range(47, 60), reader.mark(47))[0] == whole[47:]
+    assert [sorted(map(int, whole[:30])), sorted(map(int, whole[30:]))] == [list(range(30))] * 2
+
+
+def test_a_stream_that_is_not_the_same_each_time_is_refused() -> None:
+    noise = np.random.default_rng(0)
+    with pytest.raises(JobError, match="the first 0 samples of epoch 0 is not what it was before; a stream must give"):
+        StreamReader(job(Made(lambda: iter(noise.random(8).tolist())))).read([0])
+    reader = StreamReader(job(Made(lambda: iter(range(20)))))
+    reader.read(range(14))
+    other = StreamReader(job(Made(lambda: iter([*range(8), *range(19, 7, -1)]))))
+    other.restore(reader.mark(13))
+    with pytest.raises(JobError, match="the first 10 samples of epoch 0 is not what"):
+        other.read([13])
+
+
+def test_other_shards_are_refused() -> None:
+    def sharded(*shards: str) -> StreamReader:
+        return StreamReader(job(ShardedStream(shards, open=iter), shuffle=False, shuffle_buffer=2))
+
+    streams_of = "abcdefgh" * 64
+    reader = sharded(streams_of, "ijkl" * 100, "mnop" * 100)
+    reader.read(range(600))
+    again = sharded("mnop" * 100, streams_of)
+    again.restore(reader.mark(600))
+    with pytest.raises(JobError, match="the list of shards has changed"):
+        again.read([600])
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(6, "more than the 6 samples an epoch"), (9, "has 8 samples an epoch, its len\\(\\) is 9")]
+)
+def test_a_wrong_len_is_found(length: int, said: str) -> None:
+    class Wrong(Made):
+        def __len__(self) -> int:
+            return length
+
+    with pytest.raises(JobError, match=said):
+        StreamReader(job(Wrong(lambda: range(8)))).read(range(12))
+
+
+def test_an_empty_one_is_found() -> None:
+    with pytest.raises(JobError, match="the stream is empty in epoch 0"):
+        StreamReader(job(Made(lambda: ()))).read([0])
+    once = iter(range(4))
+    with pytest.raises(JobError, match=r"is not what|is empty in epoch 1"):
+        StreamReader(job(Made(lambda: once))).read(range(8))
+
+
+def test_a_record_that_cannot_be_decoded_is_one_sample() -> None:
+    def decode(number: int) -> int:
+        if number % 10 == 3:
+            raise ValueError("corrupt")
+        return number
+
+    made = job(ShardedStream([range(10), range(10, 20)], open=iter, decode=decode, shuffle_shards=False), shuffle=False)
+    reader = StreamReader(made)
+    assert reader.read([0, 2, 4, 19, 20]) == [0, 2, 4, 19, 0]
+    with pytest.raises(ValueError, match="corrupt") as caught:
+        reader.read([12, 13])
+    assert getattr(caught.value, AT_FAULT) == 13
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_generator_that_raises_ends_the_run(sharded: bool) -> None:
+    """Nothing comes after it: what is left of its epoch must not be passed over in silence."""
+
+    def broken(shard: int = 0) -> Iterator[int]:
+        yield from range(3)
+        raise OSError("unreadable")
+
+    dataset: Any = ShardedStream([1, 2], open=broken, shuffle_shards=False) if sharded else Made(broken)
+    with pytest.raises(JobError, match=r"broke off at sample 3 of epoch 0: OSError: unreadable .*decode=") as caught:
+        StreamReader(job(dataset, shuffle=False)).read(range(3))
+    if sharded:
+        assert caught.value.__cause__ is not None
+        assert caught.value.__cause__.__notes__ == ["at record 3 of shard 1"]
+
+
+def test_marks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_MOST_MARKS", 16)
+    made = job(stream("stateful", range(3000), 3000))
+    reader, expected = StreamReader(made), in_order(made, 1)
+    for place in range(0, 3000, 100):
+        reader.read([place])
+    assert len(reader._marks) <= 17
+    assert reader.read(range(7, 30)) == expected[7:30]
