@@ -11,8 +11,8 @@ import pytest
 import w5xde_async
 
 PUBLIC = [
-    "Bus", "Coordinator", "CoordinatorConfig", "Job", "LocalCluster", "RunResult", "UpdateConfig", "W5xdeError",
-    "Worker", "WorkerConfig", "__version__",
+    "Bus", "Coordinator", "CoordinatorConfig", "Job", "LocalCluster", "RunResult", "ShardedStream", "UpdateConfig",
+    "W5xdeError", "Worker", "WorkerConfig", "__version__",
 ]  # fmt: skip
 ROOT = Path(w5xde_async.__file__).parent
 
