@@ -37,7 +37,16 @@ _SILENT_S = 40.0  # a dashboard says something every 15 s
 _ENDED = ("finished", "stopped", "failed")
 _MOST_BYTES = 16 << 20
 _SHOWN = ("run", "status", "workers")
-_DISPENSABLE = ("device", "memory", "received", "sent", "round trip", "share", "waits for")  # the first go first
+_DISPENSABLE = (
+    "link",
+    "device",
+    "memory",
+    "received",
+    "sent",
+    "round trip",
+    "share",
+    "waits for",
+)  # the first go first
 _APART = 3  # spaces between columns
 _LEAST_WAITS = 10  # columns of what a worker waits for, which may take several lines
 _WIDE = 160  # columns where no terminal says how many there are: nothing is cut off
@@ -307,13 +316,14 @@ _COLUMNS: dict[str, Callable[[_Worker], str]] = {
     "busy": _figure("busy", _percent),
     "leaves/s": _figure("leaves_per_s", wording.short),
     "share": _figure("share", _percent),
+    "link": _text("link"),
     "round trip": _figure("rtt_s", wording.brief),
     "sent": _figure("bytes_sent", wording.size),
     "received": _figure("bytes_received", wording.size),
     "memory": _memory,
     "waits for": _text("waits_for"),
 }
-_WORDS = ("worker", "state", "device", "waits for")  # the other columns are numbers
+_WORDS = ("worker", "state", "device", "link", "waits for")  # the other columns are numbers
 
 
 def _rows(workers: Sequence[_Worker]) -> Iterator[dict[str, str]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,15 @@ async def test_the_bits_are_those_of_one_process_and_nothing_travels(norm_gate: 
         shared, all_bytes = (sum(getattr(share, name) for share in one.shares) for one in (result, over_tcp))
         assert shared < all_bytes / 10
     assert [sum(share.encoded_bytes for share in one.shares) > 0 for one in (result, over_tcp)]
+
+
+@pytest.mark.parametrize("make", [jobs.odd, jobs.cnn_sgd, jobs.gpt_sgd, jobs.accumulated, jobs.fp16, jobs.words])
+async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Job]) -> None:
+    """Frozen, unused and tied parameters, other dtypes, integer buffers, a loss scale; however small the model is."""
+    monkeypatch.setattr("w5xde_async.coordinator.run.startup._SMALL_BYTES", 0)
+    result, links = await trained(make())
+    assert links == ["shm", "shm"]
+    assert result.digest == named_digest(reference.train(make(), result.step)[0])
 
 
 async def test_a_step_that_writes_into_its_model_does_no_harm_and_starts_anew_at_each_version() -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,6 +156,14 @@ def mlp_sgd() -> Job:
 
 def mlp_adamw() -> Job:
     return _mlp(**_adamw_kwargs())
+
+
+def wide() -> Job:
+    """Large enough that a worker on the coordinator's machine shares memory with it; several buckets."""
+    model = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 10)
+    )
+    return replace(mlp_adamw(), model=model, batch_size=32, microbatch_size=8, drop_last=True)
 
 
 def cnn_sgd() -> Job:

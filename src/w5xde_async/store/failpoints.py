@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from w5xde_async.errors import UsageError
 
-#: Every place, in the order of one start and one step.
+#: Every place, in the order of one start and one step; at last those where memory is shared, at both sides.
 FAILPOINTS: Mapping[str, str] = {
     "replay.after": "the journal's steps are applied again; nothing of this start is stored yet",
     "segment.create.before": "a new segment of the journal is about to be made",
@@ -48,6 +48,12 @@ FAILPOINTS: Mapping[str, str] = {
     "checkpoint.prune.after": "they are gone",
     "journal.prune.before": "old segments are about to go",
     "journal.prune.after": "they are gone",
+    "shared.offer.after": "a worker has made the memory for its results, and nobody has heard of it",
+    "shared.open.after": "the coordinator has a worker's memory, and the worker has not heard of it",
+    "shared.result.before": "a result lies in shared memory, and nobody has heard of it",
+    "shared.result.after": "its RESULT has left the worker",
+    "shared.copy.before": "the coordinator has read the RESULT, and has not copied the result",
+    "shared.copy.after": "the result is copied, and does not count yet",
 }
 ACTIONS = ("kill", "exit", "error", "enospc")
 

@@ -346,7 +346,8 @@ class WorkerReported(Sample):
     coordinator was in the middle of sending to it or receiving from it; that may overlap ``compute_s``. Bytes are the
     worker's: ``bytes_sent`` came to the coordinator. ``raw_bytes`` are those of its results before the codec,
     ``encoded_bytes`` after it. ``rtt_s`` and ``retransmits`` are the kernel's (None where it does not say). Memory,
-    ``cpu_s`` (of the process) and ``flops_per_leaf`` are what the worker has told, 0 where it has not.
+    ``cpu_s`` (of the process) and ``flops_per_leaf`` are what the worker has told, 0 where it has not. ``link``: as in
+    WorkerJoined.
     """
 
     worker_id: str
@@ -378,6 +379,7 @@ class WorkerReported(Sample):
     device_total_bytes: int = 0
     cpu_s: float = 0.0
     flops_per_leaf: float = 0.0
+    link: str = "tcp"
 
     @property
     def flops_per_s(self) -> float:

@@ -50,9 +50,11 @@ def _kind() -> type[WorkerSettings]:
 
 
 def _prepare(arguments: Sequence[str], settings: WorkerSettings, token: str) -> Callable[[], Coroutine[Any, Any, int]]:
+    from w5xde_async.store.failpoints import arm
     from w5xde_async.worker.config import WorkerConfig
 
     config = settings.make(WorkerConfig, token=token)
+    arm(os.environ.get("W5XDE_FAILPOINTS", ""))
     server = settings.where()
     _show_log(settings)
     if settings.island == "auto":

@@ -23,6 +23,7 @@ from w5xde_async.net.outbox import Outbox
 from w5xde_async.plan.numerics import EXACT, fits, refusal
 from w5xde_async.runtime import Runtime
 from w5xde_async.segments import Segment, Unshared
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.wire.messages import Ready, Welcome
 from w5xde_async.worker.config import WorkerConfig
 from w5xde_async.worker.connection.compute_queue import ComputeThread
@@ -353,6 +354,7 @@ class Worker:
                 raise UsageError(f"--link shm: {error.reason}") from None
             logger.info("link=tcp reason=%s", error.reason)
             return ()
+        failpoint("shared.offer.after")
         return self._segment.told
 
     async def _unshare(self) -> None:

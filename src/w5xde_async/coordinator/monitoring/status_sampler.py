@@ -135,7 +135,7 @@ class StatusSampler:
             device_bytes=sum(report.device_bytes for report in reports),
             device_total_bytes=sum(report.device_total_bytes for report in reports),
             cpu_s=sum(_finite(report.cpu_s) for report in reports),
-            flops_per_leaf=sum(_finite(report.flops_per_leaf) for report in reports),
+            flops_per_leaf=sum(_finite(report.flops_per_leaf) for report in reports), link=member.link,
         )  # fmt: skip
 
     def _joining(self, session: Session, now: float) -> WorkerReported:

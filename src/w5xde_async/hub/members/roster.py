@@ -31,6 +31,7 @@ from w5xde_async.plan.leases import Grant
 from w5xde_async.plan.membership import Member, Membership, Standing
 from w5xde_async.plan.numerics import RunNumerics, fits, refusal
 from w5xde_async.segments import Segment, Unshared
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import Bus, Warned, WorkerJoined, WorkerLeft, WorkerQuarantined
 from w5xde_async.wire.frame import Buffer, BufferSpec
 from w5xde_async.wire.handshake import State
@@ -454,6 +455,8 @@ class Roster:
             )
         except Unshared as error:
             logger.info("results come over the network worker=%s reason=%s", session.name, error.reason)
+            return
+        failpoint("shared.open.after")
 
     def _is_back(self, worker: str) -> None:
         if self._lost.pop(worker, None) is not None:

@@ -35,6 +35,7 @@ from w5xde_async.hub.members.sharing import SharedResults, copy_into
 from w5xde_async.net.link import Link
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.shard import Shard
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, encode
 from w5xde_async.wire.handshake import COORDINATOR, NONCE_BYTES, State, advance, member_id, prove, verify
 from w5xde_async.wire.messages import (
@@ -502,7 +503,9 @@ class Session:
                 self._talk()
             return
         began = self._clock()
+        failpoint("shared.copy.before")
         copy_into(view, source)
+        failpoint("shared.copy.after")
         self.receiving_s += self._clock() - began
         self.result_bytes += spec.nbytes
         self._garbage = 0

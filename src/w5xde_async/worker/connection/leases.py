@@ -21,6 +21,7 @@ from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame, UsageError, headline
 from w5xde_async.net.outbox import Outbox
 from w5xde_async.params.flat import ResultVector
+from w5xde_async.store.failpoints import failpoint
 from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
@@ -229,7 +230,9 @@ class Leases:
             self._results.setdefault(lease, []).append(result)
         if lease not in self._revoked and result.bucket not in self._there.get(lease, ()):
             if self.shared and result.slot >= 0:
-                self._outbox.post(encode(messages.Result(lease, result.bucket, result.slot + 1)), sent=result.sent)
+                failpoint("shared.result.before")
+                told = messages.Result(lease, result.bucket, result.slot + 1)
+                self._outbox.post(encode(told), sent=_told)
             else:
                 self._outbox.post(encode(messages.Result(lease, result.bucket), result.buffers), sent=result.sent)
             if self._meter is not None:
@@ -348,6 +351,11 @@ class Leases:
             self._lent[lease] = vectors
         else:
             self._executor.release(vectors)
+
+
+def _told() -> None:
+    """A RESULT without bytes has left."""
+    failpoint("shared.result.after")
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

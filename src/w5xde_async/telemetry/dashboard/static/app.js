@@ -140,7 +140,7 @@ const drawWorkers = () => {
   by("workers").replaceChildren(table("Workers", [
     ["Worker", (worker) => [String(worker.name || worker.worker_id)]],
     ["State", (worker) => [element("span", { class: `badge ${{ ready: "good", late: "warn", lost: "bad" }[worker.state] || ""}` }, worker.state || "joining")]],
-    ["Device", (worker) => [`${worker.device || "–"}`, small(`${worker.threads || 0} thread${worker.threads === 1 ? "" : "s"} · ${worker.peer || ""}`)]],
+    ["Device", (worker) => [`${worker.device || "–"}`, small(`${worker.threads || 0} thread${worker.threads === 1 ? "" : "s"} · ${worker.peer || ""}${worker.link === "shm" ? " · shared memory" : ""}`)]],
     ["Waits for", (worker) => (worker.left ? [`left: ${worker.waits_for}`] : [worker.waits_for || "–", ...(worker.waits_for ? [] : [small("computing")])]), { class: "path" }],
     ["Busy", (worker) => percent(worker.busy), { number: true }],
     ["Speed", (worker) => [`${short(worker.leaves_per_s)} leaves/s`, ...(number(worker.flops_per_s) ? [small(flops(worker.flops_per_s))] : [])], { number: true }],
