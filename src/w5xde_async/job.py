@@ -51,7 +51,8 @@ class Job:
     scheduler       ``optimizer -> LRScheduler``, stepped once a step
     collate         list of samples -> batch; torch's default_collate otherwise
     batch_size      samples a step (one optimizer update)
-    microbatch_size samples a forward and backward pass; default: an eighth of ``batch_size``, rounded up
+    microbatch_size samples a forward and backward pass; default: by the model's arithmetic, from an eighth of
+                    ``batch_size`` to a half
     accumulate_grad_batches  microbatches that one leaf sums by autograd, in order
     epochs, max_steps        where the run ends: whichever comes first; one of them is needed
     gradient_clip_val        global norm to clip to
@@ -163,7 +164,8 @@ class Job:
 
     @property
     def microbatch_samples(self) -> int:
-        """Samples of one forward and backward pass."""
+        """Samples of one forward and backward pass; where the job does not say (a run has it say before it begins), an
+        eighth of a batch."""
         if self.microbatch_size is not None:
             return self.microbatch_size
         return max(1, -(-self.batch_size // (8 * self.accumulate_grad_batches)))

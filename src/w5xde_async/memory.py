@@ -27,6 +27,7 @@ from w5xde_async.compute.footprint import (
     model_without_memory,
     optimizer_bytes,
 )
+from w5xde_async.compute.leaf_size import with_leaf_size
 from w5xde_async.compute.program.atoms import Atoms, cut
 from w5xde_async.compute.program.converting import NotTraceable
 from w5xde_async.compute.program.form import Program
@@ -199,8 +200,9 @@ class Survey(Measured):
     """A job. Raises JobError for one whose model or batch cannot be had without memory."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.precision = job, job.precision
         self._model = model_without_memory(job)
+        self.job, _ = job, _ = with_leaf_size(job, self._model)
+        self.precision = job.precision
         self.layout = Layout.of(self._model, bucket_bytes=CoordinatorConfig().bucket_bytes)
         self._batch = probe_batches(job, [job.microbatch_samples])[0]
         self.tensors = flatten(self._batch)[1]

@@ -61,6 +61,11 @@ class _Early:
             raise KeyboardInterrupt(_reason(number))
 
 
+def stop_came_early() -> bool:
+    """Whether a SIGINT or SIGTERM has come and the program goes on: somebody has swallowed the interrupt."""
+    return any(_came_early(number) for number in (signal.SIGINT, signal.SIGTERM))
+
+
 def _came_early(number: signal.Signals) -> bool:
     handler = signal.getsignal(number)
     return isinstance(handler, _Early) and handler.came == number

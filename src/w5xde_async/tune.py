@@ -58,9 +58,11 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
     assert settings.job is not None
     workers, threads = settings.workers, settings.worker_threads or 1
 
-    from w5xde_async.job import load_job
+    from w5xde_async.compute.leaf_size import with_leaf_size
+    from w5xde_async.job import build_model, load_job
 
     job = load_job(settings.job)
+    job, _ = with_leaf_size(job, build_model(job, replica=True))
 
     async def tell() -> int:
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from tests.support.processes import ROOT, Program, programs
 
+from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.errors import ExitCode
 from w5xde_async.net.join import write_private_line
 
@@ -145,22 +146,22 @@ def token_file(path: Path, text: str) -> str:
     return str(path)
 
 
-def local_workers(address: str) -> list[int]:
-    """Process ids of workers for that address."""
+def local_workers(coordinator: int) -> list[int]:
+    """Process ids of workers that this process has started, dead or alive."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = entry.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if "w5xde_async.worker" in words and address in words:
+        if [PRESTARTED, str(coordinator)] == words[-3:-1]:
             found.append(int(entry.parent.name))
     return found
 
 
-def assert_all_gone(address: str, within_s: float = 10.0) -> None:
+def assert_all_gone(coordinator: int, within_s: float = 10.0) -> None:
     deadline = time.monotonic() + within_s
-    while local_workers(address):
+    while local_workers(coordinator):
         assert time.monotonic() < deadline, "workers were left behind"
         time.sleep(0.05)
 
@@ -178,7 +179,7 @@ def test_digits_with_two_local_workers_and_again_when_it_is_complete(
     assert finished["outcome"] == "finished"
     assert finished["metrics"]["accuracy"] >= 0.95
     assert {share["name"] for share in finished["shares"]} == {"local-0", "local-1"}
-    assert_all_gone(program.last("run_started")["address"])
+    assert_all_gone(program.process.pid)
     assert "hush" not in (tmp_path / "digits" / "config.toml").read_text()
 
     again = start(*command)
@@ -196,7 +197,7 @@ def test_ctrl_c_then_the_same_command_goes_on(start: Callable[..., Program], tmp
     stopped = first.last("run_finished")
     assert (stopped["outcome"], stopped["reason"]) == ("stopped", "Ctrl-C")
     assert stopped["step"] < stopped["total_steps"]
-    assert_all_gone(first.last("run_started")["address"])
+    assert_all_gone(first.process.pid)
 
     second = start(*command)
     assert second.finish() == ExitCode.OK
@@ -272,18 +273,17 @@ def test_a_second_signal_ends_everything_at_once(
     assert "again: ends at once, and loses what is not saved" in told
     program.signal(second)
     assert program.finish() == ExitCode.INTERRUPTED_TWICE  # without waiting for the step or --grace
-    assert_all_gone(program.last("run_started")["address"])
+    assert_all_gone(program.process.pid)
 
 
 def test_workers_end_with_a_coordinator_that_is_killed(
     start: Callable[..., Program], jobs: str, tmp_path: Path
 ) -> None:
     program = start(*coordinate(f"{jobs}:slow", tmp_path / "run", "--workers", "1"))
-    address = program.wait_for("run_started")["address"]
     program.wait_for("worker_joined")
     program.signal(signal.SIGKILL)
     program.finish()
-    assert_all_gone(address)
+    assert_all_gone(program.process.pid)
 
 
 def test_sigterm_during_a_long_step_gives_it_up(start: Callable[..., Program], jobs: str, tmp_path: Path) -> None:
@@ -292,18 +292,17 @@ def test_sigterm_during_a_long_step_gives_it_up(start: Callable[..., Program], j
     program.signal(signal.SIGTERM)
     assert program.finish() == ExitCode.OK  # which does not wait for as long as the step takes
     assert program.last("run_finished")["outcome"] == "stopped"
-    assert_all_gone(program.last("run_started")["address"])
+    assert_all_gone(program.process.pid)
 
 
 def test_a_killed_worker_is_started_again_and_sigusr1_writes_a_checkpoint(
     start: Callable[..., Program], tmp_path: Path
 ) -> None:
     program = start(*coordinate(DIGITS, tmp_path / "run", "--workers", "2", "--epochs", "25"))
-    address = program.wait_for("run_started")["address"]
     program.wait_for("worker_joined", num_workers=2)
     program.signal(signal.SIGUSR1)
     program.wait_for("checkpoint_saved")
-    os.kill(local_workers(address)[0], signal.SIGKILL)
+    os.kill(local_workers(program.process.pid)[0], signal.SIGKILL)
     log = program.wait_for("log")
     assert "was ended by SIGKILL and is started again" in log["message"]
     assert program.finish() == ExitCode.OK

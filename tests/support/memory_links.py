@@ -53,7 +53,7 @@ class MemoryChannel(Channel):
     def __init__(self, peer: str, inbound: _Pipe, outbound: _Pipe) -> None:
         super().__init__(peer)
         self.inbound, self.outbound = inbound, outbound
-        self._chunks: list[Buffer] = []  # written, not drained
+        self._chunks: list[memoryview] = []  # written, and not in the pipe
 
     async def receive(self, view: memoryview, least: int) -> int:
         pipe, got, self._target = self.inbound, 0, view
@@ -74,32 +74,44 @@ class MemoryChannel(Channel):
             await pipe.wait()
 
     def writelines(self, chunks: Iterable[Buffer]) -> None:
-        self._chunks.extend(chunks)
+        self._chunks.extend(memoryview(chunk) for chunk in chunks if len(chunk))
+        self._push()
+
+    @property
+    def drained(self) -> bool:
+        return not self._chunks and self.lost is None and self.outbound.ended is None
+
+    def _push(self) -> None:
+        """As much as the pipe has room for."""
+        pipe = self.outbound
+        while self._chunks and self.lost is None and pipe.ended is None:
+            room = pipe.limit_bytes - len(pipe.data)
+            if room <= 0:
+                return
+            part = min(room, len(self._chunks[0]))
+            if pipe.uncut is not None:
+                part = min(part, pipe.uncut)
+                pipe.uncut -= part
+            pipe.data += self._chunks[0][:part]
+            self._chunks[0] = self._chunks[0][part:]
+            if not self._chunks[0]:
+                del self._chunks[0]
+            self.bytes_sent += part
+            self._turn += part + CALL_BYTES
+            pipe.changed()
+            if pipe.uncut == 0:
+                self.cut()
 
     async def drain(self) -> None:
         pipe = self.outbound
-        chunks, self._chunks = self._chunks, []
-        for chunk in chunks:
-            view, done = memoryview(chunk), 0
-            while done < len(view):
-                self._check()
-                if pipe.ended is not None:
-                    raise StreamLost(self.peer, pipe.ended)
-                room = pipe.limit_bytes - len(pipe.data)
-                if room <= 0:
-                    await pipe.wait()
-                    continue
-                part = min(room, len(view) - done)
-                if pipe.uncut is not None:
-                    part = min(part, pipe.uncut)
-                    pipe.uncut -= part
-                pipe.data += view[done : done + part]
-                done += part
-                self.bytes_sent += part
-                self._turn += part + CALL_BYTES
-                pipe.changed()
-                if pipe.uncut == 0:
-                    self.cut()
+        while True:
+            self._check()
+            self._push()
+            if pipe.ended is not None:
+                raise StreamLost(self.peer, pipe.ended)
+            if not self._chunks:
+                break
+            await pipe.wait()
         self._check()
         if self._turn >= TURN_BYTES:
             await self._yield_turn()

@@ -54,7 +54,7 @@ PARAMETERS = 2 * (WIDE * WIDE + WIDE) + 2 * WIDE + 2
 
 def test_sizes_follow_from_model_optimizer_and_settings() -> None:
     told = predict(job(), workers=2, device="cpu")
-    assert (told.steps, told.step_samples, told.leaves, told.workers) == (6, 32, 8, 2)
+    assert (told.steps, told.step_samples, told.leaves, told.workers) == (6, 32, 2, 2)
     assert told.num_parameters == PARAMETERS
     assert 4 * PARAMETERS <= told.model_bytes < 4 * PARAMETERS + 64 * 6
     assert 8 * PARAMETERS <= told.optimizer_bytes < 8 * PARAMETERS + 4 * 6 + 64  # two moments, and a counter each
@@ -65,7 +65,7 @@ def test_sizes_follow_from_model_optimizer_and_settings() -> None:
     most = predict(job(), workers=200, device="cpu")
     assert most.for_workers_bytes > 10 * told.for_workers_bytes
     assert most.step_s == most.leaf_s  # a leaf each
-    assert told.total_s == 6 * told.step_s == pytest.approx(24 * told.leaf_s)
+    assert told.total_s == 6 * told.step_s == pytest.approx(6 * told.leaf_s)
     assert 0 < told.leaf_s < 1
 
 
@@ -164,7 +164,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     Path("train.py").write_text(JOB)
     assert main(["train.py:job", "--workers", "3", "--codec", "int8", "--max-steps", "5"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("steps        5, of 16 samples in 8 leaves; 18 parameters\n")
+    assert told.startswith("steps        5, of 16 samples in 2 leaves; 18 parameters\n")
     assert "for 3 workers" in told
     assert not Path("runs").exists()
     assert main(["nothing.py:job"]) == 2

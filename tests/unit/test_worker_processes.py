@@ -1,8 +1,9 @@
-"""Which device each worker of a machine is given. No process is started."""
+"""What each worker of a machine is told, and when: its device, where the coordinator is. No process is started."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,62 @@ from typing import Any
 import pytest
 import torch
 
+from w5xde_async.cluster import worker_processes
 from w5xde_async.cluster.worker_processes import LocalWorkers
 from w5xde_async.settings.flags import read
 from w5xde_async.settings.programs import CoordinatorSettings
 
 
+class Started:
+    """A process that runs until it is killed, and what it was told."""
+
+    def __init__(self, asked: Asked, command: tuple[str, ...], environment: dict[str, str]) -> None:
+        self.asked, self.command, self.environment = asked, command, environment
+        self.pid, self.returncode = 1 << 30, None
+        self.ended = asyncio.Event()
+        self.stdin = self.stdout = self
+        self.lines: list[bytes] = []
+
+    def write(self, line: bytes) -> None:
+        self.lines.append(line)
+        if len(self.lines) == 2:
+            told = json.loads(line)
+            given, variables = told["arguments"], {**self.environment, **told["environment"]}
+            flag = given[given.index("--device") + 1] if "--device" in given else ""
+            self.asked.rows.append((given[given.index("--name") + 1], flag, variables.get("W5XDE_DEVICE", "")))
+
+    async def readline(self) -> bytes:
+        await self.ended.wait()
+        return b""
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return -9
+
+    def terminate(self) -> None:
+        self.ended.set()
+
+    def close(self) -> None:
+        """Of its standard input: nobody reads it."""
+
+
 class Asked:
-    """What would have been started: (name, --device, W5XDE_DEVICE)."""
+    """What was started, and what those were told that have work: (name, --device, W5XDE_DEVICE)."""
 
     def __init__(self) -> None:
+        self.started: list[Started] = []
         self.rows: list[tuple[str, str, str]] = []
-        self.ends = asyncio.Event()
 
     async def start(self, *command: str, env: dict[str, str], **_: Any) -> Any:
-        flag = command[command.index("--device") + 1] if "--device" in command else ""
-        self.rows.append((command[command.index("--name") + 1], flag, env.get("W5XDE_DEVICE", "")))
-        await self.ends.wait()  # it runs
-        raise OSError
+        self.started.append(Started(self, command, env))
+        return self.started[-1]
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked()
     monkeypatch.setattr(asyncio, "create_subprocess_exec", asked.start)
+    monkeypatch.setattr(worker_processes, "_kill", lambda process: process.terminate())
     monkeypatch.delenv("W5XDE_DEVICE", raising=False)
     return asked
 
@@ -101,3 +135,31 @@ async def test_what_the_user_asks_for_wins(monkeypatch: pytest.MonkeyPatch, aske
     async with LocalWorkers(0, address="a:1", reference="", devices=("cpu",)) as workers:
         await begun(workers, 1, asked)
     assert [row[1:] for row in asked.rows] == [("", "cuda:3"), ("cpu", "cuda:3")]
+
+
+async def test_processes_start_before_anybody_knows_where_the_coordinator_is(asked: Asked) -> None:
+    workers = LocalWorkers(2, reference="train.py:job", token="geheim")
+    await workers.prestart()
+    assert [one.lines for one in asked.started] == [[], []]  # they import
+    workers.job_is_loaded()
+    assert [one.lines for one in asked.started] == [[b"\n"], [b"\n"]]  # and load the job, once it has been loaded here
+    assert not asked.rows
+    workers.at("host:1", join="w5xde://secret@host:1")
+    async with workers:
+        await begun(workers, 2, asked)
+        assert len(asked.started) == 2
+        assert [row[0] for row in asked.rows] == ["local-0", "local-1"]
+        await begun(workers, 3, asked)
+        assert len(asked.started) == 3
+        told = [json.loads(one.lines[1]) for one in asked.started]
+        assert [one["environment"]["W5XDE_JOIN"] for one in told] == ["w5xde://secret@host:1"] * 3
+    assert all(one.ended.is_set() for one in asked.started)
+    everything = [" ".join(one.command) + str(one.environment) for one in asked.started]
+    assert not any("secret" in text or "geheim" in text for text in everything)  # process lists are public
+
+
+async def test_what_was_started_too_early_ends_too(asked: Asked) -> None:
+    workers = LocalWorkers(2, reference="train.py:job")
+    await workers.prestart()
+    await workers.aclose()  # the job could not be loaded
+    assert all(one.ended.is_set() for one in asked.started)

@@ -23,12 +23,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from w5xde_async.errors import ExitCode
 from w5xde_async.runtime import start_process
 
 logger = logging.getLogger(__name__)
+
+#: The last argument but one of a worker process that learns the others from standard input; the last says of whom.
+PRESTARTED = "--prestarted-by"
 
 _RESTARTS, _RESTART_WINDOW_S, _RESTART_DELAY_S = 3, 60.0, 0.25
 _HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
@@ -39,6 +40,8 @@ _LAST_WORDS = 30  # lines kept to show after a crash
 
 def cuda_devices() -> tuple[str, ...]:
     """The CUDA devices of this machine, by name."""
+    import torch  # not before workers were started: it takes long
+
     return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
 
 
@@ -59,7 +62,7 @@ def tell_sharing(devices: Sequence[str], num_workers: int) -> None:
 
 
 class LocalWorkers:
-    """``count`` worker processes for the coordinator at ``address``.
+    """``count`` worker processes for the coordinator at ``address``, which ``at`` may say later.
 
     ``reference`` "" starts them without the job's code. Each gets that one of ``devices`` which the fewest others have;
     none given: the machine's CUDA devices are dealt out so, unless the environment says W5XDE_DEVICE.
@@ -72,7 +75,7 @@ class LocalWorkers:
         self,
         count: int,
         *,
-        address: str,
+        address: str = "",
         reference: str,
         threads: int = 1,
         devices: Sequence[str] = (),
@@ -85,6 +88,7 @@ class LocalWorkers:
         on_all_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._wanted = count
+        self._prestarted: deque[Process] = deque()
         self._address, self._reference, self._threads = address, reference, threads
         self._island = island
         self._devices, self._device_of = devices, dict[str, str]()
@@ -101,6 +105,20 @@ class LocalWorkers:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    async def prestart(self) -> None:
+        """Start the processes of ``count`` workers: they import what they need until ``scale`` says where to go."""
+        for _ in range(self._wanted):
+            self._prestarted.append(await self._start())
+
+    def job_is_loaded(self) -> None:
+        """Those of ``prestart`` may load it too: what it fetches once is there."""
+        for process in self._prestarted:
+            _say(process, b"\n")
+
+    def at(self, address: str, *, join: str = "", on_all_lost: Callable[[str], None] | None = None) -> None:
+        """Where the coordinator is, if the constructor was not told."""
+        self._address, self._join, self._on_all_lost = address, join, on_all_lost
 
     @property
     def processes(self) -> dict[str, int]:
@@ -123,11 +141,15 @@ class LocalWorkers:
 
     async def aclose(self) -> None:
         """End all of them. May be called twice; cancelled, it kills what is left."""
+        while self._prestarted:
+            process = self._prestarted.pop()
+            _kill(process)
+            await process.wait()
         await self._end(list(self._keepers))
 
     def kill(self) -> None:
         """End all of them now, without waiting."""
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._prestarted):
             _kill(process)
 
     async def _end(self, names: list[str]) -> None:
@@ -176,36 +198,50 @@ class LocalWorkers:
         if self._on_all_lost is not None and all(keeper.done() for keeper in others):
             self._on_all_lost(f"every local worker has failed; {name} {reason.splitlines()[0].rstrip(':')}")
 
-    async def _run(self, name: str, device: str, words: deque[str]) -> int:
-        """One process from start to end; cancelled, the process is ended first."""
+    async def _start(self) -> Process:
+        """A process that waits for its orders."""
         command = [
-            sys.executable, "-m", "w5xde_async.worker", "--threads", str(self._threads), "--name", name,
-            "--log", "normal", "--log-format", "json", "--exit-with-stdin", "--exit-on-drain", "0",
+            sys.executable, "-m", "w5xde_async.worker", "--threads", str(self._threads), "--log", "normal",
+            "--log-format", "json", "--exit-with-stdin",
         ]  # fmt: skip
         if self._reference:
             command += ["--job", self._reference]
         if self._island:
             command += ["--island", self._island]
-        if device and self._devices:
-            command += ["--device", device]
-        if not self._join:
-            command += ["--server", self._address]
         if self._config_path is not None:
             command += ["--config", str(self._config_path)]
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir)]
-        # The child's environment is ours with this run's token in place of wherever ours came from.
+        # The child's environment is ours, with this run's token in place of wherever ours came from.
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
-        if device:
-            environment.setdefault("W5XDE_DEVICE", device)
+        return await start_process(
+            *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment,
+            start_new_session=True, limit=_LINE_BYTES,
+        )  # fmt: skip
+
+    def _orders(self, name: str, device: str) -> bytes:
+        """What a process learns when there is work: the rest of its arguments, and secrets."""
+        arguments, environment = ["--name", name], {}
+        if device and self._devices:
+            arguments += ["--device", device]
+        elif device and "W5XDE_DEVICE" not in os.environ:
+            environment["W5XDE_DEVICE"] = device
         if self._join:
             environment["W5XDE_JOIN"] = self._join
-        elif self._token:
-            environment["W5XDE_TOKEN"] = self._token
-        process = await start_process(
-            *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment, start_new_session=True,
-            limit=_LINE_BYTES,
-        )  # fmt: skip
+        else:
+            arguments += ["--server", self._address]
+            if self._token:
+                environment["W5XDE_TOKEN"] = self._token
+        return json.dumps({"arguments": arguments, "environment": environment}).encode() + b"\n"
+
+    async def _run(self, name: str, device: str, words: deque[str]) -> int:
+        """One process from start to end; cancelled, the process is ended first."""
+        if self._prestarted:
+            process = self._prestarted.popleft()
+        else:
+            process = await self._start()
+            _say(process, b"\n")
+        _say(process, self._orders(name, device))
         self._processes[name] = process
         reading = asyncio.create_task(self._forward(process, name, words), name=f"read {name}")
         try:
@@ -271,6 +307,12 @@ def _parse(line: str) -> tuple[int | None, str]:
     if level is None or (level == logging.WARNING and str(record.get("logger")).startswith("w5xde_async.worker.")):
         return logging.INFO, text  # about the link: the coordinator says that itself
     return level, text
+
+
+def _say(process: Process, line: bytes) -> None:
+    """A few hundred bytes: they fit into the pipe."""
+    assert process.stdin is not None
+    process.stdin.write(line)
 
 
 def _kill(process: Process) -> None:

@@ -11,16 +11,18 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, W5xdeError
-from w5xde_async.process import attach, exit_code_of, launch, listening, memory_reports, signals
+from w5xde_async.process import attach, exit_code_of, launch, listening, memory_reports, signals, stop_came_early
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.service import Coordinator
+    from w5xde_async.job import Job
     from w5xde_async.settings import CoordinatorSettings
 
 
@@ -59,24 +61,32 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
     assert settings.job is not None
     reference = settings.job
 
-    import torch
-
     from w5xde_async.cluster.worker_processes import LocalWorkers
-    from w5xde_async.coordinator.service import Coordinator
-    from w5xde_async.job import load_job
     from w5xde_async.telemetry.events import Bus, Warned
     from w5xde_async.telemetry.progress import Progress, ProgressConfig
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     dumb = os.environ.get("TERM") == "dumb"
     color = not os.environ.get("NO_COLOR") and not dumb
     progress = Progress(settings.make(ProgressConfig, color=color), terminal=False if dumb else None)
     handler = progress.handler()
     attach(handler, handler.level)
-    job = load_job(reference)
+    workers = LocalWorkers(
+        settings.workers, reference=reference, devices=settings.worker_devices(),
+        threads=settings.worker_threads or 1, token=token, config_path=settings.config, data_dir=settings.data_dir,
+        grace_s=config.grace_s + 2.0,
+    )  # fmt: skip
 
     async def train() -> int:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(workers.aclose)
+            await workers.prestart()  # they import what they need while we do
+            job = _loaded(settings, reference)
+            workers.job_is_loaded()
+            return await trained(job)
+
+    async def trained(job: Job) -> int:
+        from w5xde_async.coordinator.service import Coordinator
+
         bus = Bus()
         bus.subscribe(progress)
         coordinator = Coordinator(
@@ -84,7 +94,6 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             settings=to_mapping(settings),
         )  # fmt: skip
         stop_reason = ""
-        workers: LocalWorkers | None = None
 
         def stop(reason: str) -> None:
             nonlocal stop_reason
@@ -92,13 +101,9 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             bus.publish(Warned(text=_STOPPING.format(reason=reason, grace_s=config.grace_s)))
             coordinator.request_stop(reason)
 
-        def abandon() -> None:
-            if workers is not None:
-                workers.kill()
-
         async with AsyncExitStack() as stack:
             stack.callback(progress.close)
-            stack.enter_context(signals(stop, abandon=abandon))
+            stack.enter_context(signals(stop, abandon=workers.kill))
             stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
             await coordinator.start()
             stack.push_async_callback(coordinator.aclose)
@@ -108,15 +113,8 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             stack.enter_context(listening("SIGHUP", reloading.begin))
             if stop_reason:  # it came while the run was being prepared
                 coordinator.request_stop(stop_reason)
-            if settings.workers:
-                workers = LocalWorkers(
-                    settings.workers, address=coordinator.address, reference=reference,
-                    devices=settings.worker_devices(),
-                    threads=settings.worker_threads or 1, token=token, join=coordinator.local_join,
-                    config_path=settings.config, data_dir=settings.data_dir, grace_s=config.grace_s + 2.0,
-                    on_all_lost=coordinator.workers_failed,
-                )  # fmt: skip
-                await stack.enter_async_context(workers)
+            workers.at(coordinator.address, join=coordinator.local_join, on_all_lost=coordinator.workers_failed)
+            await stack.enter_async_context(workers)
             unfinished, when = True, "When that is mended, go on from here:"
             try:
                 unfinished, when = (await coordinator.wait()).outcome != "finished", "To go on from here:"
@@ -148,6 +146,35 @@ class Reloading:
     async def aclose(self) -> None:
         if self._task is not None:
             await asyncio.wait([self._task])
+
+
+def _loaded(settings: CoordinatorSettings, reference: str) -> Job:
+    """The job. It is loaded on this thread, as a script would run: nothing else is under way yet."""
+    import torch
+
+    from w5xde_async.job import load_job
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    job = load_job(reference)
+    if stop_came_early():
+        raise KeyboardInterrupt
+    _spare_loop_thread(torch.get_num_threads())
+    return job
+
+
+def _spare_loop_thread(threads: int) -> None:
+    """Have torch compute with one thread on this one, the event loop's, and with ``threads`` on all others.
+
+    What the loop computes is small: to wake a second thread for it takes longer, and where every core has work, its
+    end is waited for until that thread has its turn, milliseconds later.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    other = threading.Thread(target=torch.set_num_threads, args=(threads,))  # the count of threads that start later
+    other.start()
+    other.join()
 
 
 if __name__ == "__main__":

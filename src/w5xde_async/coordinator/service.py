@@ -435,6 +435,7 @@ class Coordinator:
             num_samples=job.num_samples or 0,
             batch_size=steps.batch_size,
             leaves_per_step=num_leaves,
+            leaves_by=spec.leaves_by,
             update_rule=strategy.rule.name,
             codec=config.update.codec,
             precision=job.precision,

@@ -49,6 +49,9 @@ from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
 
 _CHUNK_BYTES = 4 << 20
 _LEASE_BYTES = 64 << 20
+#: Chunks of at most this much are read on the loop, in less time than the way to a thread and back takes; of datasets
+#: of at most so much, whose tensors lie in memory even where they are mapped from a file.
+_INLINE_BYTES, _INLINE_DATASET_BYTES = 128 << 10, 256 << 20
 _MAX_BUFFERS = 2048
 _STRUCTURE_BYTES = 512 << 10  # of a lease: strings travel in its header
 _STEADY_SAMPLES = 64
@@ -137,6 +140,7 @@ class Loader:
         self._chunk_leaves = 1
         if self._gather:
             self._chunk_leaves = -(-sampler.batch_size // job.leaf_samples) if whole_steps else _chunk_leaves(job)
+        self._inline_leaves = _inline_leaves(job) if self._gather else 0
         self._leaf_bytes = 0
         self._tensors_per_leaf = self._structure_bytes = 1
         self._opened: dict[int, _Opened] = {}
@@ -296,6 +300,11 @@ class Loader:
             self._on_error(JobError("dataset", str(error)))
             return
         seed = seed_for("data", self._sampler.seed, step, chunk.first)
+        if chunk.num_leaves <= self._inline_leaves:
+            chunk.read = self._read_here(indices, seed)
+            self._held_leaves += chunk.num_leaves
+            self._learn(chunk.read, chunk.num_leaves)
+            return
         self._reading += 1
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, indices, seed)
 
@@ -315,14 +324,11 @@ class Loader:
             if there and len(self.bad) > known and not np.array_equal(self.bad.chosen(plan, begin, end), indices):
                 self._fetch_chunk(plan, number, chunk)  # one of these could not be read for another leaf
                 return
-            chunk.read = structure, tensors = read.result()
+            chunk.read = read.result()
             if there:
                 self._held_leaves += chunk.num_leaves
                 self._tell(step, chunk)
-            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self._leaf_bytes = max(1, self._leaf_bytes, total // chunk.num_leaves)  # leaves may grow
-            self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(tensors))
-            self._structure_bytes = max(self._structure_bytes, len(structure))
+            self._learn(chunk.read, chunk.num_leaves)
             self._on_ready()
             self._prefetch()
 
@@ -336,6 +342,13 @@ class Loader:
         if len(self.bad) > known:
             self._on_skip(sample, headline(LeafFailed.shown(error)))
         return True
+
+    def _learn(self, read: _Read, leaves: int) -> None:
+        """What leaves are like: they may grow."""
+        total = sum(tensor.numel() * tensor.element_size() for tensor in read.tensors)
+        self._leaf_bytes = max(1, self._leaf_bytes, total // leaves)
+        self._tensors_per_leaf = max(1, self._tensors_per_leaf, len(read.tensors))
+        self._structure_bytes = max(self._structure_bytes, len(read.structure))
 
     def _tell(self, step: int, chunk: _Chunk) -> None:
         """Note which of the blocks that were asked for have all their chunks now."""
@@ -438,10 +451,22 @@ def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
     return False
 
 
+def _sample_bytes(job: Job) -> int:
+    return sum(t[:1].numel() * t.element_size() for t in job.dataset.tensors)
+
+
 def _chunk_leaves(job: Job) -> int:
-    sample_bytes = sum(t[:1].numel() * t.element_size() for t in job.dataset.tensors)
-    leaves = max(1, _CHUNK_BYTES // max(1, sample_bytes * job.leaf_samples))
+    leaves = max(1, _CHUNK_BYTES // max(1, _sample_bytes(job) * job.leaf_samples))
     return int(min(256, 1 << (leaves.bit_length() - 1)))
+
+
+def _inline_leaves(job: Job) -> int:
+    """Leaves of a chunk that is read on the loop."""
+    nbytes = _sample_bytes(job)
+    on_host = all(tensor.device.type == "cpu" for tensor in job.dataset.tensors)
+    if not on_host or nbytes * len(job.dataset) > _INLINE_DATASET_BYTES:
+        return 0
+    return _INLINE_BYTES // max(1, nbytes * job.leaf_samples)
 
 
 _job_here: Job | None = None  # in a reading process: the job it reads for

@@ -125,6 +125,17 @@ class Link:
         finally:
             self._sending = False
 
+    def send_now(self, chunks: Sequence[Buffer]) -> bool | None:
+        """Send frames without waiting, and without a turn of the event loop.
+
+        True: the kernel has taken them whole, and the buffers may be overwritten. False: a ``send`` of nothing waits
+        until it has, or says why not. None: they were not taken, because something else is being sent.
+        """
+        if self._sending or not self._writer.drained:
+            return None
+        self._writer.writelines(chunks)
+        return self._writer.drained
+
     async def recv(self, accept: Accept | None = None) -> Received:
         """The next frame; without suspending where it is read ahead already.
 

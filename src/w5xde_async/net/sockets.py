@@ -221,6 +221,11 @@ class SocketChannel(Channel):
         self._outgoing.sent(sent)
         self._loop.call_soon(self._watch_out)  # what nobody drains leaves all the same
 
+    @property
+    def drained(self) -> bool:
+        ended = self.lost is not None or self._deaf is not None
+        return self._outgoing is None and not self._pumping and not ended
+
     async def drain(self) -> None:
         if self._outgoing is not None:
             await self._hand_over(self._outgoing)

@@ -120,6 +120,12 @@ class Channel(asyncio.WriteTransport, ABC):
     async def drain(self) -> None:
         """Returns when every byte has been handed over and the chunks may be overwritten. Raises StreamLost."""
 
+    @property
+    def drained(self) -> bool:
+        """Whether every byte has been handed over, so that ``drain`` has nothing to wait for. False where that is not
+        known, and where the connection has ended."""
+        return False
+
     @abstractmethod
     async def aclose(self) -> None:
         """Graceful end; idempotent."""
@@ -323,6 +329,11 @@ class Writer(asyncio.StreamWriter):
     def bytes_sent(self) -> int:
         """Bytes handed over so far."""
         return self._channel.bytes_sent
+
+    @property
+    def drained(self) -> bool:
+        """Whether ``drain`` has nothing to wait for; False where that is not known."""
+        return self._channel.drained
 
     def drain(self) -> Coroutine[Any, Any, None]:
         """Returns when every byte has been handed over and may be overwritten. Raises StreamLost."""

@@ -149,6 +149,15 @@ class CheckpointStore:
             raise CheckpointCorrupt(str(path), f"holds step {step}, not the step of its name")
         return record
 
+    def meta(self, path: Path | None = None) -> dict[str, JSON]:
+        """What was noted with a record, without reading its tensors: of the newest that can be read, or of ``path``.
+        Empty where there is none."""
+        for known in [path] if path is not None else list(reversed(self._paths())):
+            with suppress(StoreError, OSError):
+                meta = _read_manifest(known)["meta"]
+                return dict(meta) if isinstance(meta, dict) else {}
+        return {}
+
     def holds(self, path: Path) -> bool:
         """Whether a record at ``path`` is one of this store's, which ``latest`` may give (an abandoned one is not)."""
         return path.resolve() in [known.resolve() for known in self._paths()]

@@ -37,6 +37,8 @@ class RunStarted(Event):
     ``host_bytes`` are resident now. Workers may add ``memory_bound_bytes``, where ``max_workers`` come, and
     ``expected_bytes`` where ``expected_workers`` do: those that the run waits for.
 
+    ``leaves_by``: what has decided how many leaves a step has, where the job does not say.
+
     ``dashboard`` is where the run can be watched, ``dashboard_link`` the same with the token that it may need; both
     empty without a dashboard.
     """
@@ -67,6 +69,7 @@ class RunStarted(Event):
     expected_bytes: int = 0
     expected_workers: int = 0
     host_bytes: int = 0
+    leaves_by: str = ""
     durability: str = "checkpoint"
     dashboard: str = ""
     dashboard_link: str = ""

@@ -115,6 +115,8 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
     batch = f"batch {event.batch_size:,}"
     if event.leaves_per_step > 1:
         batch += f" in {event.leaves_per_step} leaves"
+    if event.leaves_by:
+        batch += f" ({clean(event.leaves_by)})"
     epochs = f"{event.steps_per_epoch:,} per epoch" if event.steps_per_epoch else ""
     samples = _plural(event.num_samples, "sample") if event.num_samples else "a stream"
     title = f"{paint('bold', 'w5xde-async')} {event.version}{_SEPARATOR}run {paint('bold', _name(event.run_name))}"

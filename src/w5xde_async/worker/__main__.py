@@ -6,16 +6,18 @@ The job is loaded as this machine finds it: file names are relative to the curre
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from w5xde_async.cluster.worker_processes import PRESTARTED
 from w5xde_async.errors import DeviceLost, ExitCode, RefusalCode, Refused, Unreachable, UsageError
 from w5xde_async.process import CTRL_C, attach, exit_code_of, launch, memory_reports, signals
 
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_loaded: tuple[str, Job] | None = None  # by ``_prestarted``: from where, and the job
 _PARTING_S = 1.0  # for the last message to be sent
 _WARNINGS = ("SIGUSR1",)  # Slurm and LSF send it some time before the end
 _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging.DEBUG}
@@ -38,9 +41,48 @@ _LEVELS = {"silent": logging.WARNING, "normal": logging.INFO, "verbose": logging
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.worker") -> int:
     """Work until the run is finished; the result is the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
+    if list(given[-2:-1]) == [PRESTARTED]:
+        given = _prestarted(given[:-2])
     return launch(
         _kind, given, prog=prog, prepare=partial(_prepare, given), ends=_WARNINGS, exit_on_drain=ExitCode.DRAINED
     )
+
+
+def _prestarted(given: Sequence[str]) -> list[str]:
+    """A coordinator of this machine has started us while it starts itself: do meanwhile what takes long.
+
+    Its first line on standard input says that it has loaded the job: what that fetches once, it has. The second says
+    where it is. The whole command line comes of it; secrets go into the environment, which nobody else reads.
+    """
+    import w5xde_async.settings
+    import w5xde_async.worker.service  # noqa: F401
+
+    _line()
+    with suppress(Exception):  # whatever it is, it comes again where it can be told
+        _load_early(given)
+    told = json.loads(_line())
+    os.environ.update(told["environment"])
+    return [*given, *told["arguments"]]
+
+
+def _load_early(given: Sequence[str]) -> None:
+    global _loaded
+    if "--job" in given:
+        from w5xde_async.job import load_job
+
+        reference = given[given.index("--job") + 1]
+        _loaded = reference, load_job(reference)
+
+
+def _line() -> bytes:
+    """The next line of standard input, and not a byte more. Ends with it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = os.read(0, 1)
+        if not more:
+            os._exit(ExitCode.ERROR)
+        line += more
+    return line
 
 
 def _kind() -> type[WorkerSettings]:
@@ -97,7 +139,7 @@ def _work(
     from w5xde_async.worker.service import Worker
 
     if settings.job is not None and job is None:
-        job = load_job(settings.job)
+        job = _loaded[1] if _loaded is not None and _loaded[0] == settings.job else load_job(settings.job)
 
     rank = None
     if shape is not None:

@@ -1,4 +1,4 @@
-"""``python -m w5xde_async.compute.program JOB BUCKET_BYTES``: trace a job; the coordinator's child.
+"""``python -m w5xde_async.compute.program JOB BUCKET_BYTES MICROBATCH``: trace a job; the coordinator's child.
 
 The answer is one frame on standard output: PROGRAM with its buffers, or REFUSED with the reason. What the job's own
 code prints goes nowhere. Ends when standard input does: whoever asked is gone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import replace
 
 
 def main() -> int:
@@ -18,7 +19,7 @@ def main() -> int:
     threading.Thread(target=_end_with_stdin, name="w5xde-parent", daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(5)
-    reference, bucket_bytes = sys.argv[1], int(sys.argv[2])
+    reference, bucket_bytes, microbatch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
     import torch
 
@@ -34,7 +35,7 @@ def main() -> int:
     from w5xde_async.wire.messages import Program, Refusal
 
     try:
-        job = load_job(reference)
+        job = replace(load_job(reference), microbatch_size=microbatch)
         model = build_model(job)
         document = trace_job(job, model, Layout.of(model, bucket_bytes=bucket_bytes))
         chunks = encode(Program(digest_of(document)), buffers_of(document))

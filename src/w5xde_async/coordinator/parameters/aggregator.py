@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from w5xde_async.coordinator.parameters.owner import ParameterOwner
 from w5xde_async.coordinator.parameters.publisher import Piece, Publisher
 from w5xde_async.coordinator.parameters.step_reports import known_mean
@@ -31,7 +33,7 @@ from w5xde_async.wire.messages import Done
 _INLINE_ADD_BYTES = 4 << 20
 #: So are updates of vectors of at most this size, as long as the last one took less than ``_INLINE_UPDATE_S``.
 _INLINE_UPDATE_BYTES = 64 << 10
-_INLINE_UPDATE_S = 0.0005
+_INLINE_UPDATE_S = 0.002
 
 
 @dataclass(slots=True)
@@ -95,6 +97,10 @@ class Aggregator(ParameterOwner):
         self.step: StepState | None = None
         self._keep = keep
         self._update_s = math.inf  # what the last update took
+        # Small updates are made with as many threads here and there: an optimizer that multiplies matrices has other
+        # last bits with another count.
+        self._small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES
+        self._loop_threads = torch.get_num_threads()
 
     def begin(self, plan: StepPlan, *, rate_factor: float = 1.0, measure: bool = False) -> None:
         """The next step. ``measure``: the halves of its sum, which no lease may span then."""
@@ -142,9 +148,19 @@ class Aggregator(ParameterOwner):
             encode_s = self._clock() - began - apply_s
             return applied, pieces
 
-        small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES and self._update_s < _INLINE_UPDATE_S
+        def apply_small() -> tuple[Applied, list[Piece]]:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(self._loop_threads)
+            try:
+                return apply()
+            finally:
+                torch.set_num_threads(threads)
+
         try:
-            applied, pieces = apply() if small and self._idle else await self.submit(apply)
+            if self._small and self._update_s < _INLINE_UPDATE_S and self._idle:
+                applied, pieces = apply()
+            else:
+                applied, pieces = await self.submit(apply_small if self._small else apply)
         except Exception as error:
             self.torn = not isinstance(error, SchedulerFailed)
             raise await self._failed(step.plan.step, error) from error

@@ -131,6 +131,7 @@ class LivePublisher:
 
             frame = self._frame(bucket, len(unsent), session.shard)
             session.outbox.post(frame, sent=sent, version=version)
+        session.outbox.flush()
 
     @staticmethod
     def _seen(session: Session, buckets: Sequence[int], version: int) -> None:

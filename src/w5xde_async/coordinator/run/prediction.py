@@ -20,6 +20,7 @@ from w5xde_async.codecs.codec import Codec
 from w5xde_async.compute.batch import flatten, map_tensors
 from w5xde_async.compute.block import autocast
 from w5xde_async.compute.engine import choose_device
+from w5xde_async.compute.leaf_size import with_leaf_size
 from w5xde_async.compute.program.tracing import probe_batches
 from w5xde_async.coordinator.config import CoordinatorConfig
 from w5xde_async.coordinator.memory_bound import memory_bound_bytes
@@ -106,13 +107,16 @@ def predict(job: Job, config: CoordinatorConfig | None = None, *, workers: int =
         where = choose_device(device)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
+    with random_state():
+        model = build_model(job, replica=True)
+        job, _ = with_leaf_size(job, model)
     sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
     steps = min(ends if max_steps is None else [*ends, max_steps])
     first = sampler.size(0)
     with random_state():
-        model = build_model(job, replica=True).to(where)
+        model = model.to(where)
         try:
             layout = Layout.of(model, bucket_bytes=config.bucket_bytes)
         except ValueError as error:

@@ -113,7 +113,9 @@ class Run:
         self._tasks = tasks
         while True:
             training, spec = self.training, self._spec
-            finding = training.roster.programs.run(self._environment.reference, spec.program, spec.untraceable)
+            finding = training.roster.programs.run(
+                self._environment.reference, spec.job.microbatch_samples, spec.program, spec.untraceable
+            )
             tracing = tasks.create_task(finding, name="trace")
             try:
                 await training.run()

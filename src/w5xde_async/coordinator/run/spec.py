@@ -57,6 +57,7 @@ class RunSpec:
     segment: Segment | None = None
     program: Document | None = None
     untraceable: str = ""
+    leaves_by: str = ""  # what has decided the size of a leaf, where the job does not
     growing: BatchGrowth | None = None  # where the batch grows
     possible: frozenset[tuple[str, str]] = frozenset()
     run_id: str = ""

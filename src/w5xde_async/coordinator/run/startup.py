@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from w5xde_async.compute.batch import flatten
+from w5xde_async.compute.leaf_size import with_leaf_size
 from w5xde_async.compute.program.converting import NotTraceable
 from w5xde_async.compute.program.form import Document
 from w5xde_async.compute.program.tracing import trace_job
@@ -23,7 +24,7 @@ from w5xde_async.coordinator.durability.evaluation import Evaluator
 from w5xde_async.coordinator.run.resume import overridden, take_up
 from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
 from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
-from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew
+from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew, kept_leaf_size
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
 from w5xde_async.data.stream import StreamReader
 from w5xde_async.errors import JobError, UsageError
@@ -55,7 +56,10 @@ def prepare(
 
     Raises JobError, StoreError, CheckpointMismatch, UsageError; then nothing is held.
     """
-    built = _build(job, config, alone, anew=begins_anew(run_path, config.resume))
+    anew = begins_anew(run_path, config.resume)
+    if run_path is not None and not anew and job.microbatch_size is None:
+        job = replace(job, microbatch_size=kept_leaf_size(run_path, config.resume))
+    built = _build(job, config, alone, anew=anew)
     if run_path is None:
         if config.resume not in ("auto", "never"):
             raise UsageError("resume names a checkpoint but there is no run directory")
@@ -86,14 +90,15 @@ def prepare(
 
 def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> Prepared:
     """The run at its very beginning, as if nothing had been kept of it. ``anew``: it is there that it begins."""
-    sampler = sampler_of(job)
-    epochs, max_steps = limits(job, config)
-    ends = [] if epochs is None else [sampler.total_steps(epochs)]
-    total_steps = min(ends if max_steps is None else [*ends, max_steps])
     _check_dataset(job)
     model = build_model(job)
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
+    job, leaves_by = with_leaf_size(job, model)
+    sampler = sampler_of(job)
+    epochs, max_steps = limits(job, config)
+    ends = [] if epochs is None else [sampler.total_steps(epochs)]
+    total_steps = min(ends if max_steps is None else [*ends, max_steps])
     try:
         layout = Layout.of(model, bucket_bytes=config.bucket_bytes)
     except ValueError as error:
@@ -111,8 +116,8 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
         begun = begin_with(state, Path(config.init_from)) if anew else unused
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
-        state=state, segment=segment, program=program, untraceable=untraceable, bad=BadSamples(config.max_bad_samples),
-        stream=StreamReader(job) if job.streamed else None,
+        state=state, segment=segment, program=program, untraceable=untraceable, leaves_by=leaves_by,
+        bad=BadSamples(config.max_bad_samples), stream=StreamReader(job) if job.streamed else None,
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer

@@ -29,6 +29,14 @@ def begins_anew(run_path: Path | None, resume: str) -> bool:
     return resume == "auto" and not CheckpointStore(run_path / "checkpoints").steps()
 
 
+def kept_leaf_size(run_path: Path, resume: str) -> int | None:
+    """The microbatch_size of the run that goes on, where its newest checkpoint says it; ``resume``: or that one."""
+    meta = CheckpointStore(run_path / "checkpoints").meta(None if resume == "auto" else Path(resume))
+    identity = meta.get("identity")
+    size = identity.get("microbatch_size") if isinstance(identity, Mapping) else None
+    return size if type(size) is int and size > 0 else None
+
+
 def begin_with(state: FlatState, path: Path) -> str:
     """Give the parameters and buffers of ``state`` the values in ``path``, cast where needed; what to say of it.
 

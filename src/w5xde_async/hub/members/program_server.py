@@ -82,20 +82,21 @@ class ProgramServer:
         else:
             session.post(Program(self._digest), () if request.digest == self._digest else self._buffers)
 
-    async def run(self, reference: str, program: Document | None, untraceable: str = "") -> None:
+    async def run(self, reference: str, microbatch: int, program: Document | None, untraceable: str = "") -> None:
         """Find out what the program is.
 
-        ``reference``: where other processes find the job; empty: nowhere, then ``program`` is what this process has
+        ``reference``: where other processes find the job, whose microbatches have ``microbatch`` samples; empty:
+        nowhere, then ``program`` is what this process has
         traced, or ``untraceable`` says why it could not.
         """
         if self._known:
             return
         if self._config.code_free and reference:
-            await self._trace(reference)
+            await self._trace(reference, microbatch)
         else:
             self.set(program, untraceable)
 
-    async def _trace(self, reference: str) -> None:
+    async def _trace(self, reference: str, microbatch: int) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_AFTER_S):
                 await self._asked.wait()
@@ -103,7 +104,7 @@ class ProgramServer:
             # One that gives way: whoever trains on this machine comes first.
             child = await start_process(
                 sys.executable, "-m", "w5xde_async.compute.program", reference,
-                str(self._config.bucket_bytes),
+                str(self._config.bucket_bytes), str(microbatch),
                 stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
             )  # fmt: skip
         except OSError as error:

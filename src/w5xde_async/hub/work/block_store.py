@@ -18,7 +18,6 @@ The event loop's thread reserves, fills and counts; ``add`` and ``take`` may run
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -257,8 +256,8 @@ class BlockStore:
         pieces, norms = self.vector(block).buckets, {}
         for bucket in buckets:
             piece = pieces[bucket]
-            if piece.dtype is torch.float32:
-                norms[bucket] = math.sqrt(torch.dot(piece, piece).item())
+            if piece.dtype is torch.float32:  # not torch.dot: it starts threads for a few thousand elements
+                norms[bucket] = torch.linalg.vector_norm(piece).item()
         return norms
 
     # -- the sum -------------------------------------------------------------------------------------------

@@ -328,6 +328,7 @@ class Leases:
         if self._meter is not None and isinstance(message, messages.Lease):
             release = partial(_both, release, self._meter.answered(message, done))
         self._outbox.post(encode(done), sent=release)
+        self._outbox.flush()
 
     def _send_again(self, message: messages.Lease, unsent: Unsent) -> None:
         """The answer to an earlier lease of the same block is this one's too."""

@@ -1,0 +1,72 @@
+"""How many samples a microbatch has where the job does not say: as follows from its model.
+
+A leaf is a forward and a backward pass of its own, and what these cost beside their arithmetic (a call for each
+operator, a sum, a share of a lease) is paid once a leaf. So a step is cut into as many leaves as have enough to
+compute: two at least, with which two workers can share it, and eight at most. The arithmetic is counted by the shapes
+of operators, on tensors without memory: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from w5xde_async.compute.batch import map_tensors
+from w5xde_async.compute.flops import counting_flops
+from w5xde_async.compute.program.tracing import probe_batches
+from w5xde_async.job import Job, step_function
+from w5xde_async.randomness import random_state
+from w5xde_async.users_code import users_code
+
+#: Operations that are worth a leaf: 20 to 60 ms on a core. A leaf of a small transformer costs 5 ms beside them.
+WORTH_FLOPS = 2 * 10**9
+_FEWEST, _MOST = 2, 8
+_BACKWARD = 3  # times the operations of the forward pass: it, and twice as many on the way back
+_PROBED = 2  # samples: batch norm refuses one
+
+
+def with_leaf_size(job: Job, model: nn.Module) -> tuple[Job, str]:
+    """The job with its ``microbatch_size``, and where that had to be chosen, in words, by what.
+
+    ``model``: the job's, on any device; it is not changed.
+    """
+    if job.microbatch_size is not None:
+        return job, ""
+    flops = _flops_per_sample(job, model)
+    if flops is None:
+        leaves, reason = _MOST, "operations of the model could not be counted"
+    else:
+        step = flops * job.batch_size
+        leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS))
+        reason = f"a step is {step / 1e9:.3g} GFLOP"
+    size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
+    return replace(job, microbatch_size=size), reason
+
+
+def _flops_per_sample(job: Job, model: nn.Module) -> int | None:
+    """Of a forward and a backward pass; None where the step does not run on tensors without memory."""
+    with suppress(Exception), users_code(), random_state(), torch.no_grad():
+        (batch,) = probe_batches(job, [_PROBED])
+        copied = copy.deepcopy(model, _without_memory(model))
+        _, flops = counting_flops(lambda: step_function(job)(copied, map_tensors(batch, _emptied)))
+        return flops * _BACKWARD // _PROBED
+    return None
+
+
+def _without_memory(model: nn.Module) -> dict[int, Any]:
+    """Tensors that stand for the model's in a copy of it."""
+    stands: dict[int, Any] = {}
+    for parameter in model.parameters():
+        stands[id(parameter)] = nn.Parameter(_emptied(parameter.detach()), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        stands[id(buffer)] = _emptied(buffer)
+    return stands
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")

@@ -1,0 +1,94 @@
+"""How many samples a leaf has where the job does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from w5xde_async.compute.leaf_size import WORTH_FLOPS, with_leaf_size
+from w5xde_async.job import Job, build_model
+
+
+def job(make: Callable[[], nn.Module], width: int, batch: int = 64, **given: Any) -> Job:
+    data = TensorDataset(torch.randn(128, width), torch.randint(0, 4, (128,)))
+    return Job(**{
+        "model": make, "dataset": data, "loss": nn.functional.cross_entropy, "batch_size": batch, "epochs": 1,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **given,
+    })  # fmt: skip
+
+
+def square(width: int, layers: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)], nn.Linear(width, 4))
+
+
+def leaves(told: Job) -> int:
+    return -(-told.batch_size // told.leaf_samples)
+
+
+def test_a_job_that_says_it_is_left_alone() -> None:
+    given = job(square(8, 1), 8, microbatch_size=5)
+    assert with_leaf_size(given, build_model(given)) == (given, "")
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(1, 2), (10, 2), (16, 3), (32, 6), (64, 8)])
+def test_leaves_follow_from_the_arithmetic(layers: int, expected: int) -> None:
+    given = job(square(1024, layers), 1024)
+    flops = 64 * 3 * 2 * (layers * 1024 * 1024 + 4 * 1024)  # forward, and twice as much backward
+    assert max(2, min(8, flops // WORTH_FLOPS)) == expected
+    with torch.device("meta"):
+        model = build_model(given)
+    told, why = with_leaf_size(given, model)
+    assert leaves(told) == expected
+    assert why == f"a step is {flops / 1e9:.3g} GFLOP"
+
+
+def test_leaves_have_whole_microbatches_of_those_that_are_accumulated() -> None:
+    given = job(square(8, 1), 8, batch=60, accumulate_grad_batches=5)
+    told, _ = with_leaf_size(given, build_model(given))
+    assert (told.microbatch_size, told.leaf_samples, leaves(told)) == (6, 30, 2)
+
+
+def test_model_batch_and_random_numbers_stay_as_they_were() -> None:
+    given = job(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)), 8)
+    model = build_model(given)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    told, why = with_leaf_size(given, model)
+    assert leaves(told) == 2
+    assert "GFLOP" in why
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert next(model.parameters()).device.type == "cpu"
+
+
+class _Looks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if float(x.sum()) > 0 else 1.0)
+
+
+def test_a_model_that_looks_at_its_data_has_an_eighth() -> None:
+    given = job(lambda: _Looks(8, 4), 8)
+    told, why = with_leaf_size(given, build_model(given))
+    assert (leaves(told), told.microbatch_size) == (8, given.microbatch_samples)
+    assert why == "operations of the model could not be counted"
+
+
+def test_tied_weights_and_shared_buffers_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Embedding(4, 16), nn.Linear(16, 4, bias=False)
+            self.out.weight = self.inner.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.out.weight is self.inner.weight
+            return self.out(self.inner(x))
+
+    data = TensorDataset(torch.randint(0, 4, (64,)), torch.randint(0, 4, (64,)))
+    given = job(Tied, 1, dataset=data)
+    assert leaves(with_leaf_size(given, build_model(given))[0]) == 2
