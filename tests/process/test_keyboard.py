@@ -23,7 +23,7 @@ FILE = """
 import time
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from w5xde_async import Job
 
 X = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
@@ -41,10 +41,6 @@ class Photos:
     def __getitem__(self, index):
         if index == 57: raise ValueError("corrupt JPEG")
         return X[index], int(X[index].sum() > 0)
-
-class Stream(IterableDataset):
-    def __iter__(self): return iter(())
-    def __len__(self): return 10
 
 class Slow(nn.Linear):
     def forward(self, x):
@@ -67,7 +63,6 @@ def adam(): return job(optimizer=torch.optim.Adam)
 def steplr(): return job(scheduler=torch.optim.lr_scheduler.StepLR)
 def linear(): return job(model=nn.Linear)
 def factory(): return job(model=no_weights)
-def stream(): return job(dataset=Stream())
 def loader(): return job(dataset=DataLoader(DATA, batch_size=8))
 def doubles(): return job(dataset=TensorDataset(X.double(), DATA.tensors[1]))
 def tensor(): return job(evaluate=lambda model: torch.tensor(0.5), evaluate_every=2)
@@ -141,7 +136,6 @@ MISTAKES = {
     "steplr": "write scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, ...)",
     "linear": "write model=lambda: torch.nn.Linear(...)",
     "factory": "the function raised RuntimeError: the weights are not there (train.py:",
-    "stream": "dataset is an IterableDataset; use a map-style dataset",
     "loader": "dataset is a DataLoader; give its dataset=loader.dataset, and collate=loader.collate_fn",
 }
 #: Importing torch is most of what a short process does: one plays them all.
@@ -185,7 +179,7 @@ def test_mistakes_in_a_job_and_the_help(tmp_path: Path) -> None:
     [
         ("photos", r"step 7, leaf 0: ValueError: corrupt JPEG \(train.py:\d+\), sample 57"),
         ("collate", r"step 0, leaf 0: TypeError: batch\['input_ids'\] is a ndarray; .*convert it in collate.*"),
-        ("doubles", r"step 0, leaf 0: RuntimeError: .*; the batch is float64: convert it with .float\(\).*"),
+        ("doubles", r"step 0, leaf \d: RuntimeError: .*; the batch is float64: convert it with .float\(\).*"),
         ("nan", r"the gradient was not finite in \d+ steps in a row, .*lower the learning rate.*"),
     ],
 )
