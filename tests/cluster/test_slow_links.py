@@ -86,6 +86,8 @@ class Throttle:
         throttle = self
 
         class Slow:
+            def send_now(self, chunks: Any) -> None: ...
+
             async def send(self, chunks: Any) -> None:
                 async with throttle._changed:
                     await throttle._changed.wait_for(lambda: throttle._open or throttle._credit > 0)

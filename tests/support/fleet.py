@@ -53,6 +53,8 @@ class _Outbox:
         if sent is not None:
             sent()
 
+    def flush(self) -> None: ...
+
     def supersede(self, version: int) -> None: ...
 
     def withdraw(self, lease: int) -> bool:

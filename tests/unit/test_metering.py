@@ -34,6 +34,8 @@ class Wire:
         self.sends: list[bytes] = []
         self._incoming = list(incoming)
 
+    def send_now(self, chunks: Sequence[Buffer]) -> None: ...
+
     async def send(self, chunks: Sequence[Buffer]) -> None:
         self.sends.append(b"".join(bytes(chunk) for chunk in chunks))
         self.bytes_sent += len(self.sends[-1])

@@ -103,7 +103,11 @@ async def test_without_gathering_every_frame_is_a_write_and_the_bytes_are_the_sa
             sends.append(b"".join(bytes(chunk) for chunk in chunks))
 
         ticks = itertools.count()
-        outbox = Outbox(SimpleNamespace(send=send), gather=gather, clock=lambda ticks=ticks: float(next(ticks)))  # type: ignore[arg-type]
+        outbox = Outbox(
+            SimpleNamespace(send=send, send_now=lambda chunks: None),
+            gather=gather,
+            clock=lambda ticks=ticks: float(next(ticks)),
+        )  # type: ignore[arg-type]
         told: list[tuple[int, float]] = []
 
         def note(outbox: Outbox = outbox, told: list[tuple[int, float]] = told) -> None:

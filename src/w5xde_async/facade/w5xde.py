@@ -49,7 +49,6 @@ from w5xde_async.facade.words import Words
 from w5xde_async.job import ENDLESS, Job, made_model
 from w5xde_async.net.endpoint import format_address
 from w5xde_async.net.tls import is_loopback
-from w5xde_async.plan.pacing import PacingConfig
 from w5xde_async.telemetry.events import Bus
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.wire.messages import Welcome
@@ -66,7 +65,6 @@ NetworkCallback = Callable[[int, int, float, float, int, int], object]
 """``(sent_bytes, received_bytes, comp_time, net_time, orig_size, comp_size)``: see ``TrainingNode.train``."""
 
 _DEFAULT_ADDRESS = ("localhost", 5555)
-_WHOLE_STEP_S = 0.004  # a step is one small batch: shared out, such a one takes longer (bench/facade.py)
 _BY_TIME_ALONE = 1 << 53  # steps between checkpoints
 _LOSSLESS = "lz4-shuffle"  # what servers accept, and nodes send where they were asked to: lz4 alone gains nothing
 _WORDS = Words(
@@ -214,7 +212,6 @@ class CentralServer:
             silence_s=timeout_s,
             heartbeat_s=beats_for(timeout_s),
             dashboard=page_at(dashboard),
-            pacing=PacingConfig(whole_step_s=_WHOLE_STEP_S),
             auto=compression == "auto",
             target_batch=adaptive_batch,
             update=UpdateConfig(

@@ -55,7 +55,7 @@ class PacingConfig(Config):
 
     target_lease_s: float = setting(0.03, "", TIME_OR_0)
     min_lease_s: float = setting(0.005, "", TIME_OR_0)
-    whole_step_s: float = setting(0.0, "", TIME_OR_0)
+    whole_step_s: float = setting(0.004, "", TIME_OR_0)
     leases_ahead: int = setting(
         2, "leases that a worker has at once, the one it computes included; more where they come late over a slow line",
         whole(1), "workers",
