@@ -8,9 +8,12 @@ round and, in rounds of their own outside the timing, of every frame.
 Each process stays on a core of its own where the system lets us choose: left alone, the kernel puts both on one core
 for some rounds and not for others, which changes a rate by half and says nothing about either side.
 
-Figures: ``over_blocking_4k``, ``_256k``, ``_4m``, ``_64m`` (plain TCP), ``tls_over_blocking_4m``, ``bulk_over_*`` with
-the copies in an executor, the rates of the link in GB/s, and ``extra_rss_bytes_64m``: how far the receiving process
-grew over what it held with its one 64 MB buffer.
+``shared`` is what workers on the coordinator's machine do: the frame says where in shared memory the payload lies, and
+the receiver copies it from there into the buffer.
+
+Figures: ``over_blocking_4k``, ``_256k``, ``_4m``, ``_64m`` (plain TCP), ``shared_over_blocking_*``,
+``tls_over_blocking_4m``, ``bulk_over_*`` with the copies in an executor, the rates of the link and of shared memory in
+GB/s, and ``extra_rss_bytes_64m``: how far the receiving process grew over what it held with its one 64 MB buffer.
 """
 
 from __future__ import annotations
@@ -30,19 +33,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvloop
 
 from report import Report, parser
+from w5xde_async.hub.members.sharing import copy_into
 from w5xde_async.net.endpoint import connect, listen
 from w5xde_async.net.link import Link
 from w5xde_async.net.tuning import tune, tune_listener
+from w5xde_async.segments import Opened, Segment
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec, decode_header, encode, header_length
 from w5xde_async.wire.messages import Heartbeat, Message, Result
 
 SIZES = {"4k": 4 << 10, "256k": 256 << 10, "4m": 4 << 20, "64m": 64 << 20}
 #: Short rounds, many pairs: a machine's moods last longer than a pair, so they weigh on both of its halves.
 ROUND_BYTES = {"4k": 64 << 20, "256k": 192 << 20, "4m": 256 << 20, "64m": 512 << 20}
-KINDS = ("link", "bulk", "blocking", "tls", "tls_blocking")
+KINDS = ("link", "bulk", "blocking", "shared", "tls", "tls_blocking")
 
 
 def main() -> None:
@@ -63,6 +69,7 @@ def main() -> None:
             for size in args.sizes:
                 count = max(2, ROUND_BYTES[size] // SIZES[size])
                 compare(report, sender, size, count, pairs, "link", "blocking", "over_blocking", "link_gb_s")
+                compare(report, sender, size, count, pairs, "shared", "blocking", "shared_over_blocking", "shared_gb_s")
                 if SIZES[size] >= 4 << 20:
                     compare(report, sender, size, count, pairs, "bulk", "blocking", "bulk_over_blocking", "bulk_gb_s")
                 if size == "4m":
@@ -122,14 +129,22 @@ class Sender:
                 self._links[kind] = self._runner.run(dial)
                 self._links[kind].caps = SESSION_CAPS
         self._payloads: dict[int, list[bytearray]] = {}
+        self._segment = Segment("bench", 0, b"bench")
 
     def run(self, kind: str, nbytes: int, count: int, *, check_all: bool = False) -> float:
         """Seconds for ``count`` frames, until the receiver says that it has them all."""
         if nbytes not in self._payloads:
             self._payloads = {nbytes: [bytearray(os.urandom(nbytes)) for _ in range(2)]}
+            self._segment.close()
+            self._segment = Segment("bench", 2 * nbytes, b"bench")
+            for number, payload in enumerate(self._payloads[nbytes]):
+                at = number * nbytes
+                self._segment.payload[at : at + nbytes] = torch.frombuffer(payload, dtype=torch.uint8)
         payloads = self._payloads[nbytes]
-        self._tell(f"{kind} {nbytes} {count} {int(check_all)}")
-        if kind in self._links:
+        self._tell(f"{kind} {nbytes} {count} {int(check_all)} {' '.join(map(str, self._segment.told))}")
+        if kind == "shared":
+            seconds = self._runner.run(send_shared(self._links[kind], count))
+        elif kind in self._links:
             seconds = self._runner.run(send_link(self._links[kind], payloads, count))
         else:
             seconds = send_blocking(self._socks[kind], payloads, count)
@@ -139,10 +154,10 @@ class Sender:
         return seconds
 
     def extra_rss(self, nbytes: int) -> float:
-        self._tell("mark 0 0 0")
+        self._tell("mark 0 0 0 0 0 0")
         self._answer()
         self.run("link", nbytes, 4)
-        self._tell("peak 0 0 0")
+        self._tell("peak 0 0 0 0 0 0")
         return float(self._answer())
 
     def close(self) -> None:
@@ -221,7 +236,7 @@ class Receiver:
 
     def serve(self) -> None:
         for line in sys.stdin:
-            kind, nbytes, count, check_all = line.split()
+            kind, nbytes, count, check_all, *told = line.split()
             if kind == "mark":
                 Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
                 self._marked = status("VmRSS")
@@ -232,8 +247,14 @@ class Receiver:
                 continue
             if len(self._buffer) != int(nbytes):
                 self._buffer = memoryview(bytearray(os.urandom(int(nbytes))))
+                self._shared = Opened([*map(int, told)], 2 * int(nbytes)).map()
             sums: list[int] = []
-            if kind in self._links:
+            if kind == "shared":
+                receiving = receive_shared(
+                    self._links[kind], self._shared, self._buffer, int(count), check_all == "1", sums
+                )
+                self._runner.run(receiving)
+            elif kind in self._links:
                 self._runner.run(receive_link(self._links[kind], self._buffer, int(count), check_all == "1", sums))
             else:
                 receive_blocking(self._socks[kind], self._buffer, int(count), check_all == "1", sums)
@@ -269,6 +290,30 @@ async def send_link(link: Link, payloads: list[bytearray], count: int) -> float:
         await link.send(frame(views[index % 2], index))
     await link.recv()
     return time.perf_counter() - start
+
+
+async def send_shared(link: Link, count: int) -> float:
+    start = time.perf_counter()
+    for index in range(count):
+        await link.send(encode(Result(index, 0, 1 + index % 2)))
+    await link.recv()
+    return time.perf_counter() - start
+
+
+async def receive_shared(
+    link: Link, shared: torch.Tensor, buffer: memoryview, count: int, check_all: bool, sums: list[int]
+) -> None:
+    size = len(buffer)
+    for index in range(count):
+        message, _, _ = await link.recv()
+        assert isinstance(message, Result)
+        assert message.lease == index
+        copy_into(buffer, shared[(message.slot - 1) * size : message.slot * size])
+        if check_all:
+            sums.append(zlib.crc32(buffer))
+    await link.send(encode(Heartbeat("have them")))
+    if not check_all:
+        sums.append(zlib.crc32(buffer))
 
 
 async def receive_link(link: Link, buffer: memoryview, count: int, check_all: bool, sums: list[int]) -> None:

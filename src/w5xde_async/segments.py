@@ -34,7 +34,7 @@ if sys.platform != "win32":
 SECRET_BYTES = 64
 
 _PAGE = mmap.PAGESIZE
-_NAME = "w5xde-"
+_NAME, _SHARED = "w5xde-", "shared-"
 _F_SEAL_FUTURE_WRITE = 0x0010  # Python does not name it before 3.13
 _MAP_FIXED = 0x10
 _MADV_DONTNEED = 4
@@ -97,7 +97,7 @@ class Segment(Region):
         if lacking := unsupported():
             raise Unshared(lacking)
         try:
-            super().__init__(name, _PAGE + max(nbytes, 1), others_write=False)
+            super().__init__(f"{_SHARED}{name}", _PAGE + max(nbytes, 1), others_write=False)
         except (OSError, MemoryError) as error:
             raise Unshared(f"no shared memory of {nbytes} bytes: {error}") from None
         self.secret = secret
@@ -153,7 +153,8 @@ def _open(process: int, descriptor: int, nbytes: int) -> int:
     try:
         found = os.fstat(looked_at)
         name = os.readlink(f"/proc/self/fd/{looked_at}")
-        if not stat.S_ISREG(found.st_mode) or not name.startswith(f"/memfd:{_NAME}") or found.st_size != nbytes:
+        named = name.startswith(f"/memfd:{_NAME}{_SHARED}")
+        if not stat.S_ISREG(found.st_mode) or not named or found.st_size != nbytes:
             raise Unshared("what is told of is no segment here, as on another machine or in another container")
         if found.st_uid != os.geteuid():
             raise PermissionError

@@ -18,6 +18,7 @@ from tests.support.cluster import QUICK_WORKER, Commits, settings
 from torch import nn
 
 from w5xde_async.compute.engine import Engine
+from w5xde_async.compute.program import sandbox
 from w5xde_async.coordinator.parameters.publisher import LivePublisher
 from w5xde_async.coordinator.service import Coordinator, RunResult
 from w5xde_async.errors import UsageError
@@ -47,8 +48,8 @@ def nothing_is_left() -> Iterator[None]:
     """Neither descriptors nor mappings, once nobody has them any more."""
     yield
     gc.collect()
-    assert "memfd:w5xde-" not in Path("/proc/self/maps").read_text()
-    assert not [name for name in map(_target, os.listdir("/proc/self/fd")) if "memfd:w5xde-" in name]
+    assert "memfd:w5xde-shared-" not in Path("/proc/self/maps").read_text()
+    assert not [name for name in map(_target, os.listdir("/proc/self/fd")) if "memfd:w5xde-shared-" in name]
 
 
 def _target(descriptor: str) -> str:
@@ -126,6 +127,20 @@ async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callab
     result, links = await trained(make())
     assert links == ["shm", "shm"]
     assert result.digest == named_digest(reference.train(make(), result.step)[0])
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sandbox.unsupported(torch.device("cpu")) != "", reason="no sandbox here")
+async def test_a_sandboxed_program_has_the_same_bits_and_memory() -> None:
+    made, seen = job(max_steps=6), Seen()
+    given = replace(QUICK_WORKER, link="shm", sandbox="on")
+    async with Coordinator(made, config=settings(code_free=True), bus=seen.bus) as coordinator:
+        running = asyncio.create_task(Worker(coordinator.address, config=given).run())
+        result = await coordinator.wait()
+        assert await running is Departure.FINISHED
+    assert seen.links == ["shm"]
+    assert result.digest == named_digest(reference.train(made)[0])
+    assert result.shares[0].bytes_sent < 10_000
 
 
 async def test_a_step_that_writes_into_its_model_does_no_harm_and_starts_anew_at_each_version() -> None:

@@ -32,7 +32,7 @@ STEPS_EACH = 4
 def segments(program: Program, name: str) -> set[str]:
     """Those of a kind that a process has mapped, by their inode."""
     lines = Path(f"/proc/{program.process.pid}/maps").read_text().splitlines()
-    return {line.split()[4] for line in lines if f"memfd:w5xde-{name}" in line}
+    return {line.split()[4] for line in lines if f"memfd:w5xde-shared-{name}" in line}
 
 
 def soon(holds: Callable[[], bool]) -> bool:

@@ -84,7 +84,7 @@ def test_what_is_no_segment_is_not_opened(segment: Segment, tmp_path: Path, monk
     os.mkfifo(fifo)
     file.write_bytes(bytes(nbytes))
     opened = [os.open(fifo, os.O_RDWR), os.open(file, os.O_RDONLY), os.memfd_create("other"), os.open("/", os.O_RDONLY)]
-    opened.append(os.memfd_create("w5xde-test"))  # of the right name and size, but its owner could cut it short
+    opened.append(os.memfd_create("w5xde-shared-test"))  # of the right name and size, but its owner could cut it short
     for at in (2, 4):
         os.ftruncate(opened[at], nbytes)
     try:

@@ -6,7 +6,6 @@ the coordinator reads. Where that cannot be, the link carries the bytes, and a l
 
 from __future__ import annotations
 
-from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.hub.members.sharing import witness
 from w5xde_async.params.flat import FlatState
@@ -27,9 +26,8 @@ def share(engine: Computing, welcome: Welcome, layout: Layout, nonce: bytes) -> 
         if not is_plain(welcome):
             raise Unshared("the run's rule or codec sends what lies in no memory")
         raise Unshared("the coordinator offers none: it is on another machine or has none, or the model is small")
-    if not isinstance(engine, Engine) or not engine.can_share:
-        where = "in a sandbox" if not isinstance(engine, Engine) else f"on {engine.device}"
-        raise Unshared(f"this worker computes {where}")
+    if not engine.can_share:
+        raise Unshared(f"this worker computes on {engine.device}")
     parameters = Opened(welcome.memory, FlatState.nbytes(layout))
     try:
         nbytes = SHARED_SLOTS * slot_bytes(layout)
@@ -46,5 +44,4 @@ def share(engine: Computing, welcome: Welcome, layout: Layout, nonce: bytes) -> 
 
 def unshare(engine: Computing) -> None:
     """Let ``engine`` have memory of its own again. On the compute thread."""
-    if isinstance(engine, Engine):
-        engine.share(None)
+    engine.share(None)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -36,7 +36,7 @@ from w5xde_async.params.flat import FlatState, ResultVector, state_of
 from w5xde_async.params.layout import ALIGN_BYTES, Layout
 from w5xde_async.params.reducer import VectorPool
 from w5xde_async.params.slots import slot_bytes
-from w5xde_async.segments import Region, aligned
+from w5xde_async.segments import Opened, Region, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -244,16 +244,30 @@ class Sandboxed:
         self.incoming.adopt(self.model, buffers=False)
         self.tensors: list[Tensor] = list(state_of(self.model, layout))
         self._slots = SlotPool(layout, slots)
-        self._copies = VectorPool(layout) if copies else None
+        self._copies = VectorPool(layout)
+        self._copied = copies
+        self._theirs: FlatState | None = None  # the coordinator's parameters, where they are shared
         self._freed = threading.Condition()
         self._released: list[int] = []  # to be told to the child
         self._given: set[int] = set()  # slots that the child has filled and that are not released
 
     # -- as an engine's --------------------------------------------------------------------------------------
 
+    can_share = True
+
+    def share(self, parameters: Opened | None, vectors: Sequence[ResultVector] = ()) -> None:
+        """As ``Engine.share``; here they are copied, both ways: the child has memory with nobody but its worker."""
+        mapped = None if parameters is None else parameters.map()
+        self._theirs = None if mapped is None else FlatState(self.layout, memory=mapped)
+        self._copies.lend(vectors)
+
     def load(self, buckets: Iterable[int]) -> None:
         """``incoming`` holds a new version, of which ``buckets`` came."""
-        self._sandbox.say(channel.Load(list(buckets)))
+        buckets = list(buckets)
+        if self._theirs is not None:
+            for bucket in map(self.layout.buckets.__getitem__, buckets):
+                self.incoming.bucket(bucket).copy_(self._theirs.bucket(bucket))
+        self._sandbox.say(channel.Load(buckets))
 
     def refresh(self, buckets: Iterable[int]) -> None:
         """``live`` has new values in these buckets."""
@@ -277,7 +291,6 @@ class Sandboxed:
         """A block's vector has been sent; it may be written again. Any thread."""
         number = self._slots.number_of(vector)
         if number < 0:
-            assert self._copies is not None
             self._copies.give(vector)
             return
         with self._freed:
@@ -292,6 +305,7 @@ class Sandboxed:
 
     def close(self) -> None:
         """End the child."""
+        self.share(None)
         self._sandbox.end()
 
     # -- a block ---------------------------------------------------------------------------------------------
@@ -319,7 +333,7 @@ class Sandboxed:
                 counting=counting,
             )
         )
-        copy = None if self._copies is None else self._copies.take()
+        copy = self._copies.take() if self._copied or self._theirs is not None else None
         emitted: set[int] = set()
         while isinstance(answer := self._sandbox.hear(), channel.Emit):
             self._need(answer.bucket < len(self.layout.result_buckets) and answer.bucket not in emitted)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from w5xde_async.compute.engine import Engine
 from w5xde_async.compute.program.sandbox import Computing
 from w5xde_async.errors import LocalError
 from w5xde_async.params.flat import FlatState, ResultVector
@@ -68,7 +67,6 @@ class InPlaceExecutor:
 
     def unshare(self) -> None:
         """Parameters do not come in shared memory: from now on nothing is shared. Before anything is loaded."""
-        assert isinstance(self._engine, Engine)
         self._engine.share(None)
         self.shares = False
 
