@@ -201,7 +201,7 @@ class Survey(Measured):
 
     def __init__(self, job: Job) -> None:
         self._model = model_without_memory(job)
-        self.job, _ = job, _ = with_leaf_size(job, self._model)
+        self.job = job = with_leaf_size(job, self._model).job
         self.precision = job.precision
         self.layout = Layout.of(self._model, bucket_bytes=CoordinatorConfig().bucket_bytes)
         self._batch = probe_batches(job, [job.microbatch_samples])[0]

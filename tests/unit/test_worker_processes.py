@@ -144,7 +144,7 @@ async def test_processes_start_before_anybody_knows_where_the_coordinator_is(ask
     workers.job_is_loaded()
     assert [one.lines for one in asked.started] == [[b"\n"], [b"\n"]]  # and load the job, once it has been loaded here
     assert not asked.rows
-    workers.at("host:1", join="w5xde://secret@host:1")
+    workers.at("host:1", join="w5xde://secret@host:1", threads=3)
     async with workers:
         await begun(workers, 2, asked)
         assert len(asked.started) == 2
@@ -153,6 +153,7 @@ async def test_processes_start_before_anybody_knows_where_the_coordinator_is(ask
         assert len(asked.started) == 3
         told = [json.loads(one.lines[1]) for one in asked.started]
         assert [one["environment"]["W5XDE_JOIN"] for one in told] == ["w5xde://secret@host:1"] * 3
+        assert [one["arguments"] for one in told] == [["--name", f"local-{n}", "--threads", "3"] for n in range(3)]
     assert all(one.ended.is_set() for one in asked.started)
     everything = [" ".join(one.command) + str(one.environment) for one in asked.started]
     assert not any("secret" in text or "geheim" in text for text in everything)  # process lists are public

@@ -116,9 +116,13 @@ class LocalWorkers:
         for process in self._prestarted:
             _say(process, b"\n")
 
-    def at(self, address: str, *, join: str = "", on_all_lost: Callable[[str], None] | None = None) -> None:
-        """Where the coordinator is, if the constructor was not told."""
+    def at(
+        self, address: str, *, join: str = "", on_all_lost: Callable[[str], None] | None = None,
+        threads: int | None = None,
+    ) -> None:  # fmt: skip
+        """Where the coordinator is, if the constructor was not told; ``threads`` where there is a better number now."""
         self._address, self._join, self._on_all_lost = address, join, on_all_lost
+        self._threads = threads or self._threads
 
     @property
     def processes(self) -> dict[str, int]:
@@ -201,8 +205,7 @@ class LocalWorkers:
     async def _start(self) -> Process:
         """A process that waits for its orders."""
         command = [
-            sys.executable, "-m", "w5xde_async.worker", "--threads", str(self._threads), "--log", "normal",
-            "--log-format", "json", "--exit-with-stdin",
+            sys.executable, "-m", "w5xde_async.worker", "--log", "normal", "--log-format", "json", "--exit-with-stdin",
         ]  # fmt: skip
         if self._reference:
             command += ["--job", self._reference]
@@ -221,7 +224,7 @@ class LocalWorkers:
 
     def _orders(self, name: str, device: str) -> bytes:
         """What a process learns when there is work: the rest of its arguments, and secrets."""
-        arguments, environment = ["--name", name], {}
+        arguments, environment = ["--name", name, "--threads", str(self._threads)], {}
         if device and self._devices:
             arguments += ["--device", device]
         elif device and "W5XDE_DEVICE" not in os.environ:

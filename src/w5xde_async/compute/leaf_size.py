@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,23 @@ _BACKWARD = 3  # times the operations of the forward pass: it, and twice as many
 _PROBED = 2  # samples: batch norm refuses one
 
 
-def with_leaf_size(job: Job, model: nn.Module) -> tuple[Job, str]:
-    """The job with its ``microbatch_size``, and where that had to be chosen, in words, by what.
+class Sized(NamedTuple):
+    """A job with its ``microbatch_size``; where that had to be chosen, by what, in words, and the operations of a step
+    (0: not counted)."""
+
+    job: Job
+    by: str = ""
+    step_flops: int = 0
+
+
+def with_leaf_size(job: Job, model: nn.Module) -> Sized:
+    """Choose the size of a microbatch where the job leaves it open.
 
     ``model``: the job's, on any device; it is not changed.
     """
     if job.microbatch_size is not None:
-        return job, ""
-    flops = _flops_per_sample(job, model)
+        return Sized(job)
+    step, flops = 0, _flops_per_sample(job, model)
     if flops is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
@@ -45,7 +54,7 @@ def with_leaf_size(job: Job, model: nn.Module) -> tuple[Job, str]:
         leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS))
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
-    return replace(job, microbatch_size=size), reason
+    return Sized(replace(job, microbatch_size=size), reason, step)
 
 
 def _flops_per_sample(job: Job, model: nn.Module) -> int | None:

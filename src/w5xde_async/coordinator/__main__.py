@@ -113,7 +113,12 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             stack.enter_context(listening("SIGHUP", reloading.begin))
             if stop_reason:  # it came while the run was being prepared
                 coordinator.request_stop(stop_reason)
-            workers.at(coordinator.address, join=coordinator.local_join, on_all_lost=coordinator.workers_failed)
+            asked = "worker_threads" in settings.told or "OMP_NUM_THREADS" in os.environ
+            short = coordinator.has_short_steps and not asked
+            workers.at(
+                coordinator.address, join=coordinator.local_join, on_all_lost=coordinator.workers_failed,
+                threads=1 if short else None,
+            )  # fmt: skip
             await stack.enter_async_context(workers)
             unfinished, when = True, "When that is mended, go on from here:"
             try:

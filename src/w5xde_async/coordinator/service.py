@@ -47,6 +47,7 @@ from w5xde_async.telemetry.notebook import html_table
 from w5xde_async.telemetry.recorder import Recorder
 from w5xde_async.wire.messages import ByeCode
 
+_SHORT_STEP_FLOPS = 50_000_000  # a millisecond or two on one core
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -304,6 +305,11 @@ class Coordinator:
         """The port it listens on (the one that was picked, for port 0)."""
         port: int = self._listening.port
         return port
+
+    @property
+    def has_short_steps(self) -> bool:
+        """Whether a step is so little arithmetic that a second thread costs more than it computes."""
+        return self._prepared is not None and 0 < self._prepared.spec.step_flops < _SHORT_STEP_FLOPS
 
     @property
     def address(self) -> str:

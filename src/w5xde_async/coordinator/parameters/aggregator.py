@@ -102,6 +102,11 @@ class Aggregator(ParameterOwner):
         self._small = self.layout.vector_bytes <= _INLINE_UPDATE_BYTES
         self._loop_threads = torch.get_num_threads()
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether the next update will be made on the loop: who waits for it need not do anything before."""
+        return self._small and self._update_s < _INLINE_UPDATE_S and self._idle and self._keep is None
+
     def begin(self, plan: StepPlan, *, rate_factor: float = 1.0, measure: bool = False) -> None:
         """The next step. ``measure``: the halves of its sum, which no lease may span then."""
         self.step = StepState(plan, [0.0] * plan.num_leaves, self._clock(), rate_factor=rate_factor)

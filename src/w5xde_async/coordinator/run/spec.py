@@ -58,6 +58,7 @@ class RunSpec:
     program: Document | None = None
     untraceable: str = ""
     leaves_by: str = ""  # what has decided the size of a leaf, where the job does not
+    step_flops: int = 0  # operations of a step, where they were counted
     growing: BatchGrowth | None = None  # where the batch grows
     possible: frozenset[tuple[str, str]] = frozenset()
     run_id: str = ""

@@ -94,7 +94,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
     model = build_model(job)
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
-    job, leaves_by = with_leaf_size(job, model)
+    job, leaves_by, step_flops = with_leaf_size(job, model)
     sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
@@ -117,6 +117,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
         state=state, segment=segment, program=program, untraceable=untraceable, leaves_by=leaves_by,
+        step_flops=step_flops,
         bad=BadSamples(config.max_bad_samples), stream=StreamReader(job) if job.streamed else None,
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)

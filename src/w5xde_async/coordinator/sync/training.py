@@ -443,7 +443,8 @@ class SyncTraining:
             self.revoke(other, "another worker was faster")
             self.roster.await_answer(other.worker)
         self._let_go(session.worker_id)
-        self.schedule(None if self.verification.holding else session.worker_id)
+        if not (self.aggregator.is_quick and self.ledger.complete(self.version) and not self.verification.holding):
+            self.schedule(None if self.verification.holding else session.worker_id)  # else it follows the commit
 
     def _credit(self, finished: FinishedBlock) -> None:
         """A block counts: its worker's figures tell of it."""
