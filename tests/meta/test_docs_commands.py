@@ -47,6 +47,8 @@ FOREIGN = {
     "cd",
     "git",
     "uvicorn",
+    "kubectl",
+    "ray",
     "pip",
     "wait",
     "until",

@@ -13,7 +13,8 @@ import subprocess
 from collections.abc import Sequence
 
 from w5xde_async.errors import ExitCode, UsageError
-from w5xde_async.launch.plan import COORDINATOR_GRACE_S, DASHBOARD_PORT, HOPELESS, PORT, WORKER_GRACE_S, Plan, fill
+from w5xde_async.launch.health import DASHBOARD_PORT
+from w5xde_async.launch.plan import COORDINATOR_GRACE_S, HOPELESS, PORT, WORKER_GRACE_S, Plan, fill
 
 _TOKEN = "/etc/w5xde/token"
 

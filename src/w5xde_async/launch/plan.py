@@ -12,7 +12,7 @@ from string import Template
 from w5xde_async.errors import ExitCode, UsageError, need
 from w5xde_async.settings import CoordinatorSettings, WorkerSettings, read
 
-PORT, DASHBOARD_PORT = 5555, 5556
+PORT = 5555
 #: No other start would end otherwise: an engine is to stop at these.
 HOPELESS = (ExitCode.USAGE, ExitCode.AUTHENTICATION, ExitCode.MISMATCH)
 WORKER_GRACE_S = 30  #: --grace of a worker, and its goodbye

@@ -1,0 +1,69 @@
+"""A container's health check, on dashboards that speak plainly and by TLS, and the Dockerfile that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import trustme
+
+from w5xde_async.launch import health
+
+ROOT = Path(__file__).parents[2]
+
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" and not getattr(self.server, "ill", False) else 500)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("ill", [False, True])
+def test_a_coordinator_is_well_while_its_dashboard_answers(secure: bool, ill: bool, tmp_path: Path) -> None:
+    first = tmp_path / "cmdline"
+    first.write_bytes(b"/opt/w5xde/bin/python\0/opt/w5xde/bin/w5xde\0coordinator\0train.py:job\0")
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        server.ill = ill  # type: ignore[attr-defined]
+        if secure:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            trustme.CA().issue_cert("elsewhere.example").configure_cert(context)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            assert health.main(first, server.server_address[1]) == int(ill)
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def test_a_coordinator_without_an_answer_and_a_worker_without_a_dashboard(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        for role, code in ((b"coordinator", 1), (b"worker", 0)):
+            (tmp_path / "cmdline").write_bytes(b"w5xde\0" + role + b"\0")
+            assert health.main(tmp_path / "cmdline", port) == code
+
+
+def test_the_dockerfile_says_what_the_documents_say_of_it() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    said = dict(re.findall(r"^([A-Z]+) (.*)$", text, re.MULTILINE))
+    assert said["USER"] == "1000:1000"
+    assert json.loads(said["ENTRYPOINT"]) == ["w5xde"]  # without a shell, which would keep SIGTERM for itself
+    assert said["HEALTHCHECK"].endswith('CMD ["python", "-m", "w5xde_async.launch.health"]')
+    assert said["STOPSIGNAL"] == "SIGTERM"
+    copied = [word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for name in copied:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in ignored, name
