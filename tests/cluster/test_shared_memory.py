@@ -129,6 +129,26 @@ async def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch, make: Callab
     assert result.digest == named_digest(reference.train(make(), result.step)[0])
 
 
+@pytest.mark.parametrize("kind", ["TLS", "a Unix socket"])
+async def test_on_other_connections_within_this_machine_too(tmp_path: Path, kind: str) -> None:
+    made, seen = job(max_steps=3), Seen()
+    given = replace(QUICK_WORKER, link="shm")
+    config = settings(join_file=tmp_path / "join") if kind == "TLS" else settings()
+    async with Coordinator(made, config=config, bus=seen.bus) as coordinator:
+        if kind == "TLS":
+            departure = await Worker(coordinator.local_join, job=made, config=given).run()
+        else:
+            server = await asyncio.start_unix_server(coordinator.handle, tmp_path / "socket")
+            departure = await Worker(job=made, config=given).run(
+                *await asyncio.open_unix_connection(tmp_path / "socket")
+            )
+            server.close()
+        result = await coordinator.wait()
+    assert departure is Departure.FINISHED
+    assert seen.links == ["shm"]
+    assert result.digest == named_digest(reference.train(made)[0])
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(sandbox.unsupported(torch.device("cpu")) != "", reason="no sandbox here")
 async def test_a_sandboxed_program_has_the_same_bits_and_memory() -> None:
