@@ -505,3 +505,21 @@ def test_the_best_evaluation_is_said_at_once_and_at_the_end() -> None:
     kept = Best(metric="acc", value=0.5, step=5, path="runs/digits/best.safetensors")
     ended = shown(replace(FINISHED, best=kept))
     assert "  best       acc 0.5000 at step 5 · runs/digits/best.safetensors\n" in ended
+
+
+@pytest.mark.parametrize(
+    ("leaf_s", "a_step", "told"),
+    [(0.0004, 16, True), (0.004, 4, True), (0.006, 16, False), (0.0004, 3, False), (0.0004, 0, False)],
+)
+def test_leaves_that_are_short_and_many_are_said_with_what_fewer_may_gain(
+    leaf_s: float, a_step: int, told: bool
+) -> None:
+    shares = tuple(
+        replace(share, leaves=500 * a_step, compute_s=500 * a_step * leaf_s) for share in FINISHED.shares[:2]
+    )
+    text = Shown()(START, replace(FINISHED, shares=shares))
+    line = (
+        f"leaves     {'400 µs' if leaf_s < 0.001 else '4 ms'} each, {a_step} a step · fewer may be up to {a_step / 2}"
+    )
+    assert (line in text) == told, text
+    assert ("w5xde tune" in text) == told

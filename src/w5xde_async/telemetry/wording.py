@@ -23,6 +23,7 @@ _LABEL = 11
 _REASON = 12_000  # of a run's end, traceback included
 _MOST_ROWS = 24  # workers in the table at the end; the rest are one row
 _SEPARATOR = " · "
+_SHORT_LEAF_S, _MANY_LEAVES = 0.005, 4  # of which the summary says that fewer of them may be faster
 
 
 def plain(style: str, text: str) -> str:
@@ -280,6 +281,8 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
         share = event.leaves_in_vain / (event.leaves + event.leaves_in_vain)
         leases = f"{event.leases_stale} late leases, {event.leases_duplicate} backed up"
         lines.append(row("wasted", f"{share:.1%} of the leaves", leases))
+    if tip := _short_leaves(event, event.step - first_step):
+        lines.append(row("leaves", *tip))
     if event.best is not None:
         found = f"{_name(event.best.metric)} {_value(event.best.value)} at step {event.best.step:,}"
         lines.append(row("best", found, clean(event.best.path)))
@@ -290,6 +293,18 @@ def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
     if event.shares:
         lines += ["", *_shares(event, paint)]
     return [*lines, ""]
+
+
+def _short_leaves(event: RunFinished, steps: int) -> tuple[str, str] | None:
+    """What to do where leaves are so short, and a step has so many, that their number may cost more than their work."""
+    computed_s, leaves = sum(share.compute_s for share in event.shares), sum(share.leaves for share in event.shares)
+    if not leaves or steps < 1 or computed_s / leaves > _SHORT_LEAF_S or leaves < _MANY_LEAVES * steps:
+        return None
+    most = leaves / steps / 2
+    return (
+        f"{brief(computed_s / leaves)} each, {leaves / steps:.0f} a step",
+        f"fewer may be up to {most:.1f} times as fast: w5xde tune measures it",
+    )
 
 
 def _shares(event: RunFinished, paint: Paint) -> list[str]:
