@@ -166,13 +166,19 @@ class Shown:
         return self.stream.getvalue()[before:]
 
 
+def test_the_header_fits_into_80_columns() -> None:
+    sizes = {"host_bytes": 331 * 10**6, "expected_bytes": 67_900_000, "memory_bound_bytes": 4_550 * 10**6}
+    text = Shown()(replace(START, resumed_step=500, dashboard="http://127.0.0.1:5556/", **sizes))
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+
+
 def test_the_header_says_what_runs_and_how_to_join() -> None:
     text = Shown()(replace(START, resumed_step=500))
     for part in (
         "w5xde-async 0.1.0",
         "run digits",
         "Net · 1,234,567 parameters · fingerprint 9f3b2c1d00aa11bb\n",
-        "400 MB now · 2 workers add at most 8 MB, 256 (--max-workers) 1 GB\n",
+        "400 MB now · +8 MB for 2 workers, +1 GB for --max-workers 256\n",
         "1,797 samples · batch 64 in 8 leaves",
         "sync · codec raw · fp32",
         "resumed at step 500",

@@ -145,9 +145,8 @@ def header(event: RunStarted, paint: Paint, words: Callable[[str], str] = str) -
 
 def _memory(event: RunStarted) -> str:
     """What workers may add to it."""
-    few = event.expected_workers
-    add = f"{_plural(few, 'worker')} {'adds' if few == 1 else 'add'} at most {size(event.expected_bytes)}"
-    return f"{add}, {event.max_workers:,} (--max-workers) {size(event.memory_bound_bytes)}"
+    few = f"+{size(event.expected_bytes)} for {_plural(event.expected_workers, 'worker')}"
+    return f"{few}, +{size(event.memory_bound_bytes)} for --max-workers {event.max_workers:,}"
 
 
 def _where_to_start(event: RunStarted) -> str:
