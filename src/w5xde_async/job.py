@@ -57,6 +57,8 @@ class Job:
     epochs, max_steps        where the run ends: whichever comes first; one of them is needed
     gradient_clip_val        global norm to clip to
     precision       fp32, or bf16 / fp16 autocast (fp16 with dynamic loss scaling)
+    local_data      ``local_data(where) -> dataset``: the same samples as in ``dataset``, by the same indices, of a copy
+                    that a worker has, or reaches without the coordinator (``worker --local-data WHERE``)
     seed            of everything random: order, dropout, model factory
     shuffle_buffer  samples of a stream that are shuffled among themselves
     evaluate        ``evaluate(model) -> {name: number}``, on a copy in eval mode, on the coordinator
@@ -93,6 +95,7 @@ class Job:
     stop_when: Callable[[Mapping[str, float]], bool] | None = None
     keep_best: str | None = None
     parallelize: Callable[[nn.Module, Any], nn.Module | None] | None = None
+    local_data: Callable[[str], Any] | None = None
 
     def __post_init__(self) -> None:
         def need(holds: bool, reason: str, hint: str = "") -> None:
@@ -106,6 +109,7 @@ class Job:
         need(self.loss is None or self.step is None, "both loss and step are given", "give one of them")
         divides = self.parallelize is None or callable(self.parallelize)
         need(divides, "parallelize is not a function of the model and the mesh")
+        need(self.local_data is None or callable(self.local_data), "local_data is not a function of a place")
         need(self.stop_when is None or callable(self.stop_when), "stop_when is not a function of the metrics")
         need(self.stop_when is None or self.evaluate is not None, "stop_when has nothing to go by", "give evaluate")
         if self.keep_best is not None:
@@ -133,6 +137,8 @@ class Job:
         once = hasattr(self.dataset, "__next__")
         need(not once, "dataset is an iterator, which can be read once", "give what makes it: an IterableDataset")
         if self.streamed:
+            hint = "give a dataset with dataset[i], or leave local_data out"
+            need(self.local_data is None, "local_data needs a dataset that is read by index", hint)
             ends = self.num_samples is not None or self.max_steps is not None
             need(ends, "epochs cannot end it: the stream has no len()", "give max_steps")
         else:

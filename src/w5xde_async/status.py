@@ -282,6 +282,8 @@ def _summary(found: dict[str, Any]) -> list[str]:
     vain, leaves = status.get("leaves_in_vain") or 0, status.get("leaves") or 0
     if vain:
         parts.append(f"{100 * vain / (vain + leaves):.1f} % wasted")
+    if size := status.get("sample_bytes"):
+        parts.append(f"{wording.size(size)} a sample")
     if bad := status.get("bad_samples"):
         parts.append(f"{bad:,} bad samples left out")
     parts.append(f"up {wording.duration(float(status.get('uptime_s') or 0))}")
@@ -321,9 +323,10 @@ _COLUMNS: dict[str, Callable[[_Worker], str]] = {
     "sent": _figure("bytes_sent", wording.size),
     "received": _figure("bytes_received", wording.size),
     "memory": _memory,
+    "data from": _text("data_from"),
     "waits for": _text("waits_for"),
 }
-_WORDS = ("worker", "state", "device", "link", "waits for")  # the other columns are numbers
+_WORDS = ("worker", "state", "device", "link", "data from", "waits for")  # the other columns are numbers
 
 
 def _rows(workers: Sequence[_Worker]) -> Iterator[dict[str, str]]:

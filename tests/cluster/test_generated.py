@@ -108,6 +108,18 @@ def test_streams_that_are_killed_and_resumed(kind: str) -> None:
     assert not report.refused
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_copies_that_go_bad_and_workers_that_are_killed(rule: str) -> None:
+    """Leases name samples; what a worker cannot read any more it is sent, and the others go on."""
+    faults = (Fault("worker killed", 1.1), Fault("coordinator killed", 1.5), Fault("link reset", 2.0))
+    report = run(
+        Scenario(own="damaged", rule=rule, samples=300, batch=8, data="map", workers=2, kept=True, leaf_s=0.05,
+                 checkpoint_every=3, faults=faults, seed=RULES.index(rule))
+    )  # fmt: skip
+    fine(report)
+    assert not report.refused
+
+
 @pytest.mark.parametrize("found", FOUND)
 def test_what_was_found_stays_mended(found: str) -> None:
     report = run(FOUND[found])

@@ -139,6 +139,22 @@ class _Gathered(_Rows):
         return [self[index] for index in indices]
 
 
+class _Damaged(Dataset[Any]):
+    """A copy of which every third sample can be read once, as when it is looked at for its fingerprint."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole, self.read = whole, set[int]()
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 3 == 1 and index in self.read:
+            raise FileNotFoundError(f"sample {index}")
+        self.read.add(index)
+        return self.whole[index]
+
+
 def _collate(samples: list[Any]) -> Any:
     ids, x, y = default_collate(samples)
     return {"all": (ids, x), "labels": y}
@@ -214,6 +230,7 @@ def job_of(scenario: Scenario, built: Callable[[nn.Module], None] = lambda model
         precision=scenario.precision,  # type: ignore[arg-type]
         seed=scenario.seed, shuffle=scenario.shuffle, drop_last=scenario.drop_last,
         shuffle_buffer=scenario.shuffle_buffer,
+        local_data=None if scenario.stream else lambda where: _Damaged(data) if scenario.own == "damaged" else data,
     )  # fmt: skip
 
 

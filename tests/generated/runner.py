@@ -169,9 +169,13 @@ class _Run(Cluster):
 
     def make_worker(self, host: Host, runtime: Runtime, rank: Rank | None = None) -> Worker:
         name = "worker" if self.scenario.same_name else host.name
+        self.num_made += 1
+        has_own = self.scenario.own and rank is None and (self.scenario.own != "some" or self.num_made % 2)
         return Worker(
             "127.0.0.1:5555", job=self.job, runtime=runtime, rank=rank,
-            config=WorkerConfig(name=name, device="cpu", token="generated", connect_timeout_s=3000.0),
+            config=WorkerConfig(
+                name=name, device="cpu", token="generated", connect_timeout_s=3000.0, local_data="x" if has_own else ""
+            ),
         )  # fmt: skip
 
     def leaf_seconds(self) -> float:
@@ -208,6 +212,7 @@ class _Run(Cluster):
                 self.violate("error", "a worker was told of the run's end before it")
 
     told_start = False
+    num_made = 0  # workers
 
     def on_event(self, host: Host, event: Event) -> None:
         if host.state == Host.DEAD:

@@ -24,6 +24,7 @@ RULES = ("sync", "async", "local", "streaming", "async-local")
 EXACT = ("raw", "lz4", "lz4-shuffle")
 CODECS = (*EXACT, "bf16", "fp16", "int8", "int4", "sign", "topk:0.25", "sparseloco", "lz4:int8")
 DOWNLINKS = ("", "", "raw", "lz4", "bf16", "fp16", "int8", "int4", "topk:0.25", "sign")
+OWN = ("all", "some", "damaged")
 FAULTS = (
     "worker killed", "worker hangs in its step", "worker stopped (SIGSTOP)", "worker drained", "late joiner",
     "link reset", "link closed", "half-close", "cut in mid-frame", "worker ten times slower", "worker lies about time",
@@ -86,6 +87,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     stream: str = ""  # a kind of tests.support.streams, instead of a dataset that is read by index
     shuffle_buffer: int = 8
+    own: str = ""  # who has a copy of the data: all, every other worker (some), or all one that lacks samples (damaged)
     storm: bool = False  # faults come as in the simulator's schedules, of any kind and often
     seed: int = 0
 
@@ -126,6 +128,7 @@ class Scenario:
             and self.leaves <= 400
             and self.min_workers <= self.workers
             and (not self.stream or self.samples <= 2000)
+            and not (self.own and self.stream)
             and self.batch * self.columns <= 1 << 21
             and ("loud" not in self.habits or (self.parameters == "float32" and self.batch <= 4))
             and (self.durability == "checkpoint" or (self.kept and self.rule == "sync"))
@@ -185,6 +188,8 @@ def drawn(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     while True:
         made = _drawn(rng, seed)
+        if made.stream:
+            made = replace(made, own="")
         if made.valid():
             return made
         made = replace(made, epochs=1, max_steps=min(made.max_steps or 6, 6))
@@ -256,4 +261,5 @@ def _drawn(rng: random.Random, seed: int) -> Scenario:
         faults=tuple(Fault(rng.choice(kinds), rng.randint(0, 40) / 10) for _ in range(rng.choice([0, 0, 1, 2, 3]))),
         # Drawn last: what seeds meant before they still mean.
         stream=rng.choice(KINDS) if samples <= 2000 and one_in(4) else "", shuffle_buffer=rng.choice([1, 7, 64, 1000]),
+        own=rng.choice(OWN) if one_in(4) else "",
     )  # fmt: skip

@@ -27,6 +27,7 @@ WORKER = """
 --server --join-file --join --tls-cert --tls-key --tls-ca-file --insecure
 --job --name --token-file --connect-timeout --lifetime --grace
 --device --threads --link --sandbox --compile --deterministic --inline-block --memory-limit --data-dir
+--local-data --loader-threads --loader-processes
 --island --island-member --island-interface --watch-preemption --pp-schedule --pp-stages --checkpoint-activations
 --loop --log --log-format --exit-on-drain --profile-memory --config --exit-with-stdin
 """

@@ -65,6 +65,7 @@ _ALWAYS_SAID = {"Hello", "Proof", "Introduction", "Ready", "Result", "Done"}
 #: Messages that a worker at work says now and then, as it would say them. ``None`` stands for its lease.
 _SAMPLES: dict[str, tuple[Any, ...]] = {
     "Failed": (None, 0, "ValueError: no", "Traceback"),
+    "Unread": (None, "no such file"),
     "Heartbeat": ("idle",),
     "Report": (1, 1, 1, 1.0, 1.0, 1.0),
     "Drain": ("leaving", 1.0),

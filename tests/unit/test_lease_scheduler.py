@@ -29,6 +29,7 @@ class Data(NamedTuple):
     structure: bytes = b""
     buffers: tuple[Any, ...] = ()
     too_large: bool = False
+    local: bool = False
 
 
 class InMemory:
@@ -36,7 +37,7 @@ class InMemory:
 
     max_block_leaves = 1 << 20
 
-    def data(self, step: int, block: Block) -> Data:
+    def data(self, step: int, block: Block, worker: str) -> Data:
         return Data((1,) * block.num_leaves)
 
 

@@ -75,6 +75,7 @@ FREE = {
     ("Done", "lease"), ("Done", "version"),
     ("Failed", "lease"), ("Failed", "leaf"), ("Verdict", "code"), ("Revoke", "lease"), ("Bye", "code"),
     ("ProgramRequest", "form"), ("Ready", "share"), ("Submit", "lease"), ("Probe", "filler"), ("Probed", "filler"),
+    ("Unread", "lease"),
 }  # fmt: skip
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: _ints,

@@ -35,7 +35,7 @@ from w5xde_async.plan.numerics import RunNumerics
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sampler import Sampler, StepPlan
 from w5xde_async.telemetry.events import Bus, Waiting, Warned
-from w5xde_async.wire.messages import Done, Failed, VerdictCode
+from w5xde_async.wire.messages import Done, Failed, Unread, VerdictCode
 
 _T = TypeVar("_T")
 _MOST_NAMED = 1024  # workers
@@ -194,6 +194,7 @@ class Phase:
         self._waiting = ""  # what was said last of why they are not
         self._nonfinite = 0
         self._told_of: dict[str, float] = {}  # when a failure was told, by its cause
+        self._unread: dict[str, None] = {}  # workers that could not read their own data; they were named once
         self._halved: dict[str, None] = {}  # workers that had to halve microbatches; they were named once
 
     def warn(self, text: str) -> None:
@@ -212,6 +213,15 @@ class Phase:
             "and dropout see the pieces, all other sums are the same but for their last bits; a smaller "
             "microbatch_size gives every worker the same bits"
         )
+
+    def note_unread(self, session: Session, unread: Unread) -> None:
+        """A worker cannot read its own data: each is named once."""
+        if session.worker_id in self._unread:
+            return
+        self._unread[session.worker_id] = None
+        if len(self._unread) > _MOST_NAMED:
+            del self._unread[next(iter(self._unread))]
+        self.warn(f"{session.name} cannot read its own data and is sent what it lacks: {unread.reason[:300]}")
 
     def note_failure(self, what: str, failed: Failed) -> None:
         """A leaf raised, and is tried again. One cause is told once, and again after a minute at the earliest."""
@@ -278,6 +288,8 @@ class Phase:
 
     def introduce(self, session: Session) -> None:
         """A worker is here, again or for the first time."""
+        assert session.ready is not None
+        self._context.loader.introduce(session.worker_id, session.ready.shards if session.island is None else ())
         self._ledger.returned(session.worker_id)
         self._ledger.places.joined(session.worker_id, session.place)
 

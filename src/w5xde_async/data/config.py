@@ -8,11 +8,17 @@ from w5xde_async.config import Config, setting, whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Config):
-    """Settings of the loader. With ``loader_processes`` these read the dataset, and no threads."""
+class ReadersConfig(Config):
+    """Who reads a dataset. With ``loader_processes`` these do, and no threads."""
 
     loader_threads: int = setting(1, "threads that read the dataset", whole(0), "data")
     loader_processes: int = setting(0, "processes that read the dataset", whole(0), "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ReadersConfig):
+    """Settings of the coordinator's loader."""
+
     prefetch_leaves: int = setting(64, "microbatches that are read ahead", whole(1), "data")
     max_bad_samples: int = setting(
         0,

@@ -13,38 +13,36 @@ A sample that cannot be read is left out where that is allowed, and another of i
 
 A stream is read by one thread, in windows (``data.stream``); the indices of a step are then places in it.
 
-Datasets that draw random numbers are seeded by (seed, step, leaf): threads then take turns; processes need not. A
-dataset counts as one that draws until 64 samples have been read without. Nothing here knows workers.
+Workers that have shards of the data themselves (``data.shards``) are given indices of what lies in those. Nothing is
+read ahead while all workers have all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import multiprocessing
-import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
 
-from w5xde_async.compute.batch import flatten, joined, on_host
+from w5xde_async.compute.batch import joined
 from w5xde_async.data.config import DataConfig
-from w5xde_async.data.stream import AT_FAULT, StreamReader
+from w5xde_async.data.reader import LeafReader, Read
+from w5xde_async.data.shards import Fingerprints, fingerprints, shards_of
+from w5xde_async.data.stream import AT_FAULT, StreamReader, stream_of
 from w5xde_async.errors import JobError, LeafFailed, headline
-from w5xde_async.job import Job, load_job
+from w5xde_async.job import Job
 from w5xde_async.params.flat import bytes_of
 from w5xde_async.plan.bad_samples import BadSamples
 from w5xde_async.plan.sampler import StepPlan, Steps, seed_for
 from w5xde_async.plan.tree import Block
-from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
-from w5xde_async.users_code import users_code
 from w5xde_async.wire.frame import SESSION_CAPS, Buffer, BufferSpec
 
 _CHUNK_BYTES = 4 << 20
@@ -60,13 +58,15 @@ _STEADY_SAMPLES = 64
 class BlockData(NamedTuple):
     """A block's batch, ready for a LEASE.
 
-    ``buffers``: its tensors in the order of ``structure``; each spec has the shape and dtype of its tensor.
+    ``buffers``: its tensors in the order of ``structure``; each spec has the shape and dtype of its tensor. ``local``:
+    for a worker that reads it itself, whose samples the one buffer names.
     """
 
     structure: bytes
     packed: bool
     samples: tuple[int, ...]
     buffers: list[tuple[BufferSpec, Buffer]]
+    local: bool = False
 
     @property
     def too_large(self) -> bool:
@@ -74,19 +74,12 @@ class BlockData(NamedTuple):
         return len(self.samples) > 1 and sum(spec.nbytes for spec, _ in self.buffers) > _LEASE_BYTES
 
 
-class _Read(NamedTuple):
-    """What a reading process is told and what it gives back (its own pipe, never a network)."""
-
-    structure: bytes
-    tensors: tuple[Tensor, ...]
-
-
 @dataclass(slots=True)
 class _Chunk:
     first: int
     num_leaves: int
     unfinished: int
-    read: _Read | None = None  # once it has come
+    read: Read | None = None  # once it has come
     wanted: list[Block] = field(default_factory=list)  # blocks that were asked for before this had come
 
 
@@ -133,10 +126,12 @@ class Loader:
         """
         config = config or DataConfig()
         self._sampler, self._job = sampler, job
-        self._stream = stream or (StreamReader(job) if job.streamed else None)
         self.bad = BadSamples(config.max_bad_samples) if bad is None else bad  #: samples that are left out
         self._prefetch_leaves = config.prefetch_leaves
-        self._gather = type(job.dataset) is TensorDataset and job.collate is None
+        self._reader = LeafReader(
+            job, config, reference=reference, make_pool=make_pool, stream=stream or stream_of(job)
+        )
+        self._gather = self._reader.gathers
         self._chunk_leaves = 1
         if self._gather:
             self._chunk_leaves = -(-sampler.batch_size // job.leaf_samples) if whole_steps else _chunk_leaves(job)
@@ -150,18 +145,12 @@ class Loader:
         self._came: list[tuple[int, Block]] = []
         self._held_leaves = 0  # in the chunks that have been read and not been forgotten
         self._reading = 0
-        self._random: bool | None = None if not self._gather else False
-        self._steady = 0  # samples read so far without a random number
-        self._probing = threading.Lock()
-        threads, processes = config.loader_threads, config.loader_processes
-        if self._stream is not None:
-            threads, processes = 1, 0
-        remote = processes > 0 and not self._gather
-        self._executor = (
-            _process_pool(job, reference, processes) if remote else make_pool(max(1, threads), "w5xde-load")
-        )
-        self._fetch: Callable[[Any, int], _Read] = _read_remotely if remote else self._read_here
-        self._most_reading = max(1, processes or threads) * 2
+        self._most_reading = self._reader.num_readers * 2
+        self._members: dict[str, tuple[int, ...]] = {}  # worker -> fingerprints of its own data
+        self._own: dict[str, frozenset[int]] = {}  # worker -> the shards that it reads itself
+        self._fingerprints: Fingerprints | None = None  # of our data, once they are asked for
+        self._fingerprinting: asyncio.Future[Fingerprints] | None = None
+        self._arrival = asyncio.Event()  # something was read
         self._closed = False
         self._on_ready, self._on_skip, self._on_error = on_ready, on_skip, on_error
 
@@ -179,8 +168,87 @@ class Loader:
         by_buffers = _MAX_BUFFERS // max(self._tensors_per_leaf, 1)
         return max(1, min(by_bytes, by_buffers, _STRUCTURE_BYTES // self._structure_bytes, 1024))
 
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a sample of the largest leaf so far; 0 where none was read yet."""
+        return self._leaf_bytes // self._job.leaf_samples
+
+    def introduce(self, worker: str, shards: tuple[int, ...]) -> None:
+        """``worker`` is here. ``shards``: the fingerprints of its own data, if it has any."""
+        self._members[worker] = shards
+        if shards and not self._job.streamed:
+            self._fingerprint()
+            if self._fingerprints is not None:
+                self._compare(worker)
+        self._prefetch()
+
+    def forget(self, worker: str) -> None:
+        """It has gone."""
+        self._members.pop(worker, None)
+        self._own.pop(worker, None)
+
+    def unread(self, worker: str, step: int, block: Block) -> None:
+        """It could not read this block: from now on it is sent what lies in those shards."""
+        shards = shards_of(self._chosen(self._opened[step].plan, block), len(self._job.dataset))
+        self._own[worker] = self._own.get(worker, frozenset()) - shards
+        self._prefetch()
+
+    def read_by(self, worker: str) -> str:
+        """Who reads what a worker computes, for a person."""
+        said, own = self._members.get(worker, ()), len(self._own.get(worker, ()))
+        if not own:
+            return "coordinator"
+        return "itself" if own == len(said) else f"itself, {own} of {len(said)} shards"
+
+    def _fingerprint(self) -> None:
+        """Have our own fingerprints computed."""
+        if self._fingerprinting is None:
+            self._fingerprinting = asyncio.get_running_loop().run_in_executor(None, fingerprints, self._job)
+            self._fingerprinting.add_done_callback(self._fingerprinted)
+
+    def _fingerprinted(self, computing: asyncio.Future[Fingerprints]) -> None:
+        if self._closed or computing.cancelled():
+            return
+        if (error := computing.exception()) is not None:
+            self._on_error(error)
+            return
+        self._fingerprints = computing.result()
+        self._leaf_bytes = max(self._leaf_bytes, self._fingerprints.sample_bytes * self._job.leaf_samples)
+        for worker in self._members:
+            self._compare(worker)
+
+    def _compare(self, worker: str) -> None:
+        assert self._fingerprints is not None
+        ours, theirs = self._fingerprints.shards, self._members[worker]
+        if len(ours) == len(theirs):
+            same = [number for number, one in enumerate(ours) if one and one == theirs[number]]
+            self._own[worker] = frozenset(same)
+
+    def _all_read_themselves(self) -> bool:
+        """Whether nobody is to be sent data."""
+        return bool(self._members) and all(
+            said and len(self._own.get(worker, ())) == len(said) for worker, said in self._members.items()
+        )
+
+    def _chosen(self, plan: StepPlan, block: Block) -> NDArray[np.int64]:
+        end = min(block.stop * plan.leaf_samples, plan.num_samples)
+        return self.bad.chosen(plan, block.start * plan.leaf_samples, end)
+
+    def _named(self, plan: StepPlan, block: Block, own: frozenset[int]) -> BlockData | None:
+        """The block for a worker that has these shards; None where it has not got all of it."""
+        try:
+            indices = self._chosen(plan, block)
+        except ValueError:
+            return None
+        if not shards_of(indices, len(self._job.dataset)) <= own:
+            return None
+        samples = tuple([plan.samples_in(leaf) for leaf in range(*block)])
+        return BlockData(b"", False, samples, [_buffer(torch.from_numpy(np.array(indices)))], local=True)
+
     def open(self, plan: StepPlan) -> None:
         """A step's leaves will be needed."""
+        if self._job.local_data is not None:  # before anybody comes who has data
+            self._fingerprint()
         self._opened[plan.step] = _Opened(plan, -(-plan.num_leaves // self._chunk_leaves))
         heapq.heappush(self._unread, plan.step)
         self._prefetch()
@@ -188,6 +256,7 @@ class Loader:
     def close_step(self, step: int) -> None:
         """The step is committed or given up: forget what is left of it."""
         opened = self._opened.pop(step, None)
+        self._arrival.set()
         if opened is not None:
             for number in tuple(opened.kept):
                 self._forget(step, number, opened)
@@ -210,10 +279,24 @@ class Loader:
         came, self._came = self._came, []
         return came
 
-    def data(self, step: int, block: Block) -> BlockData | None:
-        """The block's batch, or None while it is being read (``on_ready`` will tell, and then ``came``)."""
+    async def wait(self, step: int, block: Block) -> BlockData | None:
+        """The block's batch, once it has been read; None where its step is over."""
+        while step in self._opened and not self._closed:
+            if (data := self.data(step, block)) is not None:
+                return data
+            self._arrival.clear()
+            await self._arrival.wait()
+        return None
+
+    def data(self, step: int, block: Block, worker: str = "") -> BlockData | None:
+        """The block's batch, or None while it is being read (``on_ready`` will tell, and then ``came``).
+
+        ``worker``: for whom; it may have the data itself.
+        """
         opened = self._opened[step]
         plan = opened.plan
+        if (own := self._own.get(worker)) and (named := self._named(plan, block, own)) is not None:
+            return named
         chunks = []
         for number in self._numbers(block):
             if not opened.asked(number):
@@ -245,8 +328,10 @@ class Loader:
     async def aclose(self) -> None:
         """Stop reading; waits for reads under way."""
         self._closed = True
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True, cancel_futures=True))
+        self._arrival.set()
+        if self._fingerprinting is not None:
+            await asyncio.wait([self._fingerprinting])
+        await self._reader.aclose()
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -262,7 +347,7 @@ class Loader:
             self._missing.pop((step, block), None)
 
     def _prefetch(self) -> None:
-        while not self._closed and self._reading < self._most_reading:
+        while not self._closed and self._reading < self._most_reading and not self._all_read_themselves():
             ahead = self._held_leaves + self._reading * self._chunk_leaves
             over_bytes = ahead * self._leaf_bytes > 4 * _LEASE_BYTES
             if ahead and (ahead >= max(self._prefetch_leaves, 2 * self._chunk_leaves) or over_bytes):
@@ -301,14 +386,14 @@ class Loader:
             return
         seed = seed_for("data", self._sampler.seed, step, chunk.first)
         if chunk.num_leaves <= self._inline_leaves:
-            chunk.read = self._read_here(indices, seed)
+            chunk.read = self._reader.read_now(indices, seed)
             self._held_leaves += chunk.num_leaves
             self._learn(chunk.read, chunk.num_leaves)
             return
         self._reading += 1
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, indices, seed)
+        future = self._reader.read(indices, seed)
 
-        def done(read: asyncio.Future[_Read]) -> None:
+        def done(read: asyncio.Future[Read]) -> None:
             self._reading -= 1
             if read.cancelled() or self._closed:
                 return
@@ -329,10 +414,17 @@ class Loader:
                 self._held_leaves += chunk.num_leaves
                 self._tell(step, chunk)
             self._learn(chunk.read, chunk.num_leaves)
+            self._arrival.set()
             self._on_ready()
             self._prefetch()
 
-        future.add_done_callback(done)
+        def told(read: asyncio.Future[Read]) -> None:
+            try:
+                done(read)
+            except Exception as error:  # the run would wait for this leaf for ever
+                self._on_error(error)
+
+        future.add_done_callback(told)
 
     def _left_out(self, error: BaseException) -> bool:
         """Whether what was raised is one sample's fault, and the run goes on without that."""
@@ -343,7 +435,7 @@ class Loader:
             self._on_skip(sample, headline(LeafFailed.shown(error)))
         return True
 
-    def _learn(self, read: _Read, leaves: int) -> None:
+    def _learn(self, read: Read, leaves: int) -> None:
         """What leaves are like: they may grow."""
         total = sum(tensor.numel() * tensor.element_size() for tensor in read.tensors)
         self._leaf_bytes = max(1, self._leaf_bytes, total // leaves)
@@ -368,87 +460,11 @@ class Loader:
             hint = "no single sample is at fault"
         return LeafFailed(plan.step, leaf, indices, 1, f"while reading the dataset ({hint}):\n{text}", sample=sample)
 
-    def _read_here(self, indices: Any, seed: int) -> _Read:
-        if self._gather:
-            at = torch.from_numpy(np.array(indices))
-            tensors = tuple([on_host(tensor[at.to(tensor.device)]) for tensor in self._job.dataset.tensors])
-            return _Read(flatten(tensors)[0], tensors)
-        if self._random is None:
-            return self._probe(indices, seed)
-        if not self._random:
-            return _fetch(self._job, indices, self._stream)
-        with random_state():
-            seed_all(seed)
-            return _fetch(self._job, indices, self._stream)
-
-    def _probe(self, indices: Any, seed: int) -> _Read:
-        """Read as from a dataset that draws random numbers, and see whether it does."""
-        found: list[_Read] = []
-        with self._probing:
-            if draws_random(lambda: found.append(_fetch(self._job, indices, self._stream)), seed):
-                self._random = True
-            self._steady += len(indices)
-            if self._random is None and self._steady >= min(_STEADY_SAMPLES, self._job.num_samples or _STEADY_SAMPLES):
-                self._random = False
-        return found[0]
-
 
 def _buffer(tensor: Tensor) -> tuple[BufferSpec, Buffer]:
     nbytes = tensor.numel() * tensor.element_size()
     spec = BufferSpec("", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), "raw", nbytes)
     return spec, bytes_of(tensor) if nbytes else b""
-
-
-def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> _Read:
-    numbers, samples = indices.tolist(), list[Any]()
-    collate: Callable[[list[Any]], Any] = job.collate or default_collate
-    many = getattr(job.dataset, "__getitems__", None) if stream is None else stream.read
-    try:
-        with users_code():
-            if many is not None:
-                samples = many(numbers)
-            else:
-                for number in numbers:
-                    samples.append(job.dataset[number])
-            structure, tensors = flatten(collate(samples))
-    except Exception as error:
-        known = isinstance(error, JobError) or hasattr(error, AT_FAULT)
-        if not known and (sample := _at_fault(numbers, samples, many, lambda some: flatten(collate(some)))) is not None:
-            setattr(error, AT_FAULT, sample)
-        raise
-    return _Read(structure, tuple(map(on_host, tensors)))
-
-
-def _at_fault(
-    numbers: list[int], samples: list[Any], many: Callable[[list[int]], Any] | None, collate: Callable[[list[Any]], Any]
-) -> int | None:
-    """The sample because of which a leaf could not be read, if it is one's: by itself or beside the others.
-
-    ``samples`` were read of it before something raised. ``many`` reads several, of a dataset that does.
-    """
-    if many is None and len(samples) < len(numbers):
-        return numbers[len(samples)]
-    if len(numbers) == 1:
-        return numbers[0]
-    parts, call = (numbers, many) if many is not None and not samples else (samples, collate)
-    if len(parts) != len(numbers):  # what was read is not what was asked for
-        return None
-    alone = [number for number, part in zip(numbers, parts, strict=True) if _raises(call, [part])]
-    if 0 < len(alone) < len(numbers):
-        return alone[0]
-    spoils = [
-        number for at, number in enumerate(numbers) if not _raises(call, [*parts[:at], *parts[at + 1 :]])
-    ]  # all others go together
-    return spoils[0] if len(spoils) == 1 else None
-
-
-def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
-    try:
-        with users_code():
-            call(argument)
-    except Exception:
-        return True
-    return False
 
 
 def _sample_bytes(job: Job) -> int:
@@ -467,29 +483,3 @@ def _inline_leaves(job: Job) -> int:
     if not on_host or nbytes * len(job.dataset) > _INLINE_DATASET_BYTES:
         return 0
     return _INLINE_BYTES // max(1, nbytes * job.leaf_samples)
-
-
-_job_here: Job | None = None  # in a reading process: the job it reads for
-
-
-def _process_pool(job: Job, reference: str | None, processes: int) -> ProcessPoolExecutor:
-    # A job that has a name on the command line is loaded anew; one that was built in a program is inherited by fork.
-    if reference is not None:
-        spawned = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(processes, spawned, initializer=_load_remotely, initargs=(reference,))
-    global _job_here
-    _job_here = job
-    context = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,))
-
-
-def _load_remotely(reference: str) -> None:
-    global _job_here
-    torch.set_num_threads(1)
-    _job_here = load_job(reference)
-
-
-def _read_remotely(indices: Any, seed: int) -> _Read:
-    assert _job_here is not None
-    seed_all(seed)
-    return _fetch(_job_here, indices)

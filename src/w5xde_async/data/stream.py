@@ -101,6 +101,11 @@ class _Window:
     samples: list[Any]
 
 
+def stream_of(job: Job) -> StreamReader | None:
+    """A reader of the job's dataset, if it is a stream."""
+    return StreamReader(job) if job.streamed else None
+
+
 class StreamReader:
     """Samples of ``job.dataset`` by place."""
 

@@ -350,7 +350,7 @@ class WorkerReported(Sample):
     worker's: ``bytes_sent`` came to the coordinator. ``raw_bytes`` are those of its results before the codec,
     ``encoded_bytes`` after it. ``rtt_s`` and ``retransmits`` are the kernel's (None where it does not say). Memory,
     ``cpu_s`` (of the process) and ``flops_per_leaf`` are what the worker has told, 0 where it has not. ``link``: as in
-    WorkerJoined.
+    WorkerJoined. ``data_from``: who reads its samples, the coordinator or the worker itself.
     """
 
     worker_id: str
@@ -383,6 +383,7 @@ class WorkerReported(Sample):
     cpu_s: float = 0.0
     flops_per_leaf: float = 0.0
     link: str = "tcp"
+    data_from: str = ""
 
     @property
     def flops_per_s(self) -> float:
@@ -397,7 +398,8 @@ class RunReported(Sample):
     ``leaves`` were applied, ``leaves_in_vain`` computed and not used; their leases had come too late (stale), been done
     by another (duplicate) or been refused by the update rule (rejected). ``host_bytes``: the coordinator's memory.
     ``residuals_lost``: workers that vanished with what their codec had left out. ``downlink_*_bytes``: the versions
-    that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``.
+    that a codec wrote, each once. ``bad_samples``: as in ``RunFinished``. ``sample_bytes``: of a
+    sample, in the largest leaf so far.
     """
 
     step: int
@@ -419,6 +421,7 @@ class RunReported(Sample):
     downlink_raw_bytes: int = 0
     downlink_encoded_bytes: int = 0
     bad_samples: int = 0
+    sample_bytes: int = 0
 
 
 Subscriber = Callable[[Event], None]

@@ -218,6 +218,7 @@ class Metrics(Collector):
         yield _counter("downlink_encoded_bytes", "Bytes of versions after their codec, each once.", encoded)
         bad = "Samples that cannot be read and were left out, in the whole run."
         yield _gauge("bad_samples", bad, report.bad_samples)
+        yield _gauge("sample_bytes", "Bytes of a sample, in the largest leaf so far.", report.sample_bytes)
         yield _counter("residuals_lost", "Workers that vanished with what their codec had left out.", lost)
         yield _gauge("coordinator_resident_memory_bytes", "Memory of the coordinator's process.", report.host_bytes)
         yield _gauge("coordinator_uptime_seconds", "Time since the coordinator began to listen.", report.uptime_s)

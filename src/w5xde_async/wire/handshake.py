@@ -51,7 +51,7 @@ COORDINATOR: Table = {
     **{
         (state, kind): state
         for state in _AT_WORK
-        for kind in (messages.Result, messages.Done, messages.Failed, Heartbeat, messages.Report)
+        for kind in (messages.Result, messages.Done, messages.Failed, messages.Unread, Heartbeat, messages.Report)
     },
     (State.READY, messages.Drain): State.DRAINING,
     **{(state, Bye): State.CLOSED for state in (State.JOINING, *_AT_WORK)},

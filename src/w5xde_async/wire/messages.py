@@ -17,10 +17,12 @@ from msgspec import DecodeError, Meta, Raw, Struct, msgpack
 
 from w5xde_async.errors import MalformedFrame
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: Most bytes that a probe carries, each way: with them a frame is still one of the handshake.
 PROBE_BYTES = 3072
+#: Most shards of a dataset.
+MOST_SHARDS = 64
 #: Most links of one worker.
 MOST_RANKS = 1024
 #: Most metrics that a job may report of a leaf, and characters of the name of one.
@@ -167,6 +169,7 @@ class Ready(Message, frozen=True):
     this rank and from it (params.shard), ``share`` which leaves' data it needs, and ``together`` with how many
     neighbours (plan.shares). The worker is ready when all of its ranks are. ``numerics``: how its sums are made
     (plan.numerics). ``memory``: the segment in which its results lie, as in WELCOME; empty where it has opened none.
+    ``shards``: fingerprints of its own copy of the dataset (data.shards), 0 for a shard that it lacks; empty for none.
     """
 
     TYPE = 6
@@ -184,6 +187,7 @@ class Ready(Message, frozen=True):
     together: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
     numerics: _Name = "exact"
     memory: _Wholes = ()
+    shards: Annotated[_Wholes, Meta(max_length=MOST_SHARDS)] = ()
 
     def __post_init__(self) -> None:
         if not self.numerics or not self.numerics.isprintable():
@@ -217,6 +221,8 @@ class Lease(Message, frozen=True):
     ``there``: result buckets of the block that have come already, and are not sent again where that changes nothing.
     Under rules that take late results ``version`` is the oldest that will do, and under rules of local steps the lease
     is one inner step, with ``rates`` for its optimizer (compute.inner).
+
+    With ``local`` the one buffer, int64, names the samples, and the worker reads them itself; ``structure`` is empty.
     """
 
     TYPE = 8
@@ -230,6 +236,7 @@ class Lease(Message, frozen=True):
     structure: bytes
     rates: tuple[float, ...] = ()
     there: _Wholes = ()
+    local: bool = False
 
 
 class Result(Message, frozen=True):
@@ -446,6 +453,14 @@ class Rendezvous(Message, frozen=True):
     rank: Annotated[int, Meta(ge=0, le=MOST_RANKS - 1)]
     host: _Name
     port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Unread(Message, frozen=True):
+    """The worker cannot read what a ``local`` LEASE names: the same lease is to come again, with its data."""
+
+    TYPE = 28
+    lease: _Whole
+    reason: _Sentence
 
 
 MESSAGES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__subclasses__()}

@@ -157,7 +157,9 @@ def _work(
         rank = _interruptibly(meeting, settings.exit_on_drain)
 
     async def work() -> int:
-        worker = Worker(server, job=job, config=config, join_file=settings.join_file, rank=rank)
+        worker = Worker(
+            server, job=job, config=config, join_file=settings.join_file, rank=rank, reference=settings.job or ""
+        )
         told = ""
 
         def leave(reason: str) -> None:

@@ -14,12 +14,14 @@ from w5xde_async.config import (
     YES_OR_NO,
     number,
     one_of,
+    same_as,
     setting,
     size,
     size_bytes,
     text,
     whole,
 )
+from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import need
 from w5xde_async.net.tls import SecurityConfig
 
@@ -81,6 +83,12 @@ class WorkerConfig(SecurityConfig):
         0, "most memory for batches that it holds; a run whose leases need more ends it, exit code 2", _MEMORY,
         "machine", flag="memory_limit", shown="auto",
     )  # fmt: skip
+    local_data: str = setting(
+        "", "the worker's own copy of the dataset, as the job's local_data opens it: a directory, an address",
+        text("a text", "WHERE"), "data",
+    )  # fmt: skip
+    loader_threads: int = same_as(ReadersConfig, "loader_threads")
+    loader_processes: int = same_as(ReadersConfig, "loader_processes")
     data_dir: Path | None = setting(
         None, "what a lossy codec has left out is kept there when the worker leaves in good order", FOLDER, "machine"
     )

@@ -16,6 +16,7 @@ import torch
 
 from w5xde_async.compute.engine import choose_device, device_name, use_deterministic_kernels
 from w5xde_async.compute.program.sandbox import Computing, unsupported
+from w5xde_async.data.config import ReadersConfig
 from w5xde_async.errors import LinkLost, ProgramRefused, RefusalCode, Refused, RemoteError, UsageError
 from w5xde_async.job import Job
 from w5xde_async.net.link import Link
@@ -30,6 +31,7 @@ from w5xde_async.worker.connection.compute_queue import ComputeThread
 from w5xde_async.worker.connection.connection import Connection, Departure, RunFailed
 from w5xde_async.worker.connection.dialing import Dialer
 from w5xde_async.worker.connection.handshake import Joined, Receive
+from w5xde_async.worker.connection.own_data import OwnData
 from w5xde_async.worker.engine_source import EngineSource
 from w5xde_async.worker.executors.coded import CodedExecutor
 from w5xde_async.worker.executors.executor import LeaseExecutor, Unsent
@@ -61,6 +63,7 @@ class Worker:
         hooks: WorkerHooks | None = None,
         join_file: Path | None = None,
         rank: Rank | None = None,
+        reference: str = "",
     ) -> None:
         """``server`` is ``host:port`` or a join string, whose secret and certificate then count; leave it out if you
         give ``run`` a connection.
@@ -69,6 +72,7 @@ class Worker:
         bytes come from, if not from this machine. ``hooks``: who hears of its work. ``join_file`` is read again
         whenever the coordinator is looked for: it may be there late, and change; give what it holds as ``server``, if
         it is there. ``rank``: this worker is one rank of an island, and its link ends for good when the island is lost.
+        ``reference``: how other processes load the job (``train.py:job``), for those that read its own data.
         Raises UsageError for a bad
         address, TLS files that cannot be used, or a device that is not there.
         """
@@ -94,6 +98,12 @@ class Worker:
         self._engines = EngineSource(
             job, self.config, self._device, sandboxed=sandboxed, pool=self._compute, clock=self._runtime.clock
         )
+        if self.config.local_data and job is None:
+            raise UsageError("--local-data needs --job, whose local_data opens it")
+        if self.config.local_data and rank is not None:
+            raise UsageError("--local-data is not for islands, which are sent their data")
+        self._job, self._reference = job, reference
+        self._own: OwnData | None = None
         self._uplink = Uplink(self.config.data_dir, name=self.name, worker_id=self.worker_id, clock=self._runtime.clock)
         self._held: tuple[str, int, bytes, int] | None = None  # run, term, model and version whose parameters we have
         self._unsent: list[Unsent] = []  # what had not left when the last link ended
@@ -103,6 +113,15 @@ class Worker:
         self._joining: asyncio.Task[Joined] | None = None
         self._drain = ""
         self._running = self._has_joined = self._expired = False
+
+    def _open_own_data(self) -> OwnData:
+        assert self._job is not None
+        readers = ReadersConfig(
+            loader_threads=self.config.loader_threads, loader_processes=self.config.loader_processes
+        )  # fmt: skip
+        return OwnData(
+            self._job, self.config.local_data, readers, reference=self._reference, make_pool=self._runtime.executor
+        )  # fmt: skip
 
     @property
     def host(self) -> str:
@@ -142,7 +161,8 @@ class Worker:
 
         Raises Unreachable (nobody answered for ``connect_timeout_s``, or in its whole ``lifetime_s``), Refused (with
         the reason), RunFailed, UsageError (no lease fits in its memory limit; the join file names another machine than
-        this one, for which it has no sandbox); over a given connection LinkLost and RemoteError too.
+        this one, for which it has no sandbox), JobError (its own data cannot be opened); over a given connection
+        LinkLost and RemoteError too.
         """
         if (reader is None) != (writer is None):
             raise UsageError("a connection is a reader and a writer: give both or neither")
@@ -168,6 +188,8 @@ class Worker:
         try:
             await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
             await self._engines.start()
+            if self.config.local_data:
+                self._own = await loop.run_in_executor(None, self._open_own_data)
             while departure is None:
                 departure = await self._one_connection(given)
                 if departure is None and (given is not None or self._rank is not None):
@@ -180,6 +202,8 @@ class Worker:
             if lifetime is not None:
                 lifetime.cancel()
             await self._uplink.close(finished=departure is Departure.FINISHED, kept=departure is not None)
+            if self._own is not None:
+                await self._own.aclose()
             if self.abandoned:
                 self._compute.shutdown(wait=False)
             else:
@@ -244,6 +268,7 @@ class Worker:
             parted=self.parted,
             earlier=self._unsent,
             must_share=self.config.link == "shm",
+            own=self._own,
         )
         if self._leaving():  # asked to while the result of joining was on its way here
             connection.drain(self._drain, self.config.grace_s)
@@ -335,6 +360,7 @@ class Worker:
             held,
             unsent,
             memory=memory,
+            shards=() if self._own is None else await self._own.shards(),
         )
 
     async def _share(self, engine: Computing, joined: Joined) -> tuple[int, ...]:

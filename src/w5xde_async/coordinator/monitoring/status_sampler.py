@@ -136,6 +136,7 @@ class StatusSampler:
             device_total_bytes=sum(report.device_total_bytes for report in reports),
             cpu_s=sum(_finite(report.cpu_s) for report in reports),
             flops_per_leaf=sum(_finite(report.flops_per_leaf) for report in reports), link=member.link,
+            data_from=training.context.loader.read_by(member.worker_id),
         )  # fmt: skip
 
     def _joining(self, session: Session, now: float) -> WorkerReported:
@@ -158,7 +159,7 @@ class StatusSampler:
             leases_rejected=counts.rejected, leases_backed_up=counts.backed_up, bytes_sent=sent,
             bytes_received=received, uptime_s=now - self._began, host_bytes=host_bytes(),
             residuals_lost=roster.contributions.residuals_lost, downlink_raw_bytes=raw, downlink_encoded_bytes=encoded,
-            bad_samples=len(training.context.loader.bad),
+            bad_samples=len(training.context.loader.bad), sample_bytes=training.context.loader.sample_bytes,
         )  # fmt: skip
 
 

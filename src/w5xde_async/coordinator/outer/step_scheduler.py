@@ -53,6 +53,7 @@ class StepScheduler:
         self._plans: dict[int, StepPlan] = {}
         # Granted and not sent yet, with the oldest version that will do: their data is being read.
         self._waiting: dict[str, deque[tuple[Grant, int]]] = {}
+        self._known: set[int] = set()  # of those, leases that their workers have been told of
         self._reading: dict[int, dict[str, None]] = {}  # step whose data is being read -> who waits for it
         self._opened = self._ledger.cursor  # steps below have been opened
         self._over = False  # nothing was left to lease the last time
@@ -267,6 +268,8 @@ class StepScheduler:
 
     def was_sent(self, grant: Grant) -> bool:
         """Whether a lease was given to its worker's session; else it waits for its data."""
+        if grant.lease in self._known:
+            return True
         return all(waiting.lease != grant.lease for waiting, _ in self._waiting.get(grant.worker, ()))
 
     def waits(self, grant: Grant) -> bool:
@@ -297,6 +300,17 @@ class StepScheduler:
         if len(self._oldest) > 2 * self._ledger.num_open + 64:
             self._oldest = {lease: at for lease, at in self._oldest.items() if self._ledger.is_open(lease)}
 
+    def send_data(self, grant: Grant) -> None:
+        """A lease that named samples, once more with them."""
+        plan = self._plans.get(grant.step)
+        if plan is None:  # whoever else had the step has computed it
+            plan = self._plans[grant.step] = self._sampler.plan(grant.step)
+            self._context.loader.open(plan)
+        self._context.loader.unread(grant.worker, grant.step, Block(0, plan.num_leaves))
+        self._known.add(grant.lease)
+        self._waiting.setdefault(grant.worker, deque()).appendleft((grant, self._oldest.get(grant.lease, 0)))
+        self._send_waiting(grant.worker)
+
     def _send_waiting(self, worker: str) -> None:
         """Send, in order, what has its data."""
         waiting, session = self._waiting.get(worker), self._roster.sessions.get(worker)
@@ -304,6 +318,7 @@ class StepScheduler:
             grant, version = waiting[0]
             if self._ledger.get(grant.lease) is not grant:
                 waiting.popleft()
+                self._known.discard(grant.lease)
                 continue
             if grant.step < 0:
                 waiting.popleft()
@@ -311,17 +326,19 @@ class StepScheduler:
                 session.post_submit(Submit(grant.lease, self.fragments[fragment]))
                 continue
             plan = self._plans[grant.step]
-            data = self._context.loader.data(grant.step, Block(0, plan.num_leaves))
+            data = self._context.loader.data(grant.step, Block(0, plan.num_leaves), worker)
             if data is None:
                 self._reading.setdefault(grant.step, {})[worker] = None
                 return
             waiting.popleft()
-            if not self._local:
+            if grant.lease in self._known:
+                self._known.discard(grant.lease)
+            elif not self._local:
                 version = session.current_version
                 self.needs(grant.lease, version)
             rates = () if self._inner_schedule is None else tuple(self._inner_schedule.rows(grant.step, 1)[0])
             message = Lease(
                 grant.lease, max(version, 0), grant.step, 0, data.samples, grant.deadline_s, data.packed,
-                data.structure, rates,
+                data.structure, rates, local=data.local,
             )  # fmt: skip
             session.post_lease(message, data.buffers)

@@ -46,7 +46,7 @@ from w5xde_async.updates.norm_gate import NormGateConfig
 from w5xde_async.updates.outer import OuterRule
 from w5xde_async.updates.sync import Applied
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, VerdictCode
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unread, VerdictCode
 
 _MOST_SHOWN = 32  # sample indices in a warning
 
@@ -392,6 +392,7 @@ class OuterTraining:
         self.verdicts.returned(session.worker_id, awaited)
 
     def release(self, session: Session) -> None:
+        self.context.loader.forget(session.worker_id)
         self.intake.left(session)
         self.publisher.forget(session)
 
@@ -575,6 +576,13 @@ class OuterTraining:
     def _blame(self, failed_work: FailedWork, traceback: str, leaf: int = 0) -> None:
         plan = self._sampler.plan(failed_work.step)
         self.phase.blame(failed_work, plan, min(leaf, plan.num_leaves - 1), traceback)
+
+    def unread(self, session: Session, unread: Unread) -> None:
+        grant = self.ledger.held_by(session.worker_id, unread.lease)
+        if grant is None or grant.step < 0:
+            return  # it was revoked, which is on its way
+        self.phase.note_unread(session, unread)
+        self.scheduler.send_data(grant)
 
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.roster.member(session.worker_id)

@@ -26,7 +26,7 @@ from w5xde_async.coordinator.run.spec import Prepared, ResumePoint, RunSpec
 from w5xde_async.coordinator.run.strategy import make_strategy, possible_choices
 from w5xde_async.coordinator.run.warm_start import begin_with, begins_anew, kept_leaf_size
 from w5xde_async.coordinator.sync.batch_growth import BatchGrowth
-from w5xde_async.data.stream import StreamReader
+from w5xde_async.data.stream import stream_of
 from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, build_model
 from w5xde_async.params.flat import FlatState
@@ -118,7 +118,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
         state=state, segment=segment, program=program, untraceable=untraceable, leaves_by=leaves_by,
         step_flops=step_flops,
-        bad=BadSamples(config.max_bad_samples), stream=StreamReader(job) if job.streamed else None,
+        bad=BadSamples(config.max_bad_samples), stream=stream_of(job),
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)
     optimizer = strategy.rule.optimizer

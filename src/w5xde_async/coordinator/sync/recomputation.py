@@ -68,7 +68,7 @@ class Recomputation:
         what it makes of them goes nowhere.
         """
         self.raised = self.refused = ""
-        data = self._loader.data(plan.step, block)
+        data = await self._loader.wait(plan.step, block)
         if data is None:
             return None
         task = Task(

@@ -46,7 +46,7 @@ from w5xde_async.store.failpoints import failpoint
 from w5xde_async.telemetry.events import StepCommitted
 from w5xde_async.updates.sync import Applied, SyncRule
 from w5xde_async.wire.frame import BufferSpec
-from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result
+from w5xde_async.wire.messages import ByeCode, Done, Drain, Failed, Result, Unread
 
 _WATCHED_STEPS = range(2, 22)  #: of a phase; the first one waits for workers, and the optimizer makes its state
 _SLOW_UPDATE = 0.25  #: of a step's time, from which on a faster form of the optimizer is named
@@ -468,6 +468,14 @@ class SyncTraining:
         self._let_go(session.worker_id)
         self.schedule()
 
+    def unread(self, session: Session, unread: Unread) -> None:
+        grant = self.ledger.held_by(session.worker_id, unread.lease)
+        if grant is None:
+            return  # it was revoked, which is on its way
+        self.phase.note_unread(session, unread)
+        for _, lease in self.scheduler.send_data(grant):
+            session.post_lease(lease.message, lease.buffers)
+
     def draining(self, session: Session, drain: Drain) -> None:
         member = self.roster.member(session.worker_id)
         if member is not None:
@@ -484,7 +492,8 @@ class SyncTraining:
         self.schedule()
 
     def revoke(self, grant: Grant, reason: str) -> None:
-        if grant.lease not in self.scheduler.unread:  # else it was not sent: it waits for its data
+        # Else it was not sent: it waits for its data.
+        if grant.lease not in self.scheduler.unread or grant.lease in self.scheduler.known:
             self.roster.revoke(grant, reason)
         self._let_go(grant.worker)  # that may have been the last it held
 
@@ -529,6 +538,7 @@ class SyncTraining:
                 self.scheduler.grant_again(session.worker_id, lease, self.context.clock())
 
     def release(self, session: Session) -> None:
+        self.context.loader.forget(session.worker_id)
         self.results.left(session)
         self.publisher.forget(session)
 

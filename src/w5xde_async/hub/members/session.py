@@ -62,6 +62,7 @@ from w5xde_async.wire.messages import (
     Report,
     Result,
     Submit,
+    Unread,
     Volunteer,
     Welcome,
 )
@@ -135,6 +136,9 @@ class WorkSource(Protocol):
     def failed(self, session: Session, failed: Failed) -> None:
         """The job raised on a leaf of a lease."""
 
+    def unread(self, session: Session, unread: Unread) -> None:
+        """The worker wants the data of a lease that named samples."""
+
     def draining(self, session: Session, drain: Drain) -> None:
         """The worker wants to leave."""
 
@@ -202,6 +206,7 @@ class Session:
         self.island: Island | None = None
         self.shard: Shard | None = None  # of an island's rank: what is sent to it and comes from it
         self.shared: SharedResults | None = None  # where its results lie, if the parameters are shared with it
+        self._named: set[int] = set()  # leases that named samples, and are not answered
         self.heard_at = 0.0  # when anything came from an island's rank
         self._admission, self._work, self._handshake_s = admission, work, handshake_s
         self._credentials = token if isinstance(token, Credentials) else Credentials(token)
@@ -450,6 +455,7 @@ class Session:
             if type(message) is Done:
                 if not self._admission.authorizes(self, message.lease):
                     self._talk()
+                self._named.discard(message.lease)
                 self._aggregating = True
                 if self.island is None:
                     self._work.done(self, message)
@@ -459,9 +465,15 @@ class Session:
             elif type(message) is Failed:
                 if not self._admission.authorizes(self, message.lease):
                     self._talk()
+                self._named.discard(message.lease)
                 if self.island is not None:
                     self.island.failed(message.lease)
                 self._work.failed(self if self.island is None else self.island.head, message)
+            elif type(message) is Unread:
+                if message.lease not in self._named:
+                    raise RemoteError(f"it asked for the data of lease {message.lease}, which named no samples")
+                self._named.discard(message.lease)
+                self._work.unread(self, message)
             elif type(message) is Heartbeat:
                 self._talk()
                 self.last_message = _printable(message.activity, 200)
@@ -563,6 +575,8 @@ class Session:
     def post_lease(self, lease: Lease, buffers: Sequence[tuple[BufferSpec, Buffer]]) -> None:
         """Queue a lease; ``withdraw`` takes it back as long as it is not on its way."""
         if self.island is None:
+            if lease.local:
+                self._named.add(lease.lease)
             self.outbox.post(encode(lease, buffers), lease=lease.lease)
             return
         for session, (own, data) in zip(self.links, self.island.divided(lease, buffers), strict=True):
@@ -583,6 +597,7 @@ class Session:
         """Take a lease back that is not on its way. False where it is: of an island, where it is to the head."""
         if not self.outbox.withdraw(lease):
             return False
+        self._named.discard(lease)
         if self.island is not None:
             for session in self.island.sessions[1:]:
                 session.outbox.withdraw(lease)

@@ -72,6 +72,7 @@ class LeaseScheduler:
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[BlockGrant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, BlockGrant] = {}  #: leases whose data had not been read, some that have ended among them
+        self.known: set[int] = set()  #: of ``unread``, those that their workers have been told of
         self._awaiting: dict[tuple[int, Block], list[BlockGrant]] = {}  # the same by what is being read
         self._most_unread = 64  # more of them are looked through for such as will never be read
         self._workers: dict[str, None] = {}  # that take work
@@ -184,24 +185,33 @@ class LeaseScheduler:
         """Leases to send now because their data has come."""
         yield from self._send([grant for block in self._loader.came() for grant in self._awaiting.pop(block, ())])
 
+    def send_data(self, grant: BlockGrant) -> Iterator[tuple[str, Sendable]]:
+        """A lease that named samples, once more with them; at once, or when they have been read."""
+        self._loader.unread(grant.worker, grant.step, grant.block)
+        self.known.add(grant.lease)
+        yield from self._send([grant])
+
     def _send(self, grants: Sequence[BlockGrant]) -> Iterator[tuple[str, Sendable]]:
         for grant in grants:
             if self._ledger.get(grant.lease) is not grant:
                 self.unread.pop(grant.lease, None)
+                self.known.discard(grant.lease)
                 continue  # given back meanwhile
-            data = self._loader.data(grant.step, grant.block)
+            data = self._loader.data(grant.step, grant.block, grant.worker)
             if data is None:
                 self.unread[grant.lease] = grant
                 self._awaiting.setdefault((grant.step, grant.block), []).append(grant)
                 continue
             self.unread.pop(grant.lease, None)
-            if data.too_large and self._ledger.untouched(grant.lease):
+            if grant.lease in self.known:
+                self.known.discard(grant.lease)  # it is not taken back: its worker waits for it
+            elif data.too_large and self._ledger.untouched(grant.lease):
                 self._ledger.give_back(grant.lease)
                 self._gave_back = True
                 continue
             message = Lease(
                 grant.lease, grant.step, grant.step, grant.block.start, data.samples, grant.deadline_s, data.packed,
-                data.structure, there=self._there(grant),
+                data.structure, there=self._there(grant), local=data.local,
             )  # fmt: skip
             yield grant.worker, Sendable(message, data.buffers)
 
@@ -235,6 +245,7 @@ class LeaseScheduler:
         if len(self.unread) > self._most_unread:  # what was given back, or whose step was closed, may never be read
             for grant in [grant for grant in self.unread.values() if self._ledger.get(grant.lease) is not grant]:
                 del self.unread[grant.lease]
+                self.known.discard(grant.lease)
                 self._awaiting.pop((grant.step, grant.block), None)
             self._most_unread = 2 * len(self.unread) + 64
 

@@ -25,6 +25,7 @@ from w5xde_async.worker.connection.handshake import Dismissed, Receive, refused
 from w5xde_async.worker.connection.inbox import OverMemoryLimit
 from w5xde_async.worker.connection.leases import Leases
 from w5xde_async.worker.connection.metering import Meter
+from w5xde_async.worker.connection.own_data import OwnData
 from w5xde_async.worker.executors.executor import LeaseExecutor, Unsent
 from w5xde_async.worker.hooks import WorkerHooks
 
@@ -66,12 +67,14 @@ class Connection:
         parted: asyncio.Event | None = None,
         earlier: Sequence[Unsent] = (),
         must_share: bool = False,
+        own: OwnData | None = None,
     ) -> None:
         """``earlier``: what the last link has left. ``gather``: as for ``Outbox``. ``parted`` is set when the
-        worker leaves and its block is not finished. ``must_share``: as for ``Leases``.
+        worker leaves and its block is not finished. ``must_share``, ``own``: as for ``Leases``.
         """
         self.link, self.welcome = link, welcome
         self._thread, self._clock = thread, thread.clock
+        self._own = own
         self._parted, self._earlier, self._must_share = parted or asyncio.Event(), earlier, must_share
         self._outbox = Outbox(link, gather=gather, clock=thread.clock)
         self._meter: Meter | None = None
@@ -160,7 +163,7 @@ class Connection:
         self._executor = executor
         self.leases = leases = Leases(
             executor, self._thread, self._outbox, self._meter, on_failure=self._failed, on_failed=self._on_failed,
-            unsent=self._earlier, must_share=self._must_share,
+            unsent=self._earlier, must_share=self._must_share, own=self._own, seed=self.welcome.seed,
         )  # fmt: skip
         if self._stopping:
             leases.stop()

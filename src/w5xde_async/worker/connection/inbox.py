@@ -95,8 +95,17 @@ class Inbox:
             views.append(bytes_of(tensor) if spec.nbytes else memoryview(bytearray()))
         return views
 
-    def lease(self, message: Lease) -> None:
-        """The lease and its batch are complete.
+    def batch(self) -> tuple[Tensor, ...]:
+        """What was received into the memory of ``place_lease``."""
+        batch, self._batch = tuple(self._batch), []
+        return batch
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether batches of so many more bytes may be held."""
+        return nbytes + self.held_bytes <= self._limit
+
+    def lease(self, message: Lease, batch: tuple[Tensor, ...] | None = None) -> None:
+        """The lease and its batch are complete: what was received, unless it was read here.
 
         Raises MalformedFrame where it has no samples, came twice, or its bytes do not fit its samples.
         """
@@ -104,7 +113,7 @@ class Inbox:
             raise MalformedFrame("LEASE without samples")
         if message.lease in self._sizes:
             raise MalformedFrame(f"LEASE {message.lease} came twice")
-        batch, self._batch = tuple(self._batch), []
+        batch = self.batch() if batch is None else batch
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in batch)
         if sum(message.samples) > max(_SAMPLES_OF_NOTHING, nbytes + len(message.structure)):
             raise MalformedFrame(f"LEASE of {sum(message.samples)} samples in {nbytes} bytes")

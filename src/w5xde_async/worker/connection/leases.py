@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import structs
+from torch import Tensor
 
 from w5xde_async.compute.engine import LeafError
 from w5xde_async.errors import MalformedFrame, UsageError, headline
@@ -24,10 +25,12 @@ from w5xde_async.params.flat import ResultVector
 from w5xde_async.store.failpoints import failpoint
 from w5xde_async.wire import messages
 from w5xde_async.wire.frame import BufferSpec, encode
+from w5xde_async.worker.connection.arrivals import Arrivals
 from w5xde_async.worker.connection.compute_queue import ComputeQueue, ComputeThread
 from w5xde_async.worker.connection.follower_queue import FollowerQueue
 from w5xde_async.worker.connection.inbox import Inbox
 from w5xde_async.worker.connection.metering import Meter
+from w5xde_async.worker.connection.own_data import OwnData
 from w5xde_async.worker.executors.executor import Computed, HeldLease, LeaseExecutor, Unsent
 from w5xde_async.worker.executors.in_place import InPlaceExecutor
 from w5xde_async.worker.executors.island import IslandExecutor
@@ -55,10 +58,13 @@ class Leases:
         on_failed: Callable[[LeaseFailed], None] | None = None,
         unsent: Sequence[Unsent] = (),
         must_share: bool = False,
+        own: OwnData | None = None,
+        seed: int = 0,
     ) -> None:
         """``unsent``: what an earlier link has left. ``on_failure`` hears that the compute thread broke off.
 
-        ``must_share``: what the executor shares has to be shared.
+        ``must_share``: what the executor shares has to be shared. ``own``: data of this worker itself, read in a run
+        with ``seed``.
         """
         self._must_share = must_share
         self._sharing = executor if isinstance(executor, InPlaceExecutor) and executor.shares else None
@@ -70,6 +76,11 @@ class Leases:
             self._queue = FollowerQueue(executor, thread, self, on_failure=on_failure)
         else:
             self._queue = ComputeQueue(executor, thread, self, on_failure=on_failure)
+        self._own = own
+        self._arrivals = None if own is None else Arrivals(
+            own, seed, lease=self._enter, submit=self._ask, ask=lambda unread: outbox.post(encode(unread)),
+            room=self._inbox.has_room, on_failure=on_failure,
+        )  # fmt: skip
         self._earlier = list(unsent)
         self._on_failed, self._failed_in_a_row = on_failed, 0
         self._told_of: set[str] = set()  # causes of failed leaves: each is logged once
@@ -111,6 +122,8 @@ class Leases:
 
     async def aclose(self) -> list[Unsent]:
         """Wait for the block under way. What has not left, for the next link."""
+        if self._arrivals is not None:
+            await self._arrivals.aclose()
         self._drop(list(self._unsent)[_MOST_UNSENT:])  # the compute thread may be waiting for its memory
         await self._queue.aclose()
         if isinstance(self._executor, IslandExecutor) and self._queue.ended:
@@ -141,6 +154,10 @@ class Leases:
                 self._declined(self._sharing)
             return self._inbox.place_params(message, specs)
         if type(message) is messages.Lease:
+            if message.local:
+                if self._own is None:
+                    raise MalformedFrame("LEASE names samples, and this worker has no data of its own")
+                self._own.check(message, specs)
             return self._inbox.place_lease(message, specs)
         raise MalformedFrame(f"{type(message).__name__} came with buffers")
 
@@ -175,7 +192,13 @@ class Leases:
 
     def lease(self, message: messages.Lease) -> None:
         """A lease and its batch have come."""
-        self._inbox.lease(message)
+        if self._arrivals is None:
+            self._enter(message, self._inbox.batch())
+        else:
+            self._arrivals.lease(message, self._inbox.batch())
+
+    def _enter(self, message: messages.Lease, batch: tuple[Tensor, ...]) -> None:
+        self._inbox.lease(message, batch)
         if message.there and self._executor.repeatable:
             self._there[message.lease] = frozenset(message.there)
         for unsent in self._earlier:
@@ -187,9 +210,16 @@ class Leases:
 
     def submit(self, message: messages.Submit) -> None:
         """The coordinator asks for results."""
-        if self._executor.admit(message):
-            self._inbox.submit(message)
-            self._queue.put(self._inbox.take())
+        if not self._executor.admit(message):
+            return
+        if self._arrivals is None:
+            self._ask(message)
+        else:
+            self._arrivals.submit(message)
+
+    def _ask(self, message: messages.Submit) -> None:
+        self._inbox.submit(message)
+        self._queue.put(self._inbox.take())
 
     def verdict(self, message: messages.Verdict) -> None:
         """What became of results."""
@@ -209,7 +239,7 @@ class Leases:
     def revoke(self, message: messages.Revoke) -> None:
         """Nobody waits for this lease any more."""
         lease = message.lease
-        if self._inbox.revoke(lease):
+        if self._inbox.revoke(lease) or (self._arrivals is not None and self._arrivals.revoke(lease)):
             self.not_begun(lease)
         elif lease == self._queue.computing or self._queue.holds(lease):
             self._revoked.add(lease)  # otherwise its DONE is on its way

@@ -1,0 +1,205 @@
+"""Leaves read from a dataset, by threads or processes: at the coordinator, and at a worker that has the data itself."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from w5xde_async.compute.batch import flatten, on_host
+from w5xde_async.data.config import ReadersConfig
+from w5xde_async.data.stream import AT_FAULT, StreamReader
+from w5xde_async.errors import JobError
+from w5xde_async.job import Job, load_job, made_by
+from w5xde_async.randomness import draws_random, random_state, seed_all
+from w5xde_async.runtime import thread_pool
+from w5xde_async.users_code import users_code
+
+_STEADY_SAMPLES = 64
+
+
+class Read(NamedTuple):
+    """Samples as a batch. Reading processes give it back (their own pipe, never a network)."""
+
+    structure: bytes
+    tensors: tuple[Tensor, ...]
+
+
+class LeafReader:
+    """Reads samples of ``job.dataset`` and collates them. Results come on the event loop's thread.
+
+    Datasets that draw random numbers are seeded by what is given with each read: threads then take turns; processes
+    need not. A dataset counts as one that draws until 64 samples have been read without.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        config: ReadersConfig | None = None,
+        *,
+        reference: str | None = None,
+        local: str = "",
+        make_pool: Callable[[int, str], Executor] = thread_pool,
+        stream: StreamReader | None = None,
+    ) -> None:
+        """``reference``: how a process loads the job; without one it is inherited. ``local``: what its ``local_data``
+        opens instead of the dataset. ``make_pool``: of so many threads, with such a name, where no processes read.
+        """
+        config = config or ReadersConfig()
+        self._job, self._stream = job, stream
+        #: Whether rows of tensors are gathered, of any number of leaves at once.
+        self.gathers = type(job.dataset) is TensorDataset and job.collate is None
+        self._random: bool | None = None if not self.gathers else False
+        self._steady = 0  # samples read so far without a random number
+        self._probing = threading.Lock()
+        threads, processes = config.loader_threads, config.loader_processes
+        if stream is not None:
+            threads, processes = 1, 0
+        remote = processes > 0 and not self.gathers
+        self._executor = (
+            _process_pool(job, reference, local, processes) if remote else make_pool(max(1, threads), "w5xde-load")
+        )
+        self._fetch: Callable[[Any, int], Read] = _read_remotely if remote else self._read_here
+        self.num_readers = max(1, processes or threads)
+
+    def read(self, indices: NDArray[np.int64], seed: int) -> asyncio.Future[Read]:
+        """The batch of these samples (int64). What their reading raises has the one at fault, if it is one's fault, as
+        its attribute ``AT_FAULT``."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, indices, seed)
+
+    def read_now(self, indices: NDArray[np.int64], seed: int) -> Read:
+        """``read`` on this thread."""
+        return self._read_here(indices, seed)
+
+    async def aclose(self) -> None:
+        """Wait for reads under way."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True, cancel_futures=True))
+
+    def _read_here(self, indices: Any, seed: int) -> Read:
+        if self.gathers:
+            at = torch.from_numpy(np.array(indices))
+            tensors = tuple([on_host(tensor[at.to(tensor.device)]) for tensor in self._job.dataset.tensors])
+            return Read(flatten(tensors)[0], tensors)
+        if self._random is None:
+            return self._probe(indices, seed)
+        if not self._random:
+            return _fetch(self._job, indices, self._stream)
+        with random_state():
+            seed_all(seed)
+            return _fetch(self._job, indices, self._stream)
+
+    def _probe(self, indices: Any, seed: int) -> Read:
+        """Read as from a dataset that draws random numbers, and see whether it does."""
+        found: list[Read] = []
+        with self._probing:
+            if draws_random(lambda: found.append(_fetch(self._job, indices, self._stream)), seed):
+                self._random = True
+            self._steady += len(indices)
+            if self._random is None and self._steady >= min(_STEADY_SAMPLES, self._job.num_samples or _STEADY_SAMPLES):
+                self._random = False
+        return found[0]
+
+
+def _fetch(job: Job, indices: Any, stream: StreamReader | None = None) -> Read:
+    numbers, samples = indices.tolist(), list[Any]()
+    collate: Callable[[list[Any]], Any] = job.collate or default_collate
+    many = getattr(job.dataset, "__getitems__", None) if stream is None else stream.read
+    try:
+        with users_code():
+            if many is not None:
+                samples = many(numbers)
+            else:
+                for number in numbers:
+                    samples.append(job.dataset[number])
+            structure, tensors = flatten(collate(samples))
+    except Exception as error:
+        known = isinstance(error, JobError) or hasattr(error, AT_FAULT)
+        if not known and (sample := _at_fault(numbers, samples, many, lambda some: flatten(collate(some)))) is not None:
+            setattr(error, AT_FAULT, sample)
+        raise
+    return Read(structure, tuple(map(on_host, tensors)))
+
+
+def _at_fault(
+    numbers: list[int], samples: list[Any], many: Callable[[list[int]], Any] | None, collate: Callable[[list[Any]], Any]
+) -> int | None:
+    """The sample because of which a leaf could not be read, if it is one's: by itself or beside the others.
+
+    ``samples`` were read of it before something raised. ``many`` reads several, of a dataset that does.
+    """
+    if many is None and len(samples) < len(numbers):
+        return numbers[len(samples)]
+    if len(numbers) == 1:
+        return numbers[0]
+    parts, call = (numbers, many) if many is not None and not samples else (samples, collate)
+    if len(parts) != len(numbers):  # what was read is not what was asked for
+        return None
+    alone = [number for number, part in zip(numbers, parts, strict=True) if _raises(call, [part])]
+    if 0 < len(alone) < len(numbers):
+        return alone[0]
+    spoils = [
+        number for at, number in enumerate(numbers) if not _raises(call, [*parts[:at], *parts[at + 1 :]])
+    ]  # all others go together
+    return spoils[0] if len(spoils) == 1 else None
+
+
+def _raises(call: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
+    try:
+        with users_code():
+            call(argument)
+    except Exception:
+        return True
+    return False
+
+
+_job_here: Job | None = None  # in a reading process: the job it reads for
+
+
+def _process_pool(job: Job, reference: str | None, local: str, processes: int) -> ProcessPoolExecutor:
+    # A job that has a name on the command line is loaded anew; one that was built in a program is inherited by fork.
+    if reference is not None:
+        spawned = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(processes, spawned, initializer=_load_remotely, initargs=(reference, local))
+    context = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(processes, context, initializer=_inherit, initargs=(job,))
+
+
+def _inherit(job: Job) -> None:
+    global _job_here
+    torch.set_num_threads(1)
+    _job_here = job
+
+
+def _load_remotely(reference: str, local: str) -> None:
+    global _job_here
+    torch.set_num_threads(1)
+    job = load_job(reference)
+    _job_here = with_local_data(job, local) if local else job
+
+
+def with_local_data(job: Job, where: str) -> Job:
+    """The job over its own copy of the data, as its ``local_data`` opens it. Raises JobError."""
+    opens = job.local_data
+    if opens is None:
+        raise JobError("local_data", "the job has none", "give Job(local_data=lambda where: ...), which opens a copy")
+    dataset = made_by("local_data", lambda: opens(where))
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise JobError("local_data", f"it gave a {type(dataset).__name__}", "give a dataset with dataset[i] and len()")
+    return replace(job, dataset=dataset)
+
+
+def _read_remotely(indices: Any, seed: int) -> Read:
+    assert _job_here is not None
+    seed_all(seed)
+    return _fetch(_job_here, indices)

@@ -1,0 +1,84 @@
+"""A worker's own copy of the dataset: which shards of it are there, and batches of what leases name.
+
+Batches are those that the coordinator would send: the same samples, collated leaf by leaf, with the same seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from w5xde_async.compute.batch import joined
+from w5xde_async.data.config import ReadersConfig
+from w5xde_async.data.reader import LeafReader, Read, with_local_data
+from w5xde_async.data.shards import fingerprints
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.job import Job
+from w5xde_async.plan.sampler import seed_for
+from w5xde_async.wire.frame import BufferSpec
+from w5xde_async.wire.messages import Lease
+
+
+class OwnBatch(NamedTuple):
+    """A block's batch, as a LEASE would have brought it."""
+
+    structure: bytes
+    packed: bool
+    tensors: tuple[Tensor, ...]
+
+
+class OwnData:
+    """Reads what leases name. Belongs to the event loop; reading is done elsewhere."""
+
+    def __init__(
+        self, job: Job, where: str, config: ReadersConfig, *, reference: str, make_pool: Callable[[int, str], Executor]
+    ) -> None:
+        """``where``: as the job's ``local_data`` takes it. ``reference``: how other processes load the job. Blocks.
+
+        Raises JobError where that cannot be opened.
+        """
+        self._job = with_local_data(job, where)
+        self._reader = LeafReader(self._job, config, reference=reference or None, local=where, make_pool=make_pool)
+        self._shards: tuple[int, ...] | None = None
+
+    async def shards(self) -> tuple[int, ...]:
+        """The fingerprint of each shard, 0 for one that cannot be read."""
+        if self._shards is None:
+            found = await asyncio.get_running_loop().run_in_executor(None, fingerprints, self._job)
+            self._shards = found.shards
+        return self._shards
+
+    def check(self, lease: Lease, specs: Sequence[BufferSpec]) -> None:
+        """Raises MalformedFrame where a lease does not name samples as it should."""
+        wanted = [("int64", (sum(lease.samples),), "raw")]
+        if lease.structure or lease.packed or [(spec.dtype, spec.shape, spec.codec) for spec in specs] != wanted:
+            raise MalformedFrame("LEASE names its samples in another way")
+
+    async def read(self, lease: Lease, indices: Tensor, seed: int) -> OwnBatch:
+        """The batch of ``lease``, whose samples are ``indices`` (int64). ``seed``: the run's.
+
+        Raises whatever reading raises.
+        """
+        named: np.ndarray[tuple[int], np.dtype[np.int64]] = indices.numpy()
+        if len(named) and not 0 <= named.min() <= named.max() < len(self._job.dataset):
+            raise IndexError(f"sample {int(named.max())} of {len(self._job.dataset)}")
+        if self._reader.gathers:
+            read = await self._reader.read(named, 0)
+            return OwnBatch(read.structure, True, read.tensors)
+        ends = list(accumulate(lease.samples))
+        reading: list[asyncio.Future[Read]] = []
+        for leaf, (end, count) in enumerate(zip(ends, lease.samples, strict=True), lease.start):
+            reading.append(self._reader.read(named[end - count : end], seed_for("data", seed, lease.step, leaf)))
+        reads = await asyncio.gather(*reading)
+        tensors = tuple(tensor for read in reads for tensor in read.tensors)
+        return OwnBatch(joined([read.structure for read in reads]), False, tensors)
+
+    async def aclose(self) -> None:
+        """Wait for reads under way."""
+        await self._reader.aclose()

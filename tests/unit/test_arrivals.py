@@ -1,0 +1,129 @@
+"""Leases that name their samples: read, or asked for, and handed on in the order in which they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from w5xde_async.errors import MalformedFrame
+from w5xde_async.wire.messages import Lease, Submit, Unread
+from w5xde_async.worker.connection.arrivals import Arrivals
+from w5xde_async.worker.connection.own_data import OwnBatch
+
+
+def lease(number: int, *, local: bool = True) -> Lease:
+    return Lease(number, 0, 0, 0, (2,), 1.0, False, b"" if local else b"sent", local=local)
+
+
+class Bench:
+    """Its data is read when the test says so: ``reads`` by lease."""
+
+    def __init__(self, room: bool = True) -> None:
+        self.reads: dict[int, asyncio.Future[OwnBatch]] = {}
+        self.out: list[Any] = []
+        self.asked: list[Unread] = []
+        self.errors: list[BaseException] = []
+        own: Any = self
+        self.arrivals = Arrivals(
+            own, 7, lease=self._lease, submit=self.out.append, ask=self.asked.append, room=lambda nbytes: room,
+            on_failure=self.errors.append,
+        )  # fmt: skip
+
+    async def read(self, message: Lease, indices: Tensor, seed: int) -> OwnBatch:
+        assert (indices.tolist(), seed) == ([5, 9], 7)
+        self.reads[message.lease] = asyncio.get_running_loop().create_future()
+        return await self.reads[message.lease]
+
+    def _lease(self, message: Lease, batch: tuple[Tensor, ...]) -> None:
+        assert not message.local
+        self.out.append((message.lease, message.structure, [tensor.tolist() for tensor in batch]))
+
+    async def come(self, *numbers: int) -> None:
+        for number in numbers:
+            self.arrivals.lease(lease(number), (torch.tensor([5, 9]),))
+        await asyncio.sleep(0)
+
+    async def answer(self, number: int, error: Exception | None = None) -> None:
+        if error is None:
+            self.reads[number].set_result(OwnBatch(b"read", False, (torch.ones(1),)))
+        else:
+            self.reads[number].set_exception(error)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    def send(self, number: int) -> None:
+        self.arrivals.lease(lease(number, local=False), (torch.zeros(1),))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    await made.arrivals.aclose()
+    assert not made.errors
+
+
+async def test_the_order_is_that_of_their_coming(bench: Bench) -> None:
+    bench.send(1)
+    await bench.come(2, 3)
+    bench.send(4)
+    bench.arrivals.submit(Submit(5, (0,)))
+    assert bench.out == [(1, b"sent", [[0.0]])]
+    await bench.answer(3)
+    assert len(bench.out) == 1
+    await bench.answer(2)
+    assert bench.out[1:] == [
+        (2, b"read", [[1.0]]), (3, b"read", [[1.0]]), (4, b"sent", [[0.0]]), Submit(5, (0,))
+    ]  # fmt: skip
+
+
+async def test_what_cannot_be_read_comes_in_its_place(bench: Bench) -> None:
+    await bench.come(1, 2)
+    await bench.answer(1, FileNotFoundError("gone"))
+    await bench.answer(2)
+    assert [(unread.lease, unread.reason) for unread in bench.asked] == [(1, "FileNotFoundError: gone")]
+    assert bench.out == []
+    bench.send(1)
+    assert [item[:2] for item in bench.out] == [(1, b"sent"), (2, b"read")]
+
+
+async def test_a_revoked_one_holds_up_nobody(bench: Bench) -> None:
+    """Whether it is being read, or was asked for."""
+    await bench.come(1, 2, 3)
+    await bench.answer(1, OSError("gone"))
+    await bench.answer(3)
+    assert bench.arrivals.revoke(1)
+    assert bench.arrivals.revoke(2)
+    assert [item[0] for item in bench.out] == [3]
+    assert not bench.arrivals.revoke(3)
+
+
+async def test_what_there_is_no_room_for_is_asked_for() -> None:
+    bench = Bench(room=False)
+    await bench.come(1)
+    await bench.answer(1)
+    assert [unread.reason for unread in bench.asked] == ["it would hold more than its --memory-limit"]
+    await bench.arrivals.aclose()
+
+
+async def test_a_lease_that_comes_twice_is_refused(bench: Bench) -> None:
+    await bench.come(1)
+    with pytest.raises(MalformedFrame, match="LEASE 1 came twice"):
+        bench.send(1)
+    await bench.answer(1, OSError("gone"))
+    with pytest.raises(MalformedFrame, match="LEASE 1 came twice"):
+        bench.arrivals.lease(structs.replace(lease(1)), (torch.tensor([5, 9]),))
+
+
+async def test_the_links_end_leaves_nothing() -> None:
+    bench = Bench()
+    await bench.come(1, 2)
+    await bench.arrivals.aclose()
+    assert all(read.cancelled() for read in bench.reads.values())
+    assert not bench.errors
