@@ -95,7 +95,8 @@ class Arrivals:
         self._waiting.clear()
         for task in reading:
             task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
+        if reading:
+            await asyncio.wait(reading)
 
     async def _read(self, arrival: _Waiting, message: Lease) -> None:
         try:
