@@ -38,6 +38,7 @@ _ENDED = ("finished", "stopped", "failed")
 _MOST_BYTES = 16 << 20
 _SHOWN = ("run", "status", "workers")
 _DISPENSABLE = (
+    "data from",
     "link",
     "device",
     "memory",
