@@ -273,6 +273,7 @@ def test_a_second_signal_ends_everything_at_once(
     assert "again: ends at once, and loses what is not saved" in told
     program.signal(second)
     assert program.finish() == ExitCode.INTERRUPTED_TWICE  # without waiting for the step or --grace
+    assert program.last("warned")["text"].startswith("ended at once, at step 0: what was not saved is lost")
     assert_all_gone(program.process.pid)
 
 

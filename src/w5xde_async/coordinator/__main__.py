@@ -30,6 +30,7 @@ _STOPPING = (
     "{reason}: the step under way is finished (at most {grace_s:.0f} s), then a checkpoint is saved; again: ends at "
     "once, and loses what is not saved"
 )
+_ABANDONED = "ended at once, at step {step}: what was not saved is lost; the same command goes on from what was"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m w5xde_async.coordinator") -> int:
@@ -101,9 +102,14 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             bus.publish(Warned(text=_STOPPING.format(reason=reason, grace_s=config.grace_s)))
             coordinator.request_stop(reason)
 
+        def abandon() -> None:
+            workers.kill()
+            bus.publish(Warned(text=_ABANDONED.format(step=coordinator.step)))
+            progress.close()
+
         async with AsyncExitStack() as stack:
             stack.callback(progress.close)
-            stack.enter_context(signals(stop, abandon=workers.kill))
+            stack.enter_context(signals(stop, abandon=abandon))
             stack.enter_context(memory_reports(settings.profile_memory, "coordinator"))
             await coordinator.start()
             stack.push_async_callback(coordinator.aclose)
