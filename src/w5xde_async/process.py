@@ -42,6 +42,7 @@ _NO_JOIN_SECRET = (
 
 
 CTRL_C = "Ctrl-C"
+_STOPS = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last on Windows: Ctrl-Break, and a console that is closed
 
 
 class _Early:
@@ -63,7 +64,7 @@ class _Early:
 
 def stop_came_early() -> bool:
     """Whether a SIGINT or SIGTERM has come and the program goes on: somebody has swallowed the interrupt."""
-    return any(_came_early(number) for number in (signal.SIGINT, signal.SIGTERM))
+    return any(_came_early(number) for number in _known(*_STOPS))
 
 
 def _came_early(number: signal.Signals) -> bool:
@@ -93,7 +94,7 @@ def launch(
     as_json = False
     code: int | None = None
     stops = _Early(stops=True)
-    for number in _known("SIGINT", "SIGTERM", *ends):
+    for number in _known(*_STOPS, *ends):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stops)
     for number in _known(*heeds):
@@ -186,11 +187,7 @@ def signals(
             os._exit(ExitCode.INTERRUPTED_TWICE)
         stop(_reason(number))
 
-    numbers = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, *forewarnings)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    numbers = [number for number in (*_known(*_STOPS), *forewarnings) if signal.getsignal(number) is not signal.SIG_IGN]
     early = [number for number in numbers if _came_early(number)]
     for number in numbers:
         if sys.platform == "win32":

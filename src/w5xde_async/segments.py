@@ -39,7 +39,7 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # Python does not name it before 3.13
 _MAP_FIXED = 0x10
 _MADV_DONTNEED = 4
 _FIXED_SIZE = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_READ, _WRITE = mmap.PROT_READ, mmap.PROT_WRITE
+_READ, _WRITE = (0, 0) if sys.platform == "win32" else (mmap.PROT_READ, mmap.PROT_WRITE)
 # In the kernel's words for a page: it is there, it is swapped out, it is a file's and not a copy of it.
 _PRESENT, _SWAPPED, _OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -224,7 +225,7 @@ def test_a_worker_trusts_no_server_that_nothing_tells_from_another() -> None:
     Worker("10.0.0.1:5555", config=WorkerConfig(device="cpu", token=new_secret()))
 
 
-@pytest.mark.skipif(os.name == "nt", reason="files have no owner and group there")
+@pytest.mark.skipif(sys.platform == "win32", reason="files have no owner and group there")
 @pytest.mark.parametrize(
     ("mode", "owner", "user", "taken"),
     [

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,10 @@ class Started:
     def terminate(self) -> None:
         self.ended.set()
 
+    def send_signal(self, number: int) -> None:
+        self.asked.signals.append(number)
+        self.ended.set()
+
     def close(self) -> None:
         """Of its standard input: nobody reads it."""
 
@@ -56,8 +63,11 @@ class Asked:
     def __init__(self) -> None:
         self.started: list[Started] = []
         self.rows: list[tuple[str, str, str]] = []
+        self.options: dict[str, Any] = {}
+        self.signals: list[int] = []
 
-    async def start(self, *command: str, env: dict[str, str], **_: Any) -> Any:
+    async def start(self, *command: str, env: dict[str, str], **options: Any) -> Any:
+        self.options = options
         self.started.append(Started(self, command, env))
         return self.started[-1]
 
@@ -164,3 +174,26 @@ async def test_what_was_started_too_early_ends_too(asked: Asked) -> None:
     await workers.prestart()
     await workers.aclose()  # the job could not be loaded
     assert all(one.ended.is_set() for one in asked.started)
+
+
+async def test_one_that_somebody_tells_to_go_is_not_started_again(asked: Asked) -> None:
+    """Whatever the environment or the [worker] table says: 0 has it stay away."""
+    async with LocalWorkers(1, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        (process,) = asked.started
+        place = process.command.index("--exit-on-drain")
+        assert process.command[place + 1] == "0"
+        assert asked.options["start_new_session"]  # a terminal's Ctrl-C is the coordinator's alone
+    assert not asked.signals
+
+
+async def test_on_windows_workers_are_told_by_ctrl_break(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
+    """terminate() is no signal there: it would end them in the middle of a lease."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(signal, "CTRL_BREAK_EVENT", 1, raising=False)
+    monkeypatch.setattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200, raising=False)
+    async with LocalWorkers(1, address="a:1", reference="") as workers:
+        await begun(workers, 1, asked)
+        assert asked.options["creationflags"] == 0x200
+        assert "start_new_session" not in asked.options
+    assert asked.signals == [1]

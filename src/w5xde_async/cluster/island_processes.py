@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from w5xde_async.errors import ExitCode, RefusalCode, Refused
+from w5xde_async.errors import ExitCode, RefusalCode, Refused, UsageError
 from w5xde_async.parallel.shape import STORE_FD, WORD_FD, IslandShape
 from w5xde_async.runtime import start_process
 from w5xde_async.wire.messages import Rendezvous, Volunteer
@@ -59,7 +59,15 @@ class IslandProcesses:
         environment: Mapping[str, str] = os.environ,
     ) -> None:  # fmt: skip
         """``threads``: torch's, of each rank. ``meet``: finds the others, of which each is started by somebody else
-        (default: all ranks are here). ``host``: this machine's address for what ranks say (default: loopback)."""
+        (default: all ranks are here). ``host``: this machine's address for what ranks say (default: loopback).
+
+        Raises UsageError on Windows, where a process does not inherit what rank 0 listens on.
+        """
+        if sys.platform == "win32":
+            raise UsageError(
+                "--island starts processes that inherit a socket, which Windows does not do; start the worker in WSL, "
+                "or the ranks by torchrun"
+            )
         self._shape, self._arguments, self._threads, self._meet = shape, arguments, threads, meet
         self._host, self._environment = host or "127.0.0.1", environment
         self._processes: list[Process] = []

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
@@ -21,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from w5xde_async.errors import ExitCode
 from w5xde_async.runtime import start_process
@@ -206,6 +207,7 @@ class LocalWorkers:
         """A process that waits for its orders."""
         command = [
             sys.executable, "-m", "w5xde_async.worker", "--log", "normal", "--log-format", "json", "--exit-with-stdin",
+            "--exit-on-drain", "0",
         ]  # fmt: skip
         if self._reference:
             command += ["--job", self._reference]
@@ -219,7 +221,7 @@ class LocalWorkers:
         environment = {key: value for key, value in os.environ.items() if key not in _SECRETS}
         return await start_process(
             *command, PRESTARTED, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=environment,
-            start_new_session=True, limit=_LINE_BYTES,
+            limit=_LINE_BYTES, **_apart(),
         )  # fmt: skip
 
     def _orders(self, name: str, device: str) -> bytes:
@@ -264,7 +266,10 @@ class LocalWorkers:
 
     async def _stop(self, process: Process) -> None:
         with suppress(ProcessLookupError):
-            process.terminate()
+            if sys.platform == "win32":
+                process.send_signal(signal.CTRL_BREAK_EVENT)  # terminate() would end it at once
+            else:
+                process.terminate()
         try:
             async with asyncio.timeout(self._grace_s):
                 await process.wait()
@@ -310,6 +315,13 @@ def _parse(line: str) -> tuple[int | None, str]:
     if level is None or (level == logging.WARNING and str(record.get("logger")).startswith("w5xde_async.worker.")):
         return logging.INFO, text  # about the link: the coordinator says that itself
     return level, text
+
+
+def _apart() -> dict[str, Any]:
+    """How a process is started that a terminal's Ctrl-C is not to reach."""
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    return {"start_new_session": True}
 
 
 def _say(process: Process, line: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -19,7 +20,7 @@ from torch.utils.data import TensorDataset, default_collate
 from w5xde_async.compute.batch import flatten, on_host
 from w5xde_async.data.config import ReadersConfig
 from w5xde_async.data.stream import AT_FAULT, StreamReader
-from w5xde_async.errors import JobError
+from w5xde_async.errors import JobError, UsageError
 from w5xde_async.job import Job, load_job, made_by
 from w5xde_async.randomness import draws_random, random_state, seed_all
 from w5xde_async.runtime import thread_pool
@@ -171,6 +172,11 @@ def _process_pool(job: Job, reference: str | None, local: str, processes: int) -
     if reference is not None:
         spawned = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(processes, spawned, initializer=_load_remotely, initargs=(reference, local))
+    if not hasattr(os, "fork"):
+        raise UsageError(
+            "loader_processes: on Windows other processes read a job by its name alone; give the job as FILE.py:NAME, "
+            "or use loader_threads"
+        )
     context = multiprocessing.get_context("fork")
     return ProcessPoolExecutor(processes, context, initializer=_inherit, initargs=(job,))
 

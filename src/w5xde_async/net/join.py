@@ -17,6 +17,7 @@ import re
 import secrets
 import shlex
 import stat
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -160,8 +161,8 @@ def read_secret_file(path: Path, *, kind: str = "secret file") -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(f"{kind} {path} cannot be read: {reason}") from error
-    given = os.name != "nt" and status.st_uid == 0 != os.geteuid()
-    if os.name != "nt" and stat.S_IMODE(status.st_mode) & (0o037 if given else 0o077):
+    given = sys.platform != "win32" and status.st_uid == 0 != os.geteuid()
+    if sys.platform != "win32" and stat.S_IMODE(status.st_mode) & (0o037 if given else 0o077):
         raise UsageError(f"{kind} {path} can be read by others; run: chmod 600 {shlex.quote(str(path))}")
     if not text or len(text.splitlines()) != 1:
         raise UsageError(f"{kind} {path} does not hold one line")

@@ -101,7 +101,7 @@ class Filesystem:
 
     def sync_directory(self, path: Path) -> None:
         """Return when the directory's names are on the disk (Windows has no such call)."""
-        if os.name == "nt":
+        if sys.platform == "win32":
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
