@@ -63,6 +63,8 @@ def test_what_is_in_them(built: Path) -> None:
         names = archive.namelist()
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(name.endswith("uPlot.LICENSE.txt") and "licenses" in name for name in names)
+    templates = {name for name in names if "/launch/templates/" in name}
+    assert {"kubernetes.yaml", "slurm.sh", "ray.template"} == {name.rpartition("/")[2] for name in templates}
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"w5xde_async"}
     with tarfile.open(source) as archive:
         names = archive.getnames()
