@@ -214,6 +214,25 @@ def test_ctrl_c_says_what_happens_what_a_second_does_and_how_to_go_on(start: Cal
     assert after.split() == "python -m w5xde_async.coordinator train.py:slow --port 0 --workers 1 --name mine".split()
 
 
+def test_after_a_kill_the_steps_that_the_screen_showed_are_counted(start: Callable[..., Program]) -> None:
+    same = ("slow", "--workers", "1", "--log-format", "json", "--log", "verbose")
+    first = start(*same)
+    first.wait_for("step_committed", step=2)
+    first.signal(signal.SIGUSR1)
+    saved = first.wait_for("checkpoint_saved")["step"]
+    shown = first.wait_for("step_committed", step=saved + 2)["step"]
+    time.sleep(0.15)  # of the tenth of a second within which a line is on the disk
+    first.signal(signal.SIGKILL)
+    first.finish()
+    second = start(*same, "--max-steps", str(shown + 1))
+    assert second.finish() == ExitCode.OK
+    assert second.last("run_started")["resumed_step"] == saved
+    told = [event["text"] for event in second.events if "were done before" in event.get("text", "")]
+    assert len(told) == 1, second.text
+    first_again, last_again = map(int, re.findall(r"from (\d+) to (\d+)", told[0])[0])
+    assert (first_again, last_again >= shown) == (saved + 1, True)
+
+
 def test_a_schedule_that_is_over_loses_nothing_and_is_made_longer(start: Callable[..., Program]) -> None:
     code, text = ended(start("over", "--workers", "1"))
     assert code == ExitCode.ERROR
