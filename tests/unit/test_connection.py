@@ -209,6 +209,16 @@ async def test_a_lease_is_computed_at_the_newest_version_that_has_come() -> None
         assert [(done.lease, done.version) for done in coordinator.all(Done)] == [(1, 2), (2, 2), (3, 2)]
 
 
+async def test_a_worker_without_data_of_its_own_is_named_no_samples() -> None:
+    """Not even where what they are is said as it should be."""
+    async with served(ends=MalformedFrame) as coordinator:
+        indices = BufferSpec("", "int64", (2,), "raw", 16)
+        message = Lease(1, 0, 0, 0, (2,), 60.0, False, b"", local=True)
+        await coordinator.say(message, (indices, bytes(16)))
+        await coordinator.settle()
+        assert not coordinator.all(Done)
+
+
 @pytest.mark.parametrize("coded", [False, True])
 async def test_void_leases_do_not_count(coded: bool) -> None:
     async with served(coded=coded) as coordinator:

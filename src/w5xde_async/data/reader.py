@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,16 +68,31 @@ class LeafReader:
         if stream is not None:
             threads, processes = 1, 0
         remote = processes > 0 and not self.gathers
-        self._executor = (
-            _process_pool(job, reference, local, processes) if remote else make_pool(max(1, threads), "w5xde-load")
-        )
-        self._fetch: Callable[[Any, int], Read] = _read_remotely if remote else self._read_here
         self.num_readers = max(1, processes or threads)
+        # Starting a process blocks, and so does telling it something: each has threads here that wait for it.
+        self._threads = make_pool(2 * self.num_readers if remote else self.num_readers, "w5xde-load")
+        self._start = partial(_process_pool, job, reference, local, processes) if remote else None
+        self._starting = threading.Lock()
+        self._processes: ProcessPoolExecutor | None = None
 
     def read(self, indices: NDArray[np.int64], seed: int) -> asyncio.Future[Read]:
         """The batch of these samples (int64). What their reading raises has the one at fault, if it is one's fault, as
         its attribute ``AT_FAULT``."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, self._fetch, indices, seed)
+        loop = asyncio.get_running_loop()
+        if self._start is None:
+            return loop.run_in_executor(self._threads, self._read_here, indices, seed)
+        read: asyncio.Future[Read] = loop.create_future()
+
+        def hand_on(there: asyncio.Future[Read | BaseException]) -> None:
+            if there.cancelled() or read.cancelled():
+                read.cancel()
+            elif isinstance(outcome := there.exception() or there.result(), BaseException):
+                read.set_exception(outcome)  # not raised here: its traceback is the process's
+            else:
+                read.set_result(outcome)
+
+        loop.run_in_executor(self._threads, self._read_there, indices, seed).add_done_callback(hand_on)
+        return read
 
     def read_now(self, indices: NDArray[np.int64], seed: int) -> Read:
         """``read`` on this thread."""
@@ -85,7 +101,16 @@ class LeafReader:
     async def aclose(self) -> None:
         """Wait for reads under way."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, lambda: self._executor.shutdown(wait=True, cancel_futures=True))
+        await loop.run_in_executor(None, lambda: self._threads.shutdown(wait=True, cancel_futures=True))
+        if self._processes is not None:
+            await loop.run_in_executor(None, self._processes.shutdown)
+
+    def _read_there(self, indices: NDArray[np.int64], seed: int) -> Read | BaseException:
+        assert self._start is not None
+        with self._starting:
+            self._processes = self._processes or self._start()
+        reading = self._processes.submit(_read_remotely, indices, seed)
+        return reading.exception() or reading.result()
 
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:
