@@ -41,7 +41,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     """Of a mapped file: a byte for each colour of each pixel."""
 
     def __init__(self, path: str) -> None:
-        self.images = np.load(path, mmap_mode="r")
+        self.images = np.memmap(path, np.uint8, "r").reshape(-1, SIDE, SIDE, 3)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -89,8 +89,8 @@ def main() -> None:
     line = Line(rate_mbit=args.mbit, round_trip_s=args.ms / 1e3)
     report = Report({"steps": steps, "mbit": args.mbit, "ms": args.ms, "sample_bytes": SIDE * SIDE * 3})
     with tempfile.TemporaryDirectory() as folder:
-        images = Path(folder) / "images.npy"
-        np.save(images, np.random.default_rng(0).integers(0, 256, (SAMPLES, SIDE, SIDE, 3), np.uint8))
+        images = Path(folder) / "images.bin"
+        np.random.default_rng(0).integers(0, 256, (SAMPLES, SIDE, SIDE, 3), np.uint8).tofile(images)
         os.environ |= {
             "BENCH_IMAGES": str(images), "BENCH_STEPS": str(steps), "OMP_NUM_THREADS": "1", "W5XDE_TOKEN": TOKEN
         }  # fmt: skip
