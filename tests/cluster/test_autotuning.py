@@ -14,6 +14,7 @@ import torch
 from tests.support import jobs
 from tests.support.cluster import QUICK_WORKER, Commits, settings
 from tests.support.scripted import scripted, settle
+from tests.support.streams import stream
 
 from w5xde_async.coordinator.run import run as run_module
 from w5xde_async.coordinator.run.startup import prepare
@@ -362,3 +363,30 @@ def test_a_choice_that_promises_little_more_than_is_seen_is_not_made() -> None:
     """Over 20 MB/s rounds of local steps would compute 91 % of the time."""
     assert not Watched(up_bytes_s=1e10).minutes(60, 0.78, 2e7)[0]
     assert [choice.update for choice in Watched(up_bytes_s=1e10).minutes(60, 0.6, 2e7)[0]] == ["local"]
+
+
+async def test_a_stream_goes_on_under_the_rule_that_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What had been read ahead for the steps before is not what is trained on: no sample is passed over."""
+    monkeypatch.setattr(StrategyChooser, "situation", over_a_poor_line)
+    seen: set[int] = set()
+
+    def made() -> Job:
+        plain = jobs.mlp_sgd()
+        rows = [plain.dataset[index % len(plain.dataset)] for index in range(60 * 8)]
+
+        def step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            ids, (x, y) = batch
+            seen.update(ids.tolist())
+            assert plain.loss is not None
+            return plain.loss(model(x), y)
+
+        return replace(
+            plain, dataset=stream("stateful", list(enumerate(rows)), len(rows)), loss=None, step=step, batch_size=8,
+            microbatch_size=2, epochs=None, max_steps=60, shuffle_buffer=20, accumulate_grad_batches=1,
+        )  # fmt: skip
+
+    result, coordinator, steps, _ = await run(made, tmp_path / "run")
+    assert coordinator._run is not None
+    assert coordinator._run.config.update.rule == "streaming"
+    assert (result.outcome, result.step, sum(step.samples for step in steps)) == ("finished", 60, 480)
+    assert seen == set(range(480))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -55,6 +56,12 @@ def test_each_sample_once_an_epoch_wherever_it_grows(
         assert set(counts.values()) <= {1}
         missing = num_samples - len(counts)
         assert missing < plan.batch_size if drop_last else missing == 0
+    stream = BatchPlan(replace(sampler(num_samples, 4, leaf_samples=2, drop_last=drop_last), stream=True))
+    stream.load_state_dict(plan.state_dict())
+    places = [index for _, indices in drawn(stream, total) for index in indices]
+    assert places == sorted(set(places))
+    assert len(places) == sum(len(indices) for _, indices in steps)
+    assert places[-1] < (at + 2) * num_samples
     restored = BatchPlan(sampler(num_samples, 4, leaf_samples=2, drop_last=drop_last))
     restored.load_state_dict(plan.state_dict())
     assert drawn(restored, total) == steps

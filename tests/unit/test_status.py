@@ -26,8 +26,8 @@ from w5xde_async.telemetry.metrics import Metrics
 async def served(**kwargs: object) -> AsyncIterator[tuple[Dashboard, View]]:
     view = View()
     for event in (
-        STARTED, joined("a"), joined("b"), run_reported(leaves=8, leaves_in_vain=2, bad_samples=3),
-        reported("a", 1.0, rtt_s=0.002),
+        STARTED, joined("a"), joined("b"), run_reported(leaves=8, leaves_in_vain=2, bad_samples=3, sample_bytes=2000),
+        reported("a", 1.0, rtt_s=0.002, data_from="itself"),
         reported("b", 1.0, waits_for="step 3: name-a computes the last 2 leaves"), committed(2), left("b"),
     ):  # fmt: skip
         view(event)
@@ -52,6 +52,8 @@ async def test_the_run_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatc
             "digits: running, step 2 of 100 (2 %)",
             "20.0 % wasted",
             "3 bad samples left out",
+            "2 kB a sample",
+            "itself",
             "name-a",
             "2 ms",
             "lost",
