@@ -44,7 +44,7 @@ def job(dataset: Any, **changes: Any) -> Job:
     return Job(**{
         "model": lambda: nn.Linear(3, 2), "dataset": dataset, "loss": nn.functional.cross_entropy, "collate": collate,
         "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "batch_size": 8, "max_steps": 60,
-        "shuffle_buffer": 50, **changes,
+        "microbatch_size": 2, "shuffle_buffer": 50, **changes,
     })  # fmt: skip
 
 
