@@ -84,7 +84,8 @@ class Run:
         self.events: list[Event] = []
         bus = Bus()
         bus.subscribe(self.events.append)
-        pacing = config.pop("pacing", PacingConfig(leases_ahead=1, target_lease_s=0.0, min_lease_s=0.0))
+        default = PacingConfig(leases_ahead=1, target_lease_s=0.0, min_lease_s=0.0, whole_step_s=0.0)
+        pacing = config.pop("pacing", default)
         # Results count as they come, unless a test asks for judgement: its scripts know who gets which lease.
         config = {"norm_gate": 0.0, "audit_fraction": 0.0, **config}
         self.config = CoordinatorConfig(bucket_bytes=64 << 10, pacing=pacing, **config)
