@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from w5xde_async.job import Job
 from w5xde_async.settings import CoordinatorSettings
 from w5xde_async.store.checkpoint import CheckpointStore
 from w5xde_async.store.filesystem import Filesystem
-from w5xde_async.telemetry.events import Event, JournalFailed, RunFinished, Warned, WorkerLeft
+from w5xde_async.telemetry.events import Bus, Evaluated, Event, JournalFailed, RunFinished, Warned, WorkerLeft
 from w5xde_async.updates.config import UpdateConfig
 from w5xde_async.worker.service import Departure, Worker
 
@@ -283,3 +284,32 @@ def test_the_program_prints_no_traceback_of_an_update_that_the_summary_has_shown
     )
     assert code == ExitCode.ERROR
     assert capsys.readouterr().err.splitlines() == ["w5xde: the update after step 3 raised ArithmeticError: stumbled"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_every_evaluation_counts_where_a_run_goes_by_them(workers: int) -> None:
+    """However long they take: none that is due is left out, and the run ends at the step of the one that ended it."""
+    asked: list[float] = []
+    events: list[Event] = []
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        time.sleep(0.02 * (len(asked) % 3))  # longer than steps take
+        return {"val_loss": 1.0}
+
+    def stop_when(metrics: Mapping[str, float]) -> bool:
+        asked.append(metrics["val_loss"])
+        return len(asked) == 6
+
+    job = replace(
+        jobs.metrics(), evaluate=evaluate, evaluate_every=2, stop_when=stop_when, max_steps=100_000, epochs=None
+    )
+    bus = Bus()
+    bus.subscribe(events.append)
+    async with Coordinator(job, config=settings(min_workers=workers), bus=bus) as coordinator:
+        running = [
+            asyncio.create_task(Worker(coordinator.address, job=job, config=QUICK_WORKER).run()) for _ in range(workers)
+        ]
+        result = await coordinator.wait()
+        await asyncio.gather(*running)
+    assert [event.step for event in events if isinstance(event, Evaluated)] == [2, 4, 6, 8, 10, 12]
+    assert (result.outcome, result.step) == ("finished", 12)

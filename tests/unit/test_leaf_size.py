@@ -31,8 +31,11 @@ def leaves(told: Job) -> int:
 
 
 def test_a_job_that_says_it_is_left_alone() -> None:
-    given = job(square(8, 1), 8, microbatch_size=5)
-    assert with_leaf_size(given, build_model(given)) == (given, "", 0)
+    """But counted: what else follows from its arithmetic is the same, also after a resume."""
+    open_to_choice, given = job(square(8, 1), 8), job(square(8, 1), 8, microbatch_size=5)
+    told = with_leaf_size(given, build_model(given))
+    assert told == (given, "", with_leaf_size(open_to_choice, build_model(open_to_choice)).step_flops)
+    assert told.step_flops > 0
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(1, 2), (10, 2), (16, 3), (32, 6), (64, 8)])
@@ -72,11 +75,35 @@ class _Looks(nn.Linear):
         return super().forward(x) * (2.0 if float(x.sum()) > 0 else 1.0)
 
 
-def test_a_model_that_looks_at_its_data_has_an_eighth() -> None:
-    given = job(lambda: _Looks(8, 4), 8)
+def test_a_model_that_looks_at_its_data_is_counted_by_running_it() -> None:
+    given, blind = job(lambda: _Looks(8, 4), 8), job(lambda: nn.Linear(8, 4), 8)
+    assert with_leaf_size(given, build_model(given))[1:] == with_leaf_size(blind, build_model(blind))[1:]
+
+
+def test_a_step_that_cannot_be_run_has_an_eighth() -> None:
+    class Raises(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("not today")
+
+    given = job(lambda: Raises(8, 4), 8)
     told, why, counted = with_leaf_size(given, build_model(given))
     assert (leaves(told), told.microbatch_size) == (8, given.microbatch_samples)
     assert (why, counted) == ("operations of the model could not be counted", 0)
+
+
+def test_one_sample_is_read() -> None:
+    class Rows(list[Any]):
+        read: list[int]
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    rows = Rows((torch.randn(8), 1) for _ in range(64))
+    rows.read = []
+    given = job(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), 8, dataset=rows)
+    assert with_leaf_size(given, build_model(given)).step_flops > 0
+    assert rows.read == [0]
 
 
 def test_tied_weights_and_shared_buffers_stay_tied() -> None:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
 
 from w5xde_async.compute.batch import map_tensors
 from w5xde_async.compute.flops import counting_flops
-from w5xde_async.compute.program.tracing import probe_batches
-from w5xde_async.job import Job, step_function
-from w5xde_async.randomness import random_state
+from w5xde_async.job import Job, first_samples, step_function
+from w5xde_async.randomness import random_state, seed_all
 from w5xde_async.users_code import users_code
 
 #: Operations that are worth a leaf: 20 to 60 ms on a core. A leaf of a small transformer costs 5 ms beside them.
@@ -28,11 +28,12 @@ WORTH_FLOPS = 2 * 10**9
 _FEWEST, _MOST = 2, 8
 _BACKWARD = 3  # times the operations of the forward pass: it, and twice as many on the way back
 _PROBED = 2  # samples: batch norm refuses one
+_TRIED_PARAMETERS = 20_000_000  # of a model whose step is run in earnest where it must be, for two samples
 
 
 class Sized(NamedTuple):
-    """A job with its ``microbatch_size``; where that had to be chosen, by what, in words, and the operations of a step
-    (0: not counted)."""
+    """A job with its ``microbatch_size``; where that had to be chosen, by what, in words; and the operations of a step
+    (0: they cannot be counted)."""
 
     job: Job
     by: str = ""
@@ -44,13 +45,13 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
 
     ``model``: the job's, on any device; it is not changed.
     """
+    flops = _flops_per_sample(job, model)
+    step = 0 if flops is None else flops * job.batch_size
     if job.microbatch_size is not None:
-        return Sized(job)
-    step, flops = 0, _flops_per_sample(job, model)
+        return Sized(job, step_flops=step)
     if flops is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:
-        step = flops * job.batch_size
         leaves = min(_MOST, max(_FEWEST, step // WORTH_FLOPS))
         reason = f"a step is {step / 1e9:.3g} GFLOP"
     size = max(1, -(-job.batch_size // (leaves * job.accumulate_grad_batches)))
@@ -58,13 +59,26 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
 
 
 def _flops_per_sample(job: Job, model: nn.Module) -> int | None:
-    """Of a forward and a backward pass; None where the step does not run on tensors without memory."""
+    """Of a forward and a backward pass; None where the step runs neither on tensors without memory nor, for a small
+    model, on a copy with its values: a step that looks at these does there."""
     with suppress(Exception), users_code(), random_state(), torch.no_grad():
-        (batch,) = probe_batches(job, [_PROBED])
-        copied = copy.deepcopy(model, _without_memory(model))
-        _, flops = counting_flops(lambda: step_function(job)(copied, map_tensors(batch, _emptied)))
-        return flops * _BACKWARD // _PROBED
+        batch = _probe(job)
+        with suppress(Exception):
+            copied = copy.deepcopy(model, _without_memory(model))
+            _, flops = counting_flops(lambda: step_function(job)(copied, map_tensors(batch, _emptied)))
+            return flops * _BACKWARD // _PROBED
+        if sum(parameter.numel() for parameter in model.parameters()) <= _TRIED_PARAMETERS:
+            seed_all(job.seed)
+            _, flops = counting_flops(lambda: step_function(job)(copy.deepcopy(model), batch))
+            return flops * _BACKWARD // _PROBED
     return None
+
+
+def _probe(job: Job) -> Any:
+    """A batch of the dataset's first sample, as often as is needed: reading may be slow, and a second tells no more."""
+    if type(job.dataset) is TensorDataset and job.collate is None:
+        return tuple(torch.cat([tensor[:1]] * _PROBED) for tensor in job.dataset.tensors)
+    return (job.collate or default_collate)(first_samples(job, 1) * _PROBED)
 
 
 def _without_memory(model: nn.Module) -> dict[int, Any]:

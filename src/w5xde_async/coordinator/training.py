@@ -107,6 +107,8 @@ class Hooks:
 
     on_commit: Callable[[Commit], None] = _nobody
     """After each commit, before anything else can touch the parameters."""
+    awaited: Callable[[], asyncio.Task[None] | None] = _nobody
+    """What the next commit waits for under an exact rule: it decides whether there is one. None: nothing."""
     on_quarantine: Callable[[str, str], None] = _nobody
     """A worker was quarantined: the name it has proved, or else its id, and why."""
 

@@ -1,6 +1,7 @@
 """Evaluations of a run, off the step path: the job's ``evaluate`` on a copy of the model, in a thread of its own.
 
-At most one is under way; one that falls due meanwhile is left out. An evaluation that raises does not end the run.
+At most one is under way; one that falls due meanwhile is left out, but under an exact rule where ``stop_when`` or
+``keep_best`` goes by them: there the next commit waits (``awaited``). An evaluation that raises does not end the run.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class Evaluator:
                 run()
         return found
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the job has a ``stop_when``."""
+        return self._job.stop_when is not None
+
     def ends(self, metrics: dict[str, float]) -> bool:
         """Whether the job's ``stop_when`` finishes the run at these metrics. Raises what it raises."""
         with users_code():
@@ -96,6 +102,12 @@ class Evaluation:
         self.best_model = best_model
         self._on_end, self._on_error = on_end, on_error
         self._evaluating: asyncio.Task[None] | None = None
+
+    def awaited(self) -> asyncio.Task[None] | None:
+        """The evaluation that is under way, where what it finds decides how the run goes on: by ``stop_when``, or which
+        state is kept as the best. Were training not to wait, that would depend on how long evaluations take."""
+        decides = self.best_model is not None or (self._evaluator is not None and self._evaluator.may_end)
+        return self._evaluating if decides else None
 
     def on_commit(self, commit: Commit, parameters: Parameters, tasks: asyncio.TaskGroup) -> None:
         """Runs before anything else can touch the parameters: what is submitted to their thread sees this version."""

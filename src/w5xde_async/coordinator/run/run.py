@@ -248,7 +248,9 @@ class Run:
             layout=spec.layout, state=spec.state, sampler=spec.sampler, loader=loader, config=config, checks=config,
             bus=environment.bus, clock=environment.runtime.clock, total_steps=spec.total_steps, history=history,
             numerics=spec.numerics,
-            hooks=Hooks(on_commit=self._committed, on_quarantine=self._hooks.on_quarantine),
+            hooks=Hooks(
+                on_commit=self._committed, awaited=self.evaluation.awaited, on_quarantine=self._hooks.on_quarantine
+            ),
             executor=environment.runtime.executor(1, "w5xde-aggregate"),
             random_bytes=environment.runtime.random_bytes,
         )  # fmt: skip

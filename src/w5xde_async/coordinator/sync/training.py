@@ -153,7 +153,7 @@ class SyncTraining:
             self._open_steps()
             self._receive()
             self.schedule()
-            if not await self._collect():
+            if not await self._collect() or not await self._may_commit():
                 break
             await self._commit()
         if self.lifecycle.failure is not None:
@@ -244,6 +244,20 @@ class SyncTraining:
                     self._quarantine(worker, block.session if worker == block.session.worker_id else None, reason)
                 case Audit() | Recompute():
                     pass  # the block is held: its audit is leased with the next leases, or it is recomputed
+
+    async def _may_commit(self) -> bool:
+        """Wait for what decides whether the run goes on. False where it has decided that it does not, or where the run
+        has failed meanwhile; somebody who stops the run does not wait."""
+        awaited, stopped = self.context.hooks.awaited(), self.lifecycle.stopping
+        if awaited is None or awaited.done():
+            return True
+        while not awaited.done() and not self.lifecycle.stopping and self.lifecycle.failure is None:
+            self.lifecycle.wake.clear()
+            waking = asyncio.ensure_future(self.lifecycle.wake.wait())
+            await asyncio.wait((awaited, waking), return_when=asyncio.FIRST_COMPLETED)
+            waking.cancel()
+        ended = awaited.done() and self.lifecycle.stopping and not stopped
+        return not ended and self.lifecycle.failure is None
 
     async def _commit(self) -> None:
         began = self.context.clock()
