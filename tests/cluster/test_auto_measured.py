@@ -19,6 +19,7 @@ from w5xde_async.job import Job
 from w5xde_async.telemetry.events import Bus, Event, StepCommitted, Warned, WorkerLeft
 from w5xde_async.worker.service import Departure, Worker
 
+OVER_THE_LINE = replace(QUICK_WORKER, link="tcp")  # shared memory is not slowed down
 _LEAF_S = 0.02
 _SLOW_BYTES_S = 2e6
 
@@ -69,7 +70,7 @@ async def test_a_codec_is_chosen_and_everybody_gets_in() -> None:
 
         async def join() -> None:
             """One worker more, and a few commits with it."""
-            tasks.append(asyncio.create_task(Worker(address, job=job(), config=QUICK_WORKER).run()))
+            tasks.append(asyncio.create_task(Worker(address, job=job(), config=OVER_THE_LINE).run()))
             wanted = len(tasks)
             await until(lambda: steps and steps[-1].num_workers == wanted)
             step = steps[-1].step
@@ -80,7 +81,7 @@ async def test_a_codec_is_chosen_and_everybody_gets_in() -> None:
             assert coordinator._run is not None
             return coordinator._run.config.update.codec
 
-        tasks.append(asyncio.create_task(Worker(address, job=job(), config=QUICK_WORKER).run()))
+        tasks.append(asyncio.create_task(Worker(address, job=job(), config=OVER_THE_LINE).run()))
         await join()
         await until(lambda: codec() != "raw")
         await join()

@@ -24,9 +24,9 @@ async def test_a_change_of_the_rule_traces_nothing_anew(monkeypatch: pytest.Monk
     traced: list[str] = []
     trace = ProgramServer._trace
 
-    async def counted(self: ProgramServer, reference: str) -> None:
+    async def counted(self: ProgramServer, reference: str, microbatch: int) -> None:
         traced.append(reference)
-        await trace(self, reference)
+        await trace(self, reference, microbatch)
 
     monkeypatch.setattr(ProgramServer, "_trace", counted)
     reference = f"{jobs.__file__}:mlp_sgd"
