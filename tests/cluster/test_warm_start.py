@@ -195,3 +195,25 @@ def test_a_header_of_any_length_is_not_taken_for_a_pickle(tmp_path: Path) -> Non
         seen.add(path.read_bytes()[0])
         begin_with(state_of(nn.Linear(10, 4)), path)
     assert 0x80 in seen
+
+
+async def test_what_followed_from_the_arithmetic_is_kept_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaves, and threads of local workers: counted anew, or by other rules, they would change the bits."""
+    given = replace(jobs.mlp_sgd(), microbatch_size=None, max_steps=4, epochs=None)
+    found = []
+    for steps, worth in ((2, 1), (4, 10**12)):
+        monkeypatch.setattr("w5xde_async.compute.leaf_size.WORTH_FLOPS", worth)  # as of another version
+        config = settings(max_steps=steps)
+        async with Coordinator(given, run_dir=tmp_path / "run", config=config) as coordinator:
+            worker = asyncio.create_task(Worker(coordinator.address, job=given, config=QUICK_WORKER).run())
+            await coordinator.wait()
+            await worker
+            assert coordinator._prepared is not None
+            spec = coordinator._prepared.spec
+            found.append((coordinator.has_short_steps, spec.step_flops, spec.job.microbatch_size))
+    assert found[0] == found[1]
+    assert found[0][0]
+    assert found[0][1] > 0
+    assert found[0][2] == -(-given.batch_size // 8)

@@ -47,7 +47,7 @@ async def test_a_stop_ends_a_last_evaluation_that_hangs(monkeypatch: pytest.Monk
 
 
 class _Loader:
-    def data(self, *_: Any) -> Any:
+    async def wait(self, *_: Any) -> Any:
         class Data:
             samples, structure, packed, buffers = (1,), b"", False, ()
 

@@ -32,8 +32,8 @@ _TRIED_PARAMETERS = 20_000_000  # of a model whose step is run in earnest where 
 
 
 class Sized(NamedTuple):
-    """A job with its ``microbatch_size``; where that had to be chosen, by what, in words; and the operations of a step
-    (0: they cannot be counted)."""
+    """A job with its ``microbatch_size``; where that had to be chosen, by what, in words, and the operations of a step
+    (0: not counted)."""
 
     job: Job
     by: str = ""
@@ -45,10 +45,10 @@ def with_leaf_size(job: Job, model: nn.Module) -> Sized:
 
     ``model``: the job's, on any device; it is not changed.
     """
+    if job.microbatch_size is not None:
+        return Sized(job)
     flops = _flops_per_sample(job, model)
     step = 0 if flops is None else flops * job.batch_size
-    if job.microbatch_size is not None:
-        return Sized(job, step_flops=step)
     if flops is None:
         leaves, reason = _MOST, "operations of the model could not be counted"
     else:

@@ -356,6 +356,7 @@ class KeptState:
                 "cursor": {"step": step, "epoch": spec.steps.epoch_of(step), "samples": samples},
                 "batch": None if spec.growing is None else spec.growing.state_dict(),
                 "identity": _identity(spec, self.strategy),
+                "step_flops": spec.step_flops,
                 "update": asdict(self.strategy.update),
                 "layout": json.loads(spec.layout.describe()),
                 "rule": skeleton,

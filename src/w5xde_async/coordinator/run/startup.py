@@ -57,9 +57,11 @@ def prepare(
     Raises JobError, StoreError, CheckpointMismatch, UsageError; then nothing is held.
     """
     anew = begins_anew(run_path, config.resume)
+    step_flops = 0
     if run_path is not None and not anew and job.microbatch_size is None:
-        job = replace(job, microbatch_size=kept_leaf_size(run_path, config.resume))
-    built = _build(job, config, alone, anew=anew)
+        size, step_flops = kept_leaf_size(run_path, config.resume)
+        job = replace(job, microbatch_size=size)
+    built = _build(job, config, alone, anew=anew, step_flops=step_flops)
     if run_path is None:
         if config.resume not in ("auto", "never"):
             raise UsageError("resume names a checkpoint but there is no run directory")
@@ -88,13 +90,16 @@ def prepare(
     return prepared
 
 
-def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> Prepared:
-    """The run at its very beginning, as if nothing had been kept of it. ``anew``: it is there that it begins."""
+def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool, step_flops: int) -> Prepared:
+    """The run at its very beginning, as if nothing had been kept of it. ``anew``: it is there that it begins.
+
+    ``step_flops``: counted at the beginning of a run that goes on.
+    """
     _check_dataset(job)
     model = build_model(job)
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         raise JobError("model", "it lies on an accelerator", "build it on the CPU; workers move their copy themselves")
-    job, leaves_by, step_flops = with_leaf_size(job, model)
+    job, leaves_by, counted = with_leaf_size(job, model)
     sampler = sampler_of(job)
     epochs, max_steps = limits(job, config)
     ends = [] if epochs is None else [sampler.total_steps(epochs)]
@@ -117,7 +122,7 @@ def _build(job: Job, config: CoordinatorConfig, alone: bool, *, anew: bool) -> P
     spec = RunSpec(
         job=job, sampler=sampler, total_steps=total_steps, model=model, evaluator=evaluator, layout=layout,
         state=state, segment=segment, program=program, untraceable=untraceable, leaves_by=leaves_by,
-        step_flops=step_flops,
+        step_flops=counted or step_flops,
         bad=BadSamples(config.max_bad_samples), stream=stream_of(job),
     )  # fmt: skip
     strategy = make_strategy(spec, config, config.update)

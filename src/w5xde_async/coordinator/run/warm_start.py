@@ -29,12 +29,14 @@ def begins_anew(run_path: Path | None, resume: str) -> bool:
     return resume == "auto" and not CheckpointStore(run_path / "checkpoints").steps()
 
 
-def kept_leaf_size(run_path: Path, resume: str) -> int | None:
-    """The microbatch_size of the run that goes on, where its newest checkpoint says it; ``resume``: or that one."""
+def kept_leaf_size(run_path: Path, resume: str) -> tuple[int | None, int]:
+    """The microbatch_size that was chosen for the run that goes on, and the operations of a step (0: not counted), as
+    its newest checkpoint says them; ``resume``: or that one."""
     meta = CheckpointStore(run_path / "checkpoints").meta(None if resume == "auto" else Path(resume))
     identity = meta.get("identity")
     size = identity.get("microbatch_size") if isinstance(identity, Mapping) else None
-    return size if type(size) is int and size > 0 else None
+    flops = meta.get("step_flops")
+    return size if type(size) is int and size > 0 else None, flops if type(flops) is int else 0
 
 
 def begin_with(state: FlatState, path: Path) -> str:
