@@ -32,7 +32,7 @@ from w5xde_async.store.failpoints import FAILPOINTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
 
-STEPS_EACH = 6  # room for one death: its step, the checkpoints that it waits for
+STEPS_EACH = 12  # room for one death: its step, the checkpoints that it waits for
 JOURNAL_ONLY = ("journal.", "segment.", "replay.")
 
 

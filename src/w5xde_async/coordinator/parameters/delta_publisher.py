@@ -183,7 +183,8 @@ class DeltaPublisher:
     ) -> None:
         """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
         self._version = version
-        told_to = [(session, self._ways[session]) for session in sessions]
+        # One that was forgotten needs nothing more; one that joins is sent everything then.
+        told_to = [(session, way) for session in sessions if (way := self._ways.get(session)) is not None]
         for session, way in told_to:
             self._unsent(session, way)
         self.sent += 1
