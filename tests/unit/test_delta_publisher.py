@@ -227,6 +227,19 @@ def test_who_follows_holds_every_version(name: str) -> None:
     assert run.publisher.due == []
 
 
+def test_an_island_whose_head_is_gone_is_told_nothing_while_its_other_ranks_are_ending() -> None:
+    """Its head is forgotten at once, and stays in the list of members until the last rank has ended."""
+    run, worker, head = Run("int4"), Worker(), Worker()
+    run.join(worker)
+    run.join(head)
+    run.publisher.forget(head.session)
+    head.waiting.clear()
+    run.commit(worker, head)
+    worker.pass_all()
+    run.check(worker)
+    assert not head.waiting
+
+
 def test_deltas_wait_behind_the_whole_and_nothing_is_taken_back() -> None:
     """Streaming: each version changes a part, and the whole takes longer than eight of them."""
     run, worker = Run("int4"), Worker()

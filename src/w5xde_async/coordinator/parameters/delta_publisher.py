@@ -183,7 +183,7 @@ class DeltaPublisher:
     ) -> None:
         """Queue a version that ``advance`` made, for those of ``sessions`` that follow; everybody else lacks it."""
         self._version = version
-        # One that was forgotten needs nothing more; one that joins is sent everything then.
+        # An island's head is forgotten when its link ends, and a member until those of all ranks have.
         told_to = [(session, way) for session in sessions if (way := self._ways.get(session)) is not None]
         for session, way in told_to:
             self._unsent(session, way)
