@@ -185,6 +185,8 @@ class Worker:
         if self.config.lifetime_s is not None:
             lifetime = loop.call_later(self.config.lifetime_s, self._expire)
         departure: Departure | None = None
+        current = asyncio.current_task()
+        cancelled_before = current.cancelling() if current else 0
         try:
             await loop.run_in_executor(self._compute, self._begin_thread)  # first: the sandbox's process gets them too
             await self._engines.start()
@@ -192,6 +194,9 @@ class Worker:
                 self._own = await loop.run_in_executor(None, self._open_own_data)
             while departure is None:
                 departure = await self._one_connection(given)
+                if departure is None and current and current.cancelling() > cancelled_before:
+                    # A link that broke in the moment of the cancellation: a TaskGroup tells of its own error alone.
+                    raise asyncio.CancelledError
                 if departure is None and (given is not None or self._rank is not None):
                     peer = f"{self.host}:{self.port}" if given is None else given.peer
                     raise LinkLost(peer, "the coordinator stopped before the run was finished")

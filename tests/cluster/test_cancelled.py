@@ -1,0 +1,39 @@
+"""A worker that is cancelled ends, whatever else happens in that moment."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.support import jobs
+from tests.support.cluster import QUICK_WORKER, settings
+
+from w5xde_async.coordinator.parameters.publisher import LivePublisher
+from w5xde_async.coordinator.service import Coordinator
+from w5xde_async.hub.members.session import Session
+from w5xde_async.wire.frame import encode
+from w5xde_async.wire.messages import Params
+from w5xde_async.worker.connection.leases import Leases
+from w5xde_async.worker.service import Worker
+
+
+async def test_cancelled_while_the_coordinator_breaks_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both in one pass of the loop: a TaskGroup that has an error of its own says nothing of the cancellation."""
+
+    def lies(publisher: LivePublisher, session: Session) -> None:
+        session.current_version = publisher._version
+        session.outbox.post(encode(Params(publisher._version, 0, 0, 1.0, shared=(10**6,))))
+
+    takes = Leases.params
+
+    def cancelled(self: Leases, *args: Any) -> None:
+        running.cancel()
+        takes(self, *args)
+
+    monkeypatch.setattr(LivePublisher, "_queue_on", lies)
+    monkeypatch.setattr(Leases, "params", cancelled)
+    async with Coordinator(jobs.mlp_adamw(), config=settings()) as coordinator:
+        running = asyncio.create_task(Worker(coordinator.address, job=jobs.mlp_adamw(), config=QUICK_WORKER).run())
+        (ended,), _ = await asyncio.wait([running], timeout=10.0)
+    assert ended.cancelled()
