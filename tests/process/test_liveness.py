@@ -70,6 +70,7 @@ def test_a_half_open_link_is_found_within_15_seconds_in_each_direction(tmp_path:
 STOPPING = """
 import os
 import signal
+import time
 from dataclasses import replace
 from tests.support import jobs
 
@@ -79,6 +80,7 @@ def job():
     def loss(output, target):
         if order and os.path.exists(order):
             os.unlink(order)
+            time.sleep(0.3)  # in which the answers to what was computed before leave, on a busy machine too
             os.kill(os.getpid(), signal.SIGSTOP)
         return given.loss(output, target)
 
@@ -117,9 +119,10 @@ def test_a_stopped_worker_costs_one_lease_and_its_late_result_is_refused(
         # On a slow machine it may be overtaken again later: two leases a step at least were given while it stood.
         stale = [lease for lease in wasted if lease < wasted[0] + 2 * 8]
         show(f"stale leases {stale} of {wasted}, longest gap {record.longest_gap_s:.2f} s")
-        # The one it was at; and the one it held ahead, where nothing that says otherwise came through, or where its
-        # verdict came with what takes it back, before it could say that it had not begun it.
-        assert 1 <= len(stale) <= 2 if held else len(stale) <= 2, told
+        if held:  # the one it was at; and the one it held ahead, since nothing that says otherwise came through
+            assert 1 <= len(stale) <= 2, told
+        else:
+            assert len(stale) <= 1, told
         assert record.longest_gap_s < 5.0, "nobody waits longer than the shortest deadline"
         (seen,) = stage.kept("worker_left", worker.name)
         assert seen["clean"], "its lease was given up, not the worker"
