@@ -77,6 +77,27 @@ async def test_a_step_that_cannot_be_traced_is_said_and_workers_with_the_code_go
     assert any("--job" in event.text and "jobs.py:" in event.text for event in events if isinstance(event, Warned))
 
 
+@pytest.mark.parametrize("local", [0, 1], ids=["alone", "beside one with the code"])
+async def test_leaves_of_sizes_that_no_graph_takes_are_not_given_to_workers_without_code(local: int) -> None:
+    """They are computed by workers with the code, or by the coordinator; said once; the table says who did what."""
+    job, events, bus = programs.padded(), list[Event](), Bus()
+    bus.subscribe(events.append)
+    async with Coordinator(job, config=settings(code_free=True, min_workers=1 + local), bus=bus) as coordinator:
+        workers = [Worker(coordinator.address, config=QUICK_WORKER)]
+        workers += [Worker(coordinator.address, job=programs.padded(), config=QUICK_WORKER) for _ in range(local)]
+        running = [asyncio.create_task(worker.run()) for worker in workers]
+        result = await coordinator.wait()
+        await asyncio.gather(*running)
+    assert result.digest == named_digest(reference.train(job, result.step)[0])
+    said = [event.text for event in events if isinstance(event, Warned)]
+    assert [text for text in said if "failed" in text] == []
+    (told,) = [text for text in said if "--job" in text]
+    assert "int64[2, " in told
+    assert sum(share.leaves for share in result.shares) == 14
+    own = sum(share.leaves for share in result.shares if share.name == "coordinator")
+    assert own == 0 if local else 0 < own < 14
+
+
 async def test_a_coordinator_that_makes_no_program_says_so() -> None:
     async with Coordinator(jobs.mlp_sgd(), config=settings()) as coordinator:
         with pytest.raises(Refused, match="this coordinator makes none") as caught:

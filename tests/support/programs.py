@@ -11,6 +11,7 @@ import torch
 from tests.support import jobs
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -103,6 +104,19 @@ class Checkpointed(nn.Module):
         return out
 
 
+class Padded(nn.Module):
+    """Its trace holds for texts of one length: an LSTM's loop over positions is unrolled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, padding_idx=0)
+        self.lstm, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        out: Tensor = self.out(self.lstm(self.embed(texts))[0][:, -1])
+        return out
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -134,6 +148,20 @@ def attention() -> Job:
     return Job(
         model=Attention, dataset=TensorDataset(x, y), step=step, optimizer=_sgd, batch_size=100, microbatch_size=16,
         max_steps=8, seed=4,
+    )  # fmt: skip
+
+
+def _padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    texts, labels = zip(*samples, strict=True)
+    return pad_sequence(list(texts), batch_first=True), torch.tensor(labels)
+
+
+def padded() -> Job:
+    """Texts of many lengths, padded to the longest of each microbatch; the last batch is smaller."""
+    texts = [(torch.arange(3 + number % 4) % 8 + 1, number % 2) for number in range(14)]
+    return Job(
+        model=Padded, dataset=texts, collate=_padded, loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), batch_size=8, microbatch_size=2, epochs=2,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from w5xde_async.plan.leases import FailedWork, Grant, LeaseTable, LeaseTerms
@@ -337,6 +337,13 @@ class Ledger(LeaseTable[BlockGrant]):
         """
         grant = self.give_back(lease)
         return self._raised(grant.step, leaf, grant.worker)
+
+    def pass_over(self, lease: int, leaves: Iterable[int], workers: Collection[str]) -> None:
+        """These leaves of the lease, which has not been sent, are none for ``workers``. The lease goes back."""
+        grant = self.give_back(lease)
+        for leaf in leaves:
+            tried = self._failures.setdefault((grant.step, leaf), [])
+            tried += [worker for worker in workers if worker not in tried]
 
     def lose(self, worker: str, *, died: bool = True) -> tuple[list[BlockGrant], FailedWork | None]:
         """The worker is gone: all its leases go back. A leaf on which too many workers died is returned as well.

@@ -35,7 +35,8 @@ from w5xde_async.wire.messages import Done, Failed, Result, VerdictCode
 
 
 class _Doubt(NamedTuple):
-    """A leaf on which too many workers failed, leased to the coordinator itself."""
+    """A leaf on which too many workers failed, or that none can compute (``error`` is empty), leased to the coordinator
+    itself."""
 
     failed_work: FailedWork
     error: str
@@ -65,7 +66,7 @@ class Results:
         self._layout, self._ledger, self._store = context.run.layout, context.ledger, context.store
         self._aggregator, self._loader = context.aggregator, context.run.loader
         self._scheduler, self._verification, self._receive_buffers = scheduler, verification, receive
-        self._doubts: list[_Doubt] = []  # bounded by the leaves of a step: each holds a lease of its own
+        self._doubts: list[_Doubt] = []  # bounded by the leaves of open steps: each holds a lease of its own
         self._claims = Claims(context.run.layout)
         self._beside: dict[Session, SlotKey] = {}  # for which slot a session receives into memory of its own
         self._pieces: dict[tuple[int, int], _Pieces] = {}  # (lease, bucket)
@@ -384,27 +385,44 @@ class Results:
             self._doubts.append(_Doubt(failed_work, failed.error, traceback, taken))
             self._context.wake()
 
+    def take_over(self, step: int, leaf: int) -> None:
+        """No worker can compute a leaf of an open step, which is computed here once its version is there."""
+        taken = self._ledger.take_over(step, leaf, now=self._context.run.clock())
+        if taken is not None:
+            work = FailedWork(step, leaf, 1, died=False)
+            self._doubts.append(_Doubt(work, "", "no worker could be given it, and nor could it be done here", taken))
+            self._context.wake()
+
     async def settle(self) -> bool:
-        """Compute here what too many workers have failed on: whose word is that? False when there was nothing.
+        """Compute here what too many workers have failed on (whose word is that?), and what none can compute. False
+        when there was nothing.
 
         What the coordinator can compute counts, and the run goes on; what it fails on as well ends the run.
         """
-        step, recomputation = self._aggregator.step, self._context.recomputation
-        if not self._doubts or step is None or recomputation is None:
+        step, recomputation, clock = self._aggregator.step, self._context.recomputation, self._context.run.clock
+        if step is None or recomputation is None:
             return False
-        failed_work, error, traceback, grant = self._doubts.pop(0)
+        doubt = next((one for one in self._doubts if one.grant.step == step.plan.step), None)
+        if doubt is None:
+            return False
+        self._doubts.remove(doubt)
+        failed_work, error, traceback, grant = doubt
+        began = clock()
         reference = await recomputation.recompute(step.plan, grant.block)
         if reference is None:  # what was raised here says more: a device tells late, and not what was wrong
             self.blame(failed_work, recomputation.raised or traceback)
             return True
-        failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
-        self._phase.warn(
-            f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
-            f"{''.join(error.splitlines()[:1])[:300]}"
-        )
+        if error:
+            failed = f"leaf {failed_work.leaf} failed {failed_work.attempts} time(s) on workers and not here"
+            self._phase.warn(
+                f"step {grant.step}, {failed}: what the coordinator computed counts; the last of them said: "
+                f"{''.join(error.splitlines()[:1])[:300]}"
+            )
         if mixed := self._context.run.numerics.note(EXACT):
             self._phase.warn(mixed)
         await self._count_own(step, grant, reference)
+        samples = sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
+        self._context.run.history.contributions.add_own(grant.block.num_leaves, samples, clock() - began)
         return True
 
     async def _count_own(self, step: StepState, grant: BlockGrant, reference: ReferenceResult) -> None:

@@ -28,6 +28,7 @@ from w5xde_async.coordinator.sync.verification import FinishedBlock, Machine, Nu
 from w5xde_async.coordinator.sync.waiting import reason_to_wait
 from w5xde_async.coordinator.training import Commit, Phase, RunContext, lease_terms
 from w5xde_async.data.epoch_prefetch import EpochPrefetch
+from w5xde_async.data.loader import BlockData
 from w5xde_async.hub.members.roster import Greeting
 from w5xde_async.hub.members.session import Session
 from w5xde_async.hub.work.block_store import BlockStore, Destination
@@ -94,6 +95,7 @@ class SyncTraining:
             at_most_half=growing is not None,
             granted=self._granted,
             there=self._there,
+            beyond=self._beyond,
         )
         self.phase = Phase(context, greeting, self, version=first_step)
         self.roster, self.lifecycle, self.verdicts = self.phase.roster, self.phase.lifecycle, self.phase.verdicts
@@ -121,7 +123,7 @@ class SyncTraining:
         receive = ReceiveBuffers(layout, update.uplink_codec)
         self.results = Results(shared, self.scheduler, self.verification, receive)
         self._look_again: asyncio.TimerHandle | None = None
-        self._warned_of_idle = False
+        self._warned_of_idle = self._told_of_sizes = False
         self._last_commit = clock()
         self._commits = 0
         self._watched_s = self._update_s = 0.0  # of the steps in ``_WATCHED_STEPS``, and what the optimizer took of it
@@ -370,6 +372,33 @@ class SyncTraining:
             self.roster.sessions[worker].post_lease(lease.message, lease.buffers)
         self._look_again_at(self.scheduler.look_again_at, now)
         self._lease_anew()
+
+    def _beyond(self, grant: BlockGrant, data: BlockData) -> bool:
+        """Whether a lease has leaves that its worker, which has not the job's code, has no graph for.
+
+        It goes back. Such leaves are for workers with the code; where there is none, the coordinator computes them.
+        """
+        session, taking = self.roster.sessions.get(grant.worker), self.roster.programs.taking
+        if session is None or not session.code_free or taking is None or data.packed or data.local:
+            return False
+        refused = taking.refused(data.structure, [spec for spec, _ in data.buffers], data.samples)
+        with_code = any(not self.roster.sessions[worker].code_free for worker in self.roster.present)
+        if not refused or not (with_code or self._recomputation is not None):
+            return False  # without either, the worker says why it cannot
+        without = [worker for worker, other in self.roster.sessions.items() if other.code_free]
+        leaves = [grant.block.start + number for number, _ in refused]
+        self.ledger.pass_over(grant.lease, leaves, without)
+        if not with_code:
+            for leaf in leaves:
+                self.results.take_over(grant.step, leaf)
+        if not self._told_of_sizes:
+            self._told_of_sizes = True
+            self.phase.warn(
+                f"workers without --job cannot compute batches {refused[0][1][:200]}: the program of the step holds for "
+                "the sizes that it was traced with; such leaves are computed by workers with --job, or else one by one "
+                "by the coordinator: start workers with --job, or have collate pad every batch to the same sizes"
+            )
+        return True
 
     def _granted(self, grant: BlockGrant) -> None:
         """A lease was given: of the current version, perhaps to one that had no work and was not sent it."""

@@ -21,6 +21,7 @@ class Contributions:
         self._sent = self._received = 0
         self._shares: dict[str, WorkerShare] = {}
         self._left: dict[str, tuple[str, float]] = {}  # name, where no identity was proved -> its key, when it left
+        self._own: WorkerShare | None = None
         self.steps_skipped = 0  #: without an update: their gradient was not finite
         self.residuals_lost = 0  #: workers that vanished with what a lossy codec had left out
 
@@ -48,6 +49,14 @@ class Contributions:
         share, known = _share(member, session, member.name if key else "others"), self._shares.get(key)
         self._shares[key] = share + known if known else share
 
+    def add_own(self, leaves: int, samples: int, compute_s: float) -> None:
+        """The coordinator has computed something itself that counts."""
+        done = WorkerShare(
+            name="coordinator", device="cpu", leaves=leaves, samples=samples, compute_s=compute_s, wait_s=0.0,
+            bytes_sent=0, bytes_received=0,
+        )  # fmt: skip
+        self._own = done if self._own is None else self._own + done
+
     def traffic(self, sessions: Iterable[Session]) -> tuple[int, int]:
         """Bytes sent and received so far, those of ``sessions`` included."""
         sent, received = self._sent, self._received
@@ -59,8 +68,9 @@ class Contributions:
         return sent, received
 
     def shares(self) -> tuple[WorkerShare, ...]:
-        """Every worker's share, most leaves first."""
-        return tuple(sorted(self._shares.values(), key=lambda share: (-share.leaves, share.name)))
+        """Every worker's share, and the coordinator's where it has one, most leaves first."""
+        own = () if self._own is None else (self._own,)
+        return tuple(sorted((*self._shares.values(), *own), key=lambda share: (-share.leaves, share.name)))
 
 
 def _share(member: Member, session: Session, name: str) -> WorkerShare:

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from w5xde_async.compute.program.carriage import Unloading, buffers_of, digest_of
 from w5xde_async.compute.program.form import FORM, Document, parse
+from w5xde_async.compute.program.taking import Taking
 from w5xde_async.errors import RefusalCode, W5xdeError
 from w5xde_async.hub.config import NetworkConfig
 from w5xde_async.hub.members.session import Session
@@ -42,11 +43,12 @@ class ProgramServer:
         self._digest = b""
         self._buffers: list[tuple[BufferSpec, Buffer]] = []
         self._reason = "this coordinator makes none"
+        self.taking: Taking | None = None  #: which leaves workers without the job's code compute, once that is known
 
     def go_on_from(self, before: ProgramServer) -> None:
         """What another phase of the run has found out holds: nothing is traced twice."""
         self._known, self._reason = before._known, before._reason
-        self._digest, self._buffers = before._digest, before._buffers
+        self._digest, self._buffers, self.taking = before._digest, before._buffers, before.taking
 
     def ask(self, session: Session, request: ProgramRequest) -> None:
         """A worker wants the program: answer it, or let it wait for the answer."""
@@ -57,9 +59,9 @@ class ProgramServer:
             self._waiting[session] = request
             self._asked.set()
 
-    def set(self, document: Document | None, reason: str = "") -> None:
+    def set(self, document: Document | None, reason: str = "", taking: Taking | None = None) -> None:
         """There is a program, or there is none, for that reason."""
-        self._known = True
+        self._known, self.taking = True, taking
         if document is not None:
             self._digest, self._buffers = digest_of(document), buffers_of(document)
             logger.info("the step is a program of %d bytes; workers need no --job", len(document.text))
@@ -86,15 +88,17 @@ class ProgramServer:
         """Find out what the program is.
 
         ``reference``: where other processes find the job, whose microbatches have ``microbatch`` samples; empty:
-        nowhere, then ``program`` is what this process has
-        traced, or ``untraceable`` says why it could not.
+        nowhere, then ``program`` is what this process has traced, or ``untraceable`` says why it could not.
         """
         if self._known:
             return
         if self._config.code_free and reference:
             await self._trace(reference, microbatch)
+        elif program is None:
+            self.set(None, untraceable)
         else:
-            self.set(program, untraceable)
+            loop = asyncio.get_running_loop()
+            self.set(program, taking=await loop.run_in_executor(None, self._taking, program, microbatch))
 
     async def _trace(self, reference: str, microbatch: int) -> None:
         with suppress(TimeoutError):
@@ -117,21 +121,24 @@ class ProgramServer:
                 child.kill()
             await child.wait()
         loop = asyncio.get_running_loop()
-        self.set(*await loop.run_in_executor(None, self._read, output))
+        self.set(*await loop.run_in_executor(None, self._read, output, microbatch))
 
-    def _read(self, output: bytes) -> tuple[Document | None, str]:
+    def _taking(self, program: Document, microbatch: int) -> Taking:
+        return Taking(parse(program, self._layout), microbatch)
+
+    def _read(self, output: bytes, microbatch: int) -> tuple[Document | None, str, Taking | None]:
         """What the child has said, checked as a worker would."""
         unloading = Unloading()
         try:
             message, specs, rest = _frame(output)
             if isinstance(message, Refusal):
-                return None, message.reason
+                return None, message.reason, None
             for view in unloading.place(specs):
                 view[:], rest = rest[: len(view)], rest[len(view) :]
-            parse(unloading.document, self._layout)
+            taking = self._taking(unloading.document, microbatch)
         except (W5xdeError, ValueError) as error:
-            return None, str(error)
-        return unloading.document, ""
+            return None, str(error), None
+        return unloading.document, "", taking
 
 
 async def _output(child: Process) -> bytes:

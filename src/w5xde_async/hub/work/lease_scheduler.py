@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from w5xde_async.data.loader import Loader
+from w5xde_async.data.loader import BlockData, Loader
 from w5xde_async.plan.ledger import BlockGrant, Ledger
 from w5xde_async.plan.pacing import Pacing
 from w5xde_async.plan.sharing import finish_s, share_out
@@ -66,9 +66,11 @@ class LeaseScheduler:
         self, ledger: Ledger, pacing: Pacing, loader: Loader, *, at_most_half: bool = False,
         granted: Callable[[BlockGrant], None] = lambda grant: None,
         there: Callable[[BlockGrant], tuple[int, ...]] = lambda grant: (),
+        beyond: Callable[[BlockGrant, BlockData], bool] = lambda grant, data: False,
     ) -> None:  # fmt: skip
         """``at_most_half``: no lease holds leaves of both halves of its step, which are measured. ``granted`` is told
-        of each lease before its data is read. ``there``: result buckets that have come of its block."""
+        of each lease before its data is read. ``there``: result buckets that have come of its block. ``beyond``:
+        whether its worker cannot compute it, now that its data is known; then it has gone back."""
         self._ledger, self._pacing, self._loader = ledger, pacing, loader
         self._fresh: list[BlockGrant] = []  # granted since ``leases`` was last called
         self.unread: dict[int, BlockGrant] = {}  #: leases whose data had not been read, some that have ended among them
@@ -90,7 +92,7 @@ class LeaseScheduler:
         self._left_out: dict[str, int] = {}  # workers whose line is too slow to be of use -> in which step
         self._turn: tuple[str, float] | None = None  # who computes whole steps now, and until when
         self._ahead = pacing.config.leases_ahead
-        self._at_most_half, self._granted, self._there = at_most_half, granted, there
+        self._at_most_half, self._granted, self._there, self._beyond = at_most_half, granted, there, beyond
         self._gave_back = False
         self.look_again_at = math.inf  #: when a lease of the current step will be late enough for a backup
 
@@ -177,7 +179,7 @@ class LeaseScheduler:
         yield from self._send(fresh)
 
     def gave_back(self) -> bool:
-        """Whether a lease was too large to be sent since the last call: its leaves are to be leased anew."""
+        """Whether a lease was not sent after all since the last call: its leaves are to be leased anew."""
         gave_back, self._gave_back = self._gave_back, False
         return gave_back
 
@@ -207,6 +209,9 @@ class LeaseScheduler:
                 self.known.discard(grant.lease)  # it is not taken back: its worker waits for it
             elif data.too_large and self._ledger.untouched(grant.lease):
                 self._ledger.give_back(grant.lease)
+                self._gave_back = True
+                continue
+            elif self._beyond(grant, data):
                 self._gave_back = True
                 continue
             message = Lease(
