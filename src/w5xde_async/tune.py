@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from w5xde_async.errors import ExitCode, need
-from w5xde_async.process import launch
+from w5xde_async.process import exit_code_of, launch, signals
 
 if TYPE_CHECKING:
     from w5xde_async.coordinator.config import CoordinatorConfig
@@ -64,17 +64,39 @@ def _prepare(settings: TuningSettings, token: str) -> Callable[[], Coroutine[Any
     job = load_job(settings.job)
     job = with_leaf_size(job, build_model(job, replica=True)).job
 
-    async def tell() -> int:
-        loop = asyncio.get_running_loop()
-        rows = []
-        for size in sizes(job, workers):
+    tried = sizes(job, workers)
+    rows: list[Row] = []
+
+    async def measure() -> float:
+        for size in tried:
             sys.stderr.write(f"measuring microbatch_size={size} ...\n")
             rows.append(await measured(
                 job, size, settings.job or "", config, workers=workers, threads=threads, seconds=settings.seconds
             ))  # fmt: skip
-        plain = await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds))
-        sys.stdout.write(report(job, rows, plain, workers=workers, threads=threads))
-        return ExitCode.OK
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, partial(plain_loop, job, workers * threads, settings.seconds))
+
+    async def tell() -> int:
+        measuring, stopped_by, plain = asyncio.ensure_future(measure()), "", None
+
+        def stop(reason: str) -> None:
+            nonlocal stopped_by
+            stopped_by = reason
+            measuring.cancel()
+
+        with signals(stop):
+            try:
+                plain = await measuring
+            except asyncio.CancelledError:
+                if not stopped_by:
+                    raise
+        if rows:
+            sys.stdout.write(report(job, rows, plain, workers=workers, threads=threads))
+        if plain is not None:
+            return ExitCode.OK
+        left = ", ".join(map(str, tried[len(rows) :])) or "the plain loop"
+        sys.stderr.write(f"{stopped_by}: {len(rows)} of {len(tried)} sizes measured; not measured: {left}\n")
+        return exit_code_of(stopped_by, settings.exit_on_drain)
 
     return tell
 
@@ -201,8 +223,8 @@ def plain_loop(job: Job, threads: int, seconds: float) -> float:
         torch.set_num_threads(before)
 
 
-def report(job: Job, rows: Sequence[Row], plain: float, *, workers: int, threads: int) -> str:
-    """The table, and the line for the job."""
+def report(job: Job, rows: Sequence[Row], plain: float | None, *, workers: int, threads: int) -> str:
+    """The table, and the line for the job. ``plain``: None, and sizes are missing, where the measuring was stopped."""
     from w5xde_async.telemetry import wording
 
     own = job.microbatch_samples
@@ -215,10 +237,12 @@ def report(job: Job, rows: Sequence[Row], plain: float, *, workers: int, threads
             f"{row.microbatch:>15}  {row.leaves:>6}  {row.alone:>10,.0f}  {row.together:>10,.0f}  "
             f"{row.together / row.alone:>7.2f}  {wording.size(row.worker_bytes)}{mark}"
         )
+    said = f"Samples a second; workers of {threads} thread{'s' * (threads != 1)}."
+    if plain is None:
+        return "\n".join([*lines, "", said]) + "\n"
     best, present = max(rows, key=lambda row: row.together), next(row for row in rows if row.microbatch == own)
-    said = f"Samples a second; workers of {threads} thread{'s' * (threads != 1)}. A plain loop on their "
-    said += f"{workers * threads} cores, whole batches that lie in memory: {plain:,.0f}"
-    lines += ["", said + "."]
+    said += f" A plain loop on their {workers * threads} cores, whole batches that lie in memory: {plain:,.0f}."
+    lines += ["", said]
     if best.together > _CLEAR * present.together:
         lines.append(
             f"microbatch_size={best.microbatch},  # {best.together / present.together:.2f} times as fast as "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +13,11 @@ import pytest
 import torch
 from tests.support import jobs
 
+from w5xde_async import tune
 from w5xde_async.errors import UsageError
+from w5xde_async.job import Job
+from w5xde_async.settings import read
+from w5xde_async.settings.programs import TuningSettings
 from w5xde_async.tune import Row, plain_loop, report, sizes
 
 
@@ -45,6 +51,31 @@ def test_a_plain_loop_leaves_the_job_and_torch_as_they_were() -> None:
     assert plain_loop(job, 1, 0.01) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+def test_one_that_is_stopped_shows_what_it_has_measured(
+    number: signal.Signals,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text(_JOB)
+    given = [f"{tmp_path / 'train.py'}:job", "--exit-on-drain", "75"]
+
+    async def measured(job: Job, size: int, *given: object, **named: object) -> Row:
+        if size == 1:
+            signal.raise_signal(number)
+            await asyncio.Event().wait()
+        return row(size, 1500.0)
+
+    monkeypatch.setattr(tune, "measured", measured)
+    settings, _ = read(TuningSettings, given, prog="tune")
+    assert asyncio.run(tune._prepare(settings, "")()) == code
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()[:2]] == ["microbatch_size", "2"]
+    assert "1 of 2 sizes measured; not measured: 1" in told.err
 
 
 _JOB = """

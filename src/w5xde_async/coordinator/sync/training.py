@@ -394,9 +394,9 @@ class SyncTraining:
         if not self._told_of_sizes:
             self._told_of_sizes = True
             self.phase.warn(
-                f"workers without --job cannot compute batches {refused[0][1][:200]}: the program of the step holds for "
-                "the sizes that it was traced with; such leaves are computed by workers with --job, or else one by one "
-                "by the coordinator: start workers with --job, or have collate pad every batch to the same sizes"
+                f"workers without --job cannot compute batches {refused[0][1][:200]}: the program of the step holds "
+                "for the sizes that it was traced with; such leaves are computed by workers with --job, or else one by "
+                "one by the coordinator: start workers with --job, or have collate pad every batch to the same sizes"
             )
         return True
 
