@@ -66,6 +66,7 @@ _BOTH = {"fsdp", "tp"}  # which compute a program in one way, and a job's code i
 #: What a rule keeps at the coordinator, in sums of gradients (docs/updates.md).
 _OUTER = {"sync": 0, "async": 1, "local": 2, "streaming": 3, "async-local": 2}
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "data", "exchange", "together")
+_LEAST_SHOWN = 0.00995  # what is less rounds to nothing
 _NOT_COUNTED = """\
 Activations: the most in forward and backward of a leaf, with what autocast
 makes of weights. Data and gradients: leases of two leaves a rank, one computed,
@@ -343,27 +344,29 @@ def _largest(units: Iterable[nn.Module], model: nn.Module) -> int:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Lines of text, in GiB or MiB, as the largest sum asks for."""
+    """Lines of text, in GiB, MiB or KiB, as the largest sum asks for, without columns that round to nothing."""
     rows = list(rows)
-    largest = max((row.need.together for row in rows if isinstance(row.need, Need)), default=0)
-    unit, size = _unit(largest)
+    needs = [row.need for row in rows if isinstance(row.need, Need)]
+    unit, size = _unit(max((need.together for need in needs), default=0))
     wide = max(len(row.name) for row in rows)
-    lines = [f"{unit:<{wide}}" + "".join(f"{column:>13}" for column in _COLUMNS)]
+    columns = [name for name in _COLUMNS if any(getattr(need, name) / size >= _LEAST_SHOWN for need in needs)]
+    lines = [f"{unit:<{wide}}" + "".join(f"{column:>13}" for column in columns)]
     for name, needed in rows:
         if isinstance(needed, str):
             lines.append(f"{name:<{wide}}  {needed}")
         else:
-            cells = (getattr(needed, column) / size for column in _COLUMNS)
+            cells = (getattr(needed, column) / size for column in columns)
             lines.append(f"{name:<{wide}}" + "".join(f"{_shown(cell):>13}" for cell in cells))
     return "\n".join(lines)
 
 
 def _unit(nbytes: int) -> tuple[str, int]:
-    return ("GiB", 1 << 30) if nbytes >= 2 << 30 else ("MiB", 1 << 20)
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20))
+    return next(((unit, size) for unit, size in units if nbytes >= 2 * size), ("KiB", 1 << 10))
 
 
 def _shown(cell: float) -> str:
-    return "-" if not cell else "< 0.01" if cell < 0.00995 else f"{cell:.2f}" if cell < 9.95 else f"{cell:.1f}"
+    return "-" if not cell else "< 0.01" if cell < _LEAST_SHOWN else f"{cell:.2f}" if cell < 9.95 else f"{cell:.1f}"
 
 
 def parser(prog: str) -> argparse.ArgumentParser:

@@ -30,12 +30,13 @@ from w5xde_async.compute.footprint import _Held, activations_of, model_without_m
 from w5xde_async.compute.program.tracing import probe_batches
 from w5xde_async.errors import JobError
 from w5xde_async.job import Job, build_model, step_function
-from w5xde_async.memory import Survey, table
+from w5xde_async.memory import Row, Survey, table
 from w5xde_async.parallel.shape import IslandShape as Island
 from w5xde_async.plan.footprint import (
     SYNC,
     Activations,
     Model,
+    Need,
     Rule,
     Stage,
     alone,
@@ -265,7 +266,18 @@ def test_rows_for_every_mode() -> None:
     assert sum(stage.parameters for stage in stages) == parameters
     lines = table(rows).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[0].startswith("MiB")
+    assert lines[0].startswith("KiB")
+
+
+def test_a_table_has_nothing_that_rounds_to_nothing() -> None:
+    small = Need(parameters=400, gradients=800, optimizer=0, activations=300, data=3, exchange=0)
+    lines = table([Row("a worker", small), Row("another", "it cannot be cut")]).splitlines()
+    assert lines[0].split() == ["KiB", "parameters", "gradients", "activations", "together"]
+    assert lines[1].split()[2:] == ["0.39", "0.78", "0.29", "1.47"]
+    large = replace(small, parameters=3 << 30, data=2 << 20)
+    assert "data" not in table([Row("a worker", large)])
+    both = table([Row("a worker", large), Row("another", replace(large, data=1 << 30))])
+    assert "< 0.01" in both.splitlines()[1]
 
 
 def test_products_and_rules_have_rows_too() -> None:

@@ -47,9 +47,10 @@ _MOST_MARKS = 4096
 _STEADY_SAMPLES = 64
 _NOTHING = "nothing"  # the digest where an epoch is over
 _UNSTABLE = (
-    "a stream must give the same samples in the same order each time: sort what it lists, seed what it draws (of "
-    "torch, random and numpy, the global generators are seeded for it)"
+    "a stream must give the same samples in the same order each time: sort what it lists, draw from the global "
+    "generators of torch, random or numpy (they are seeded for it), and read nothing that changes meanwhile"
 )
+_CHANGED = "; where the data is meant to be other than at the checkpoint: --resume never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class StreamReader:
         self._trusted = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
         self._marks = [Mark()]
         self._lock = threading.Lock()
-        self._here = Mark()  # what is read next
+        self._here, self._restored = Mark(), -1  # what is read next; up to where marks are those of an earlier start
         self._source: Any = None
         self._iterator: Iterator[Any] | None = None
         self._by_state = False  # the iterator began at a state
@@ -157,7 +158,7 @@ class StreamReader:
         """Go on at a mark of an earlier start. Before the first ``read``."""
         with self._lock:
             self._marks = [mark]
-        self._here = mark
+        self._here, self._restored = mark, mark.place
 
     def close(self) -> None:
         """Let go of what is open. A later ``read`` opens it again."""
@@ -247,8 +248,12 @@ class StreamReader:
             self._trusted = False
             self._go(known)
             return False
-        where = f"what follows the first {mark.offset} samples of epoch {mark.epoch}"
-        raise JobError("dataset", f"{where} is not what it was before", _UNSTABLE)
+        where = (
+            f"{type(self._dataset).__qualname__} gave other samples from sample {mark.offset} of epoch {mark.epoch} on"
+        )
+        restored = known.place <= self._restored
+        again = "than at the checkpoint" if restored else "when it was read a second time"
+        raise JobError("dataset", f"{where} {again}", _UNSTABLE + _CHANGED * restored)
 
     # -- samples -------------------------------------------------------------------------------------------
 
