@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import re
+import signal
 import socket
 import sys
 import threading
@@ -769,6 +770,22 @@ def test_the_workers_program(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(SystemExit) as ended:
         program.main(["--gpu-id", "first"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+def test_a_worker_that_is_told_to_leave_ends_as_every_worker_does(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(self: NetworkWorker) -> None:
+        signal.raise_signal(number)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(NetworkWorker, "connect_and_train", told)
+    try:
+        assert program.main([]) == code
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @pytest.mark.parametrize(

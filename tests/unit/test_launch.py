@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from w5xde_async.__main__ import main
+from w5xde_async.coordinator.__main__ import _goes_on
 from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.plan import Plan, name_of
 from w5xde_async.launch.program import parse
@@ -202,7 +203,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Slurm that notes what it is asked for; ``codes``: what its steps end with."""
     note = f'printf "%s\\n" "$(basename "$0") ${{*@Q}}" >> {tmp_path}/asked'
     fake(
-        tmp_path / "bin", sbatch=note, scontrol=note, scancel=note,
+        tmp_path / "bin", sbatch=note, scontrol=note, scancel=note, sleep=note,
         srun=f"{note}\ncode=$(head -n 1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes; exit $code",
     )  # fmt: skip
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -258,10 +259,12 @@ def test_slurm_has_who_was_told_to_go_again_in_its_queue(
     if role == "coordinator":
         assert (given["exit_on_drain"], given["epochs"]) == (75, 3)
         assert given["run_dir"] == slurm / "runs" / "train"
-        if code != 75:  # who waits in the queue would look for it in vain
-            cancel = rest.pop(0)
-            assert cancel[0] == "scancel"
-            assert {"--name=train-worker", "--state=PENDING"} <= set(cancel)
+        if code != 75:  # who waits in the queue, or has not heard of the end, would look for it in vain
+            waiting, pause, running = rest.pop(0), rest.pop(0), rest.pop(0)
+            assert (waiting[0], running[0]) == ("scancel", "scancel")
+            assert {"--name=train-worker", "--state=PENDING"} <= set(waiting)
+            assert pause == ["sleep", "60"]
+            assert set(waiting) - set(running) == {"--state=PENDING"}
     else:
         assert given["join_file"] == slurm / "runs" / "train" / "join"
     job = "17" if role == "coordinator" else "17_3"
@@ -282,6 +285,13 @@ def test_the_script_for_ray_says_the_plan(capsys: pytest.CaptureFixture[str]) ->
     assert Plan(**given) == plan(
         gpus=2, memory_bytes=4 << 30, options=OPTIONS[1:], worker_options=("--island", "fsdp=2")
     )
+
+
+def test_a_coordinator_that_an_engine_keeps_tells_nobody_its_own_command() -> None:
+    """It has flags of the engine's; the command that goes on is the one that started the engine."""
+    assert _goes_on("w5xde coordinator t.py:job --exit-with-stdin", "auto", kept=True) == ""
+    command = "w5xde coordinator t.py:job --resume never --port 0"
+    assert _goes_on(command, "never", kept=False) == "w5xde coordinator t.py:job --port 0 --resume auto"
 
 
 def test_the_engines_are_imported_by_their_own_modules_alone() -> None:

@@ -46,8 +46,13 @@ def _kind() -> type[CoordinatorSettings]:
     return CoordinatorSettings
 
 
-def _goes_on(command: str, resume: str) -> str:
-    """The command that takes the run up again: ``command`` but for a --resume, ``resume``, that would begin anew."""
+def _goes_on(command: str, resume: str, *, kept: bool) -> str:
+    """The command that takes the run up again: ``command`` but for a --resume, ``resume``, that would begin anew.
+
+    "" where another program has started this one (``kept``): its command is the one that goes on.
+    """
+    if kept:
+        return ""
     if resume == "auto":
         return command
     return re.sub(r" --resume(?:=| )(?:'[^']*'|\S+)", "", command) + " --resume auto"
@@ -130,8 +135,9 @@ def _prepare(settings: CoordinatorSettings, token: str, *, command: str) -> Call
             try:
                 unfinished, when = (await coordinator.wait()).outcome != "finished", "To go on from here:"
             finally:
-                if unfinished and coordinator.step:
-                    progress.tell(when, _goes_on(command, config.resume))
+                again = _goes_on(command, config.resume, kept=settings.exit_with_stdin)
+                if unfinished and coordinator.step and again:
+                    progress.tell(when, again)
         return exit_code_of(stop_reason, settings.exit_on_drain) if unfinished and stop_reason else ExitCode.OK
 
     return train

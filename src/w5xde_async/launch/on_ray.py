@@ -178,6 +178,7 @@ def run(plan: Plan) -> int:
             code = fleet.wait()
         except KeyboardInterrupt:
             code = fleet.stop()
+            sys.stderr.write("stopped in good order; the same command goes on from there\n")
     return ExitCode.OK if code in (None, ExitCode.DRAINED) else int(code)
 
 

@@ -15,6 +15,7 @@ from w5xde_async.errors import ExitCode, UsageError
 from w5xde_async.launch.plan import Plan, fill
 
 _PATIENCE = "1h"  # of workers, while the coordinator waits in the queue
+_GOODBYE_S = 60  # in which workers that the coordinator has said goodbye to end by themselves
 
 
 def script(plan: Plan) -> str:
@@ -29,7 +30,7 @@ def script(plan: Plan) -> str:
         "slurm.sh", file=f"{plan.name}.sh", name=plan.name, run_dir=shlex.quote(str(run_dir)), workers=plan.workers,
         cpus=plan.cpus, gpus=f" --gpus-per-task={plan.gpus}" if plan.gpus else "",
         megabytes=max(1, plan.memory_bytes >> 20), drained=int(ExitCode.DRAINED), coordinator=shlex.join(coordinator),
-        worker=shlex.join(worker),
+        worker=shlex.join(worker), goodbye_s=_GOODBYE_S,
     )  # fmt: skip
 
 

@@ -39,8 +39,10 @@ grow)
 coordinator)
   srun --ntasks=1 @@coordinator
   code=$?
-  if [ "$code" -ne @@drained ]; then # it is over: who has not started yet would look for it in vain
+  if [ "$code" -ne @@drained ]; then # it is over: who has not heard that from it would look for it in vain
     scancel --quiet --user="$(id -un)" --name="$name-worker" --state=PENDING
+    sleep @@goodbye_s
+    scancel --quiet --user="$(id -un)" --name="$name-worker"
   fi
   again "$code"
   ;;

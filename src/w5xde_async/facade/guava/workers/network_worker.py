@@ -213,16 +213,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Work until the orchestrator has finished; the result is the exit code."""
+    """Work until the orchestrator has finished; the result is the exit code, of docs/exit-codes.md.
+
+    SIGTERM leaves in good order as Ctrl-C does, and ends with 75: job engines start another.
+    """
     given = parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # both leave in good order
+    code_when_left = ExitCode.OK
+
+    def leave(*_: object) -> None:
+        nonlocal code_when_left
+        code_when_left = ExitCode.DRAINED
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         config = DistributedConfig.from_env()
         NetworkWorker(
             given.gpu_id, config, given.master_ip, given.master_port, sandbox=given.sandbox, interface=given.interface
         ).connect_and_train()
     except KeyboardInterrupt:
-        return ExitCode.OK
+        return code_when_left
     except W5xdeError as error:
         sys.stderr.write(f"{_PROG}: {error}\n")
         return error.exit_code
