@@ -480,7 +480,7 @@ def _profiled(reply: Reply, main: Coroutine[Any, Any, None], profile: bool) -> N
     profiles: list[tuple[str, cProfile.Profile]] = []
 
     def begin(*_: Any) -> None:
-        found = cProfile.Profile()
+        found = cProfile.Profile(time.thread_time)  # waiting, and what else the machine does, does not count
         profiles.append((threading.current_thread().name, found))
         found.enable()
 

@@ -320,6 +320,8 @@ def loss_of(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
 
 def logits_of(output: Any) -> Any:
     """What a model gives as ``logits``, by name or as an attribute; else its output as it is."""
+    if type(output) is Tensor:  # as most do; asking a tensor for an attribute that it lacks takes a while
+        return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return output if logits is None else logits
 

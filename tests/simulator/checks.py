@@ -222,7 +222,7 @@ class Checks(Cluster):
         if event.loss != self.expected.losses[event.step]:
             self.violate("bits", f"loss of step {event.step} is {event.loss}, not {self.expected.losses[event.step]}")
         rows = event.metrics.get("rows")
-        want = sum(plan.samples_in(leaf) ** 2 for leaf in range(plan.num_leaves)) / plan.num_samples
+        want = sum(size**2 for size in plan.leaf_sizes(0, plan.num_leaves)) / plan.num_samples
         if rows != want:
             self.violate("bits", f"metric of step {event.step} is {rows}, {want} expected")
 

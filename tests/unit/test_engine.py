@@ -98,8 +98,8 @@ def task(batches: list[Any], samples: tuple[int, ...], *, packed: bool = True, *
 class Run:
     """One engine's blocks: what was emitted, in order, and what came with it."""
 
-    def __init__(self, job: Job, **kwargs: Any) -> None:
-        self.engine = Engine(job, bucket_bytes=512, **kwargs)
+    def __init__(self, job: Job, *, bucket_bytes: int = 512, **kwargs: Any) -> None:
+        self.engine = Engine(job, bucket_bytes=bucket_bytes, **kwargs)
         self.emitted: list[int] = []
         self.copies: dict[int, Tensor] = {}
 
@@ -185,8 +185,9 @@ def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) ->
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("num_leaves", range(1, 10))
 @pytest.mark.parametrize("model", [Net, plain_net])
-def test_block_sums_are_the_naive_sums(model: Any, num_leaves: int, packed: bool) -> None:
-    run = Run(job(model=model))
+@pytest.mark.parametrize("bucket_bytes", [512, 4 << 20])
+def test_block_sums_are_the_naive_sums(bucket_bytes: int, model: Any, num_leaves: int, packed: bool) -> None:
+    run = Run(job(model=model), bucket_bytes=bucket_bytes)
     for first, start in ((True, 0), (False, 16)):  # the second block overlaps sending with backward
         samples = (LEAF,) * (num_leaves - 1) + (3,)
         batches = leaves(samples, seed=num_leaves)
@@ -288,11 +289,33 @@ class Shared(nn.Module):
         return h[:, :3]
 
 
-def test_gradients_that_come_twice_are_summed_before_they_leave() -> None:
-    run, batches = Run(job(model=Shared)), leaves((4, 4))
+@pytest.mark.parametrize("bucket_bytes", [512, 4 << 20])
+def test_gradients_that_come_twice_are_summed_before_they_leave(bucket_bytes: int) -> None:
+    run, batches = Run(job(model=Shared), bucket_bytes=bucket_bytes), leaves((4, 4))
     for _ in range(3):
         outcome = run.compute(task(batches, (4, 4)))
         same(run.sums(outcome), naive(job(model=Shared), batches, (4, 4)))
+
+
+def test_gradients_of_one_bucket_that_come_twice_all_of_a_sudden_are_summed() -> None:
+    run, batches = Run(job(model=Shared), bucket_bytes=4 << 20), leaves((4, 4))
+    module = run.engine.model
+    assert isinstance(module, Shared)
+    module.twice = False
+    run.compute(task(batches, (4, 4)))
+    module.twice = True
+    outcome = run.compute(task(batches, (4, 4)))  # nothing of it leaves early
+    same(run.sums(outcome), naive(job(model=Shared), batches, (4, 4)))
+
+
+def test_after_its_first_block_a_small_model_has_no_hooks_left() -> None:
+    """They are called in every backward pass, which for a small model takes a tenth of a leaf."""
+    run, batches = Run(job(model=Shared), bucket_bytes=4 << 20), leaves((4, 4))
+    run.compute(task(batches, (4, 4)))
+    parameters: list[Any] = list(run.engine.model.parameters())
+    used = [parameter for parameter in parameters if parameter._backward_hooks is None]
+    assert len(used) == 4  # of the six, two layers are in use
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 def test_gradients_that_come_twice_all_of_a_sudden_are_an_error_with_advice() -> None:

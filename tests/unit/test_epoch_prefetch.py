@@ -71,7 +71,7 @@ def test_a_steps_numbers_need_no_order(computed: list[tuple[int, bool]], drop_la
     assert computed == []
     for size in found:
         plan = sampler.plan(size.step)
-        numbers = [(one.epoch, one.num_samples, one.num_leaves, one.samples_in(1)) for one in (size, plan)]
+        numbers = [(one.epoch, one.num_samples, one.num_leaves, one.leaf_sizes(1, 2)) for one in (size, plan)]
         assert numbers[0] == numbers[1]
 
 

@@ -153,8 +153,8 @@ class Block:
     """The state of one block while it is computed."""
 
     __slots__ = (
-        "changed", "emit", "emitted", "host", "leaf", "losses", "metrics", "names", "open", "pending", "spent", "task",
-        "touched",
+        "changed", "emit", "emitted", "finished", "host", "landed", "leaf", "losses", "metrics", "names", "open",
+        "pending", "spent", "task", "touched",
     )  # fmt: skip
 
     def __init__(self, task: Task, emit: Emit, names: MetricNames) -> None:
@@ -171,7 +171,9 @@ class Block:
         self.metrics: list[dict[str, tuple[Tensor | float, int]]] = []  # of each leaf: sum over samples, their number
         self.touched: set[int] = set()
         self.changed: set[int] = set()
+        self.landed: list[int] = []  # how many gradients each trainable parameter got in the last backward pass
         self.pending: dict[int, int] | None = None
+        self.finished: set[int] = set()  # entries whose gradient has landed since the last backward pass began
 
     @property
     def host_vector(self) -> ResultVector:
@@ -186,6 +188,8 @@ class Block:
         """What the step returned for ``samples`` samples, which are ``share`` of their leaf's."""
         if first:
             self.metrics.append({})
+        if type(metrics) is dict and not metrics:
+            return
         known = self.metrics[-1]
         for name in self.names.taken(metrics):
             value = metrics[name]

@@ -49,15 +49,15 @@ class BufferMerge:
         them off the model."""
         self.layout = layout
         live = {name: tensor for name, tensor, is_parameter in named_state(model) if not is_parameter}
-        self._entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max") and e.name in live]
-        self._live = {index: live[layout.entries[index].name] for index in self._entries}
-        self._slots = _slots(layout, model, self._entries)
+        self.entries = [i for i, e in enumerate(layout.entries) if e.role in ("mean", "max") and e.name in live]
+        self._live = {index: live[layout.entries[index].name] for index in self.entries}
+        self._slots = _slots(layout, model, self.entries)
         self._origin = origin
         self._silent = set(statistics(layout, model) if silent is None else silent)
         self._compared = False
         self._unfinished = False  # a leaf has begun, and nothing is known of what it changed
-        self._dirty: set[int] = set(self._entries)
-        self._fresh: set[int] = set(self._entries)  # new at their origin since the last leaf
+        self._dirty: set[int] = set(self.entries)
+        self._fresh: set[int] = set(self.entries)  # new at their origin since the last leaf
         self._infinite: set[int] = set()  # entries whose values at the step's start are not all finite
         self._versions: dict[int, int] = {}
 
@@ -69,10 +69,10 @@ class BufferMerge:
 
     def restore(self) -> None:
         """Put the step's values back where a leaf changed them."""
-        if not self._entries:
+        if not self.entries:
             return
         if self._unfinished:
-            self._dirty.update(self._entries)
+            self._dirty.update(self.entries)
         self._unfinished = True
         for buffers, name, index in self._slots:
             if buffers.get(name) is not self._live[index]:
@@ -85,7 +85,7 @@ class BufferMerge:
                 for indices in self._by_dtype(self._dirty):
                     torch._foreach_copy_([self._live[i] for i in indices], [self._origin[i] for i in indices])
             self._dirty.clear()
-        for index in self._entries:
+        for index in self.entries:
             self._versions[index] = self._live[index]._version
 
     def collect(self, vector: Sums, samples: int, changed: set[int]) -> None:
@@ -93,20 +93,18 @@ class BufferMerge:
 
         Raises TypeError where forward has left something in a buffer's place that cannot be merged.
         """
-        if not self._entries:
+        if not self.entries:
             return
         assigned = self._assigned()
         if not self._compared:
             self._compared = True
             self._silent |= {
                 i
-                for i in self._entries
+                for i in self.entries
                 if self._live[i]._version == self._versions[i] and not torch.equal(self._live[i], self._origin[i])
             }
         moved = [
-            i
-            for i in self._entries
-            if i in self._silent or i in assigned or self._live[i]._version != self._versions[i]
+            i for i in self.entries if i in self._silent or i in assigned or self._live[i]._version != self._versions[i]
         ]
         with torch.no_grad():
             for indices in self._by_dtype(moved):

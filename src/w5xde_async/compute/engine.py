@@ -167,31 +167,29 @@ class Engine:
                 self._buckets_of.setdefault(index, []).append(bucket.index)
         self._weights: dict[float, Tensor] = {}
         self._autocast = autocast(self.precision, self.device.type)
+        self._seeded = None if self.device.type == "cpu" else self.device  # whose generator is seeded beside the CPU's
         self._keeps = False
         self._bound: ResultVector | None = None
-        self._gradients: list[tuple[Any, Tensor | None]] = []  # what is bound: parameters and where theirs lands
+        self._gradients: list[tuple[Any, Tensor]] = []  # what is bound: parameters and where theirs lands
         self._halving = Halving(self._microbatch, splits)
+        self._size = self._halving.size  # most samples of a backward pass, in the block under way
         # On after the first block has shown that each gradient arrives once a backward pass. Where one comes in parts
         # (re-entrant checkpoints), a sum is complete only at the end, and a leaf must be summed by itself.
         self._overlap = False
         self._in_parts = False
-        self._fires: dict[int, int] = {}
         self._block: Block | None = None
-        # With one gradient bucket nothing is to be sent before backward ends: noting who came is enough, and a list's
-        # own append is the cheapest note there is (small models spend most of a leaf outside their kernels).
-        self._notes: list[Tensor] = []
         self._metric_names = MetricNames()
         # Seeding ``random`` and numpy costs a tenth of a small leaf, and few jobs draw from them. Where nothing leaves
         # before the block's end they are seeded only once a block has been seen to draw; that block is done again.
         self._seeds_python = len(self._grad_buckets) != 1
         self._drew = False  # a leaf has drawn from torch's generators: other kinds of devices draw other numbers
-        self._index_of = {id(parameter): index for index, parameter in self._parameters}
-        single = len(self._grad_buckets) == 1
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._notes.append if single else partial(self._landed, index))
-            for index, parameter in self._parameters
-        ]
-        _add_sparse_ones_once([parameter for _, parameter in self._parameters])
+        self._hooks: list[Any] = []
+        if len(self._grad_buckets) > 1:  # a single bucket is complete when backward ends
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(partial(self._landed, index))
+                for index, parameter in self._parameters
+            ]
+        self._dense = _add_sparse_ones_once([parameter for _, parameter in self._parameters])
 
     # -- parameters ----------------------------------------------------------------------------------------
 
@@ -312,6 +310,10 @@ class Engine:
         self._transfer.wait()
         splits = self._halving.splits
         self._halving.fitted()
+        while self._dense:
+            parameter = self._dense.pop()
+            if not parameter._backward_hooks:  # an empty dictionary of hooks is still asked in every backward pass
+                parameter._backward_hooks = None
         self._overlap = not self._in_parts and not self._halving.tries
         return ComputedBlock(
             losses=losses,
@@ -326,26 +328,28 @@ class Engine:
         )
 
     def _run(self, block: Block) -> None:
-        task = block.task
-        self._notes.clear()
+        task, transfer = block.task, self._transfer
         last = len(task.samples) - 1
+        seeds = [seed_for(self.seed, task.step, task.start + index) for index in range(len(task.samples))]
+        lands_directly, self._size = self._lands_directly, self._halving.size
         block.begin()
-        self._transfer.begin()
+        transfer.begin()
         with random_state(quick=not self._seeds_python) as state:
             batches = leaves_of(task.structure, task.tensors, task.samples, task.packed)
             for index, (samples, batch) in enumerate(batches):
                 block.leaf = index
-                onto_left = bool(index & 1) and self._lands_directly
+                onto_left = bool(index & 1) and lands_directly
                 if not onto_left:
                     vector = self._pool.take()
                     block.open.append(vector)
-                    self._transfer.guard(vector)
+                    transfer.guard(vector)
                     vector.reset()
                     if block.host is None:
-                        block.host = vector if self._transfer.on_host else self._transfer.host_pool.take()
+                        block.host = vector if transfer.on_host else transfer.host_pool.take()
                 self._bind(block.open[-1])
                 try:
-                    self._leaf(block, index, samples, self._transfer.batch(batch), finishing=index == last)
+                    seed_all(seeds[index], self._seeded, python=self._seeds_python)
+                    self._leaf(block, samples, transfer.batch(batch), finishing=index == last)
                 except _AgainOtherwise:
                     raise
                 except BaseException as error:
@@ -353,13 +357,13 @@ class Engine:
                         raise
                     self._abandon(block)
                     raise self._failure(block, index, error) from error
+                transfer.leaf_ended()
                 if index != last:
                     for _ in range(carries(index) - onto_left):
                         self._fold_all(block)
             if not self._seeds_python and not state.unmoved():
                 self._seeds_python = True
                 raise _AgainOtherwise
-        block.touched.update([self._index_of[number] for number in set(map(id, self._notes))])
         for bucket in self.layout.result_buckets:  # whatever no hook has finished
             if bucket.index not in block.emitted:
                 self._finish(block, bucket)
@@ -373,55 +377,48 @@ class Engine:
         # A leaf of several microbatches is summed by itself first; other dtypes are cast on the way.
         return self._accumulate == 1 and not self._halving.splits and not self._native and not self._in_parts
 
-    def _leaf(self, block: Block, index: int, samples: int, batch: Any, *, finishing: bool) -> None:
-        step, leaf = block.task.step, block.task.start + index
-        seed_all(seed_for(self.seed, step, leaf), self.device, python=self._seeds_python)
-        self._buffers.restore()
-        size = self._halving.size
+    def _leaf(self, block: Block, samples: int, batch: Any, *, finishing: bool) -> None:
+        # Small models spend most of a leaf in Python: nothing is called here that has nothing to do.
+        if self._buffers.entries:
+            self._buffers.restore()
+        size = self._size
         loss_sum: Tensor | None = None
         for begin in range(0, samples, size):
             end = min(begin + size, samples)
-            piece = rows(batch, samples, begin, end)
-            written = self._times_written()
+            count = end - begin
+            piece = batch if count == samples else rows(batch, samples, begin, end)
+            before = self._times_written()
             if self._autocast is None:
                 loss, metrics = self._step(self.model, piece)
             else:
                 with self._autocast():
                     loss, metrics = self._step(self.model, piece)
-            if self._times_written() != written:
+            if self._times_written() != before:
                 raise TypeError(GRADIENTS_CHANGED)
             loss = scalar_loss(loss)
-            self._fires.clear()
             if finishing and end == samples and self._overlap:
                 self._check_bound()  # before anything leaves
                 block.count_down(self._grad_buckets)
-            before = len(self._notes)
-            _run_backward(loss, self._weight((end - begin) * block.task.loss_scale))
+            _run_backward(loss, self._weight(count * block.task.loss_scale))
             self._check_bound()
-            if not self._in_parts and self._came_in_parts(before):
-                self._in_parts, self._overlap = True, False
-                raise _AgainOtherwise
-            share = loss.detach() if end - begin == samples else loss.detach() * ((end - begin) / samples)
+            landed = [after - earlier for after, earlier in zip(self._times_written(), before, strict=True)]
+            if landed != block.landed:
+                self._note_landed(block, landed)
+            share = loss.detach() if count == samples else loss.detach() * (count / samples)
             loss_sum = share if loss_sum is None else loss_sum + share
-            block.note_metrics(
-                {} if metrics is None else metrics, end - begin, (end - begin) / samples, first=begin == 0
-            )
+            block.note_metrics({} if metrics is None else metrics, count, count / samples, first=begin == 0)
         assert loss_sum is not None
         if not self._drew and (finishing or not self._overlap):  # all leaves of the first block, then the last of each
             self._drew = has_drawn(self.device)
         block.losses.append(loss_sum)
-        self._buffers.collect(block.open[-1], samples, block.changed)
-        if not (finishing and self._overlap):
+        if self._buffers.entries:
+            self._buffers.collect(block.open[-1], samples, block.changed)
+        if self._native and not (finishing and self._overlap):
             self._cast(self._grad_buckets, block)
-        self._transfer.leaf_ended()
 
-    def _times_written(self) -> int:
-        """How often gradients have been written so far: views share their tensor's count."""
-        assert self._bound is not None
-        written = self._bound.memory._version
-        for flat in self._native_memory.values():
-            written += flat._version
-        return written
+    def _times_written(self) -> list[int]:
+        """How often each bound gradient has been written so far."""
+        return [gradient._version for _, gradient in self._gradients]
 
     def _check_bound(self) -> None:
         """Raises TypeError where a parameter's gradient is not the one that is summed."""
@@ -429,23 +426,29 @@ class Engine:
             if parameter.grad is not gradient:
                 raise TypeError(GRADIENTS_CHANGED)
 
-    def _came_in_parts(self, before: int) -> bool:
-        """Whether a parameter got more than one gradient in the last backward pass."""
-        notes = self._notes[before:]
-        return len(set(map(id, notes))) != len(notes) or max(self._fires.values(), default=1) > 1
+    def _note_landed(self, block: Block, landed: list[int]) -> None:
+        """Take from ``landed``, how many gradients each parameter got in one backward pass, what it says of the block.
+
+        Raises _AgainOtherwise where one came in parts for the first time.
+        """
+        block.landed = landed
+        block.touched.update([index for (index, _), times in zip(self._parameters, landed, strict=True) if times])
+        if not self._in_parts and max(landed, default=0) > 1:
+            self._in_parts, self._overlap = True, False
+            raise _AgainOtherwise
 
     def _landed(self, index: int, _: Tensor) -> None:
         block = self._block_now
-        block.touched.add(index)
-        self._fires[index] = self._fires.get(index, 0) + 1
         if block.pending is None:
             return
-        if self._fires[index] > 1:
+        if index in block.finished:
             self._in_parts, self._overlap = True, False  # what has left is wrong, but the next attempt will be right
             raise TypeError(
                 f"parameter {self.layout.entries[index].name!r} got two gradients in one backward pass, after passes "
                 "with one; use torch.utils.checkpoint with use_reentrant=False"
             )
+        block.finished.add(index)
+        block.touched.add(index)
         for number in self._buckets_of.get(index, ()):  # an empty parameter lies in none
             block.pending[number] -= 1
             if not block.pending[number]:
@@ -534,12 +537,13 @@ class Engine:
                 self._native_memory[group.index] = flat
                 for index in group.entries:
                     entry = self.layout.entries[index]
-                    views[index] = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+                    views[index] = flat[entry.offset : entry.offset + entry.numel].view(entry.shape).data
         return views
 
     def _bind(self, vector: ResultVector) -> None:
         if self._bound is not vector:
-            self._gradients = [(p, self._native.get(index, vector.gradients[index])) for index, p in self._parameters]
+            own: list[Any] = vector.gradients
+            self._gradients = [(p, self._native.get(index, own[index])) for index, p in self._parameters]
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
             self._bound = vector
@@ -583,22 +587,26 @@ def _run_backward(loss: Tensor, weight: Tensor) -> None:
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _add_sparse_ones_once(parameters: Sequence[Any]) -> None:
+def _add_sparse_ones_once(parameters: Sequence[Any]) -> list[Any]:
     """Have rows that a sparse gradient names several times summed before they land.
 
     A leaf that lands on its left sibling's sum would otherwise be added row by row, which is not the tree's sum. The
-    first gradient shows whether a parameter's are sparse; those of the others lose their hook, which costs time.
+    first gradient shows whether a parameter's are sparse; those of the others lose their hook, which costs time, and
+    are appended to the list that is returned.
     """
+    dense: list[Any] = []
 
-    def first(handles: list[Any], gradient: Tensor) -> Tensor | None:
+    def first(parameter: Any, handles: list[Any], gradient: Tensor) -> Tensor | None:
         if gradient.layout is torch.sparse_coo:
             return gradient.coalesce()
         handles[0].remove()
+        dense.append(parameter)
         return None
 
     for parameter in parameters:
         handles: list[Any] = []
-        handles.append(parameter.register_hook(partial(first, handles)))
+        handles.append(parameter.register_hook(partial(first, parameter, handles)))
+    return dense
 
 
 def _add(left: Tensor, right: Tensor) -> None:

@@ -242,7 +242,7 @@ class Loader:
             return None
         if not shards_of(indices, len(self._job.dataset)) <= own:
             return None
-        samples = tuple([plan.samples_in(leaf) for leaf in range(*block)])
+        samples = plan.leaf_sizes(*block)
         return BlockData(b"", False, samples, [_buffer(torch.from_numpy(np.array(indices)))], local=True)
 
     def open(self, plan: StepPlan) -> None:
@@ -309,12 +309,12 @@ class Loader:
                 for chunk in missing:
                     chunk.wanted.append(block)
             return None
-        samples = tuple([plan.samples_in(leaf) for leaf in range(*block)])
+        samples = plan.leaf_sizes(*block)
         reads = [chunk.read for chunk in chunks if chunk.read is not None]
         if self._gather:
             structure, tensors = reads[0]
             begin = (block.start - chunks[0].first) * plan.leaf_samples
-            rows = [tensor[begin : begin + sum(samples)] for tensor in tensors]
+            rows = [tensor[begin : begin + plan.samples_in(*block)] for tensor in tensors]
             return BlockData(structure, True, samples, [_buffer(tensor) for tensor in rows])
         structure = joined([read.structure for read in reads])
         flat = [tensor for read in reads for tensor in read.tensors]

@@ -115,7 +115,9 @@ class LeafReader:
     def _read_here(self, indices: Any, seed: int) -> Read:
         if self.gathers:
             at = torch.from_numpy(np.array(indices))
-            tensors = tuple([on_host(tensor[at.to(tensor.device)]) for tensor in self._job.dataset.tensors])
+            tensors = tuple(
+                [on_host(tensor.index_select(0, at.to(tensor.device))) for tensor in self._job.dataset.tensors]
+            )
             return Read(flatten(tensors)[0], tensors)
         if self._random is None:
             return self._probe(indices, seed)

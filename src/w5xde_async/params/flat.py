@@ -187,9 +187,12 @@ class ResultVector:
 
     @cached_property
     def gradients(self) -> list[Tensor | None]:
-        """One float32 view per entry in its shape, for role ``grad``; None for the others."""
+        """One float32 view per entry in its shape, for role ``grad``; None for the others.
+
+        Each counts by itself how often it was written (``.data``): so a backward pass shows where gradients landed.
+        """
         return [
-            self.group(e.group)[e.offset : e.offset + e.numel].view(e.shape) if e.role == "grad" else None
+            self.group(e.group)[e.offset : e.offset + e.numel].view(e.shape).data if e.role == "grad" else None
             for e in self.layout.entries
         ]
 

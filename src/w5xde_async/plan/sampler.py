@@ -29,9 +29,17 @@ def seed_for(*parts: int | str) -> int:
 def epoch_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The permutation of ``range(num_samples)`` for one epoch: int64, read-only."""
     keys = np.random.Philox(key=seed_for("order", seed, epoch)).random_raw(num_samples)
-    order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    order = _stable_argsort(keys)
     order.setflags(write=False)
     return order
+
+
+def _stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    order = np.argsort(keys)  # several times as fast as a stable sort, and the same where no two keys are equal
+    ranked = keys[order]
+    if (ranked[1:] == ranked[:-1]).any():
+        order = np.argsort(keys, kind="stable")
+    return order.astype(np.int64, copy=False)
 
 
 class Orders:
@@ -75,9 +83,13 @@ class StepPlan:
     def num_leaves(self) -> int:
         return -(-len(self.indices) // self.leaf_samples)
 
-    def samples_in(self, leaf: int) -> int:
-        """Samples of one leaf; only the last may have fewer than ``leaf_samples``."""
-        return min(self.leaf_samples, len(self.indices) - leaf * self.leaf_samples)
+    def samples_in(self, start: int, stop: int) -> int:
+        """Samples of the leaves from ``start`` up to ``stop``; the step's last may have fewer than ``leaf_samples``."""
+        return min(stop * self.leaf_samples, len(self.indices)) - start * self.leaf_samples
+
+    def leaf_sizes(self, start: int, stop: int) -> tuple[int, ...]:
+        """Samples of each of these leaves."""
+        return (*(self.leaf_samples,) * (stop - start - 1), self.samples_in(stop - 1, stop))
 
     def leaf_indices(self, leaf: int) -> NDArray[np.int64]:
         """Dataset indices of one leaf."""

@@ -53,9 +53,9 @@ class StepState:
     halves: Halves | None = None  # of the true gradient's sum, where it is measured
 
     @property
-    def samples(self) -> list[int]:
+    def samples(self) -> tuple[int, ...]:
         """Samples of each leaf."""
-        return [self.plan.samples_in(leaf) for leaf in range(self.plan.num_leaves)]
+        return self.plan.leaf_sizes(0, self.plan.num_leaves)
 
     def mean(self, values: Sequence[float]) -> float:
         """One value a leaf, weighted by samples, added in leaf order."""

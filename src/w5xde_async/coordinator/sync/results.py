@@ -421,7 +421,7 @@ class Results:
         if mixed := self._context.run.numerics.note(EXACT):
             self._phase.warn(mixed)
         await self._count_own(step, grant, reference)
-        samples = sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
+        samples = step.plan.samples_in(*grant.block)
         self._context.run.history.contributions.add_own(grant.block.num_leaves, samples, clock() - began)
         return True
 

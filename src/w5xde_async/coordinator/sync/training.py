@@ -495,7 +495,7 @@ class SyncTraining:
         self.ledger.places.delivered(session.worker_id)
         step = self.aggregator.step
         assert step is not None
-        samples = sum(step.plan.samples_in(leaf) for leaf in range(*grant.block))
+        samples = step.plan.samples_in(*grant.block)
         self.phase.credit(session.worker_id, grant.block.num_leaves, samples, done)
 
     def _quarantine(self, worker: str, session: Session | None, reason: str) -> None:

@@ -191,7 +191,7 @@ class Verification:
         assert step is not None
         (start, stop), plan = grant.block, step.plan
         block.norms = norms
-        block.samples = min(stop * plan.leaf_samples, plan.num_samples) - start * plan.leaf_samples
+        block.samples = plan.samples_in(start, stop)
         measured = Measured(all(map(math.isfinite, (*norms.values(), *block.done.losses))), self._sizes(block))
         done_again = (grant.step, start) in self._done_again
         decision = when_finished(
