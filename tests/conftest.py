@@ -93,7 +93,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # all that was imported is looked at no more: most of a collection's time
     shared = getattr(session.config, "workerinput", {}).get("fork_server")
-    if sys.platform == "linux" and any(item.get_closest_marker("processes") for item in session.items):
+    if session.config.option.collectonly or sys.platform != "linux":
+        return
+    if any(item.get_closest_marker("processes") for item in session.items):
         # Now, so that it imports while other tests run.
         forking.running = forking.ForkServer(Path(shared) if shared else None)
 

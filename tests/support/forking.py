@@ -149,6 +149,7 @@ class _Started:
 
     def close(self) -> None:
         self._held.close()
+        self._process.kill()  # while it imports it would not see that nobody holds it any more
         self._process.wait(30)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ They run on every rank, in order. ``outcomes`` runs them and gives what was rais
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -35,6 +36,7 @@ from w5xde_async.plan.tree import Block
 Case = Callable[[Group], None]
 BUCKET_BYTES = 4096
 STEP = 3
+_THRESHOLD, _M_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3
 
 
 def outcomes(
@@ -48,7 +50,7 @@ def outcomes(
     try:
         for rank in range(size):
             arguments = ("tests.support.islands", module, str(rank), str(size), str(folder), *names)
-            if forking.running is None or environment:
+            if forking.running is None:
                 processes.append(
                     subprocess.Popen(
                         [forking.PYTHON, "-m", *arguments], cwd=forking.ROOT, env=env, stdout=subprocess.PIPE,
@@ -106,6 +108,8 @@ def _met(rank: int, folder: Path) -> Any:
 
 def _run(module: str, rank: int, size: int, folder: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    if _THRESHOLD in os.environ:  # which a forked process has not been started with
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(os.environ[_THRESHOLD]))
     group = Group(_met(rank, folder), rank, size)
     with (folder / f"{rank}.jsonl").open("w") as file:
         cases = importlib.import_module(module).CASES

@@ -635,7 +635,7 @@ from tests.unit import test_atoms
 for name in test_atoms.ELSEWHERE:
     print(test_atoms.made(name).atoms.fingerprint.hex())
 """
-ELSEWHERE = ("transformer", "convolutions")
+ELSEWHERE = ("untied-bf16", "convolutions")
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from w5xde_async.worker.executors.replicas import SteppingReplica
 from w5xde_async.worker.executors.shard_engine import ShardEngine
 from w5xde_async.worker.island_rank import GroupLockstep
 
-_LAYERS, _WIDTH = 16, 1024
+_LAYERS, _WIDTH = 8, 1024
 _UNIT = 4 * _WIDTH * _WIDTH  # bytes
 _MODEL = _LAYERS * _UNIT
 
@@ -155,8 +155,8 @@ def _tp(ranks: int) -> list[Need]:
     return tp(_TOWER, ranks, (_MODEL, _MODEL), Activations(0, 0))
 
 
-SPLIT: dict[str, islands.Case] = {
-    "tp=2": lambda group: _split(group, "tp=2", 2, lambda: _tp(2)[0])
+TWO: dict[str, islands.Case] = {
+    "peak": _peak, "steps": _steps, "tp=2": lambda group: _split(group, "tp=2", 2, lambda: _tp(2)[0]),
 }  # fmt: skip
 PRODUCTS: dict[str, islands.Case] = {
     "fsdp=2,tp=2": lambda group: _split(
@@ -166,25 +166,15 @@ PRODUCTS: dict[str, islands.Case] = {
         group, "dp=2,tp=2", 4, lambda: replicated(_TOWER, _tp(2), 2, [_MODEL // 2] * 2, 4 << 20)[0]
     ),
 }  # fmt: skip
-CASES: dict[str, islands.Case] = {"peak": _peak, "steps": _steps} | SPLIT | PRODUCTS
+CASES: dict[str, islands.Case] = TWO | PRODUCTS
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_a_rank_holds_its_shards_and_a_unit(tmp_path: Path) -> None:
-    islands.run(
-        "tests.unit.test_parallel_memory", 2, tmp_path, ("peak", "steps"), timeout_s=170,
-        W5XDE_TEST_FIGURES=str(tmp_path), MALLOC_MMAP_THRESHOLD_="4194304",  # a freed unit goes back to the system
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("ranks", "names"), [(2, SPLIT), (4, PRODUCTS)], ids=["tensor parallel", "products"])
-def test_a_rank_of_what_is_split_takes_what_the_arithmetic_says(
-    ranks: int, names: dict[str, islands.Case], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("ranks", "names"), [(2, TWO), (4, PRODUCTS)], ids=["two", "products"])
+def test_a_rank_holds_its_parts_and_a_unit(ranks: int, names: dict[str, islands.Case], tmp_path: Path) -> None:
     islands.run(
         "tests.unit.test_parallel_memory", ranks, tmp_path, tuple(names), timeout_s=170,
-        W5XDE_TEST_FIGURES=str(tmp_path), MALLOC_MMAP_THRESHOLD_="1048576",  # a part of a layer
+        W5XDE_TEST_FIGURES=str(tmp_path), MALLOC_MMAP_THRESHOLD_="1048576",  # what is freed goes back to the system
     )  # fmt: skip

@@ -63,6 +63,7 @@ CASES: dict[str, islands.Case] = {"peak": _peak}
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_rank_holds_its_stage_and_the_microbatches_under_way(tmp_path: Path) -> None:
     islands.run(
