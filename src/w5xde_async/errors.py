@@ -284,6 +284,22 @@ def shortened(text: str, limit: int = _TRACEBACK_CHARACTERS) -> str:
     return f"{head}\n{_CUT.format(len(text) - len(head) - len(tail))}\n{tail}"
 
 
+def users_frames(told: str) -> str:
+    """``told`` with the caller's own frames alone in each traceback, not those of this package, of installed libraries
+    and of Python. As it is where no frame is the caller's."""
+    kept: list[str] = []
+    theirs, found = True, False
+    for line in told.splitlines(keepends=True):
+        if (frame := _FRAME.match(line)) is not None:
+            theirs = _is_callers(frame[1])
+            found = found or theirs
+        elif not line.startswith("  "):  # frames are indented, and so are the lines of code below them
+            theirs = True
+        if theirs:
+            kept.append(line)
+    return "".join(kept) if found else told
+
+
 def in_one_line(error: BaseException) -> str:
     """``headline`` of an error that was caught. Reads no file: it may be asked on an event loop."""
     frames = [(frame.f_code.co_filename, str(line)) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -314,12 +330,16 @@ def _frames(lines: list[str]) -> list[tuple[str, str]]:
 
 def _place(frames: list[tuple[str, str]]) -> str:
     """The innermost of those ``(file, line)`` that is the caller's, in words."""
-    theirs = [frame for frame in frames if not frame[0].startswith(_PACKAGE) and not _LIBRARY.search(frame[0])]
+    theirs = [frame for frame in frames if _is_callers(frame[0])]
     if not theirs and (not frames or frames[-1][0].startswith(_PACKAGE)):
         return ""
     path, number = (theirs or frames)[-1]
     file = path.replace("\\", "/").rpartition("/")[2]
     return f" ({file}:{number})"
+
+
+def _is_callers(path: str) -> bool:
+    return not path.startswith(_PACKAGE) and not _LIBRARY.search(path)
 
 
 def _listed(numbers: list[int], most: int) -> str:

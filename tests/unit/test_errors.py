@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from w5xde_async.compute.batch import flatten
-from w5xde_async.errors import LeafFailed, UpdateFailed, headline, in_one_line, shortened
+from w5xde_async.errors import _PACKAGE, LeafFailed, UpdateFailed, headline, in_one_line, shortened, users_frames
 from w5xde_async.telemetry.wording import clean
 
 
@@ -102,3 +102,38 @@ def test_what_is_cut_keeps_both_ends(length: int) -> None:
     short = shortened(text, 100)
     assert (short == text) == (length <= 100)
     assert short.endswith(text[-60:])
+
+
+def test_the_users_frames_alone_are_shown() -> None:
+    """Those of torch, of Python's threads and of this package say nothing to whoever wrote the job."""
+    told = UpdateFailed(3, ValueError("mine"), _UPDATE).args[0]
+    shown = users_frames(told)
+    assert shown.splitlines() == [
+        "the update after step 3 raised ValueError: mine (train.py:25)",
+        "Traceback (most recent call last):",
+        '  File "/home/me/train.py", line 25, in step',
+        '    raise ValueError("mine")',
+        "ValueError: mine",
+    ]
+    nobody = told.replace("/home/me/", "/x/lib/python3.11/site-packages/")
+    assert users_frames(nobody) == nobody
+    chain = raised(chained)
+    assert users_frames(chain).count("Traceback (most recent call last)") == 2
+    assert "json/decoder.py" in chain
+    assert "json/decoder.py" not in users_frames(chain)
+
+
+_UPDATE = f"""\
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/concurrent/futures/thread.py", line 58, in run
+    result = self.fn(*self.args, **self.kwargs)
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "{_PACKAGE}updates/sync.py", line 159, in apply
+    self.optimizer.step()
+  File "/x/site-packages/torch/optim/optimizer.py", line 530, in wrapper
+    out = func(*args, **kwargs)
+  [Previous line repeated 2 more times]
+  File "/home/me/train.py", line 25, in step
+    raise ValueError("mine")
+ValueError: mine
+"""

@@ -529,3 +529,18 @@ def test_leaves_that_are_short_and_many_are_said_with_what_fewer_may_gain(
     )
     assert (line in text) == told, text
     assert ("w5xde tune" in text) == told
+
+
+def test_a_failed_run_shows_the_cause_then_the_users_own_lines() -> None:
+    told = (
+        "the update after step 3 raised ValueError: mine (train.py:25)\nTraceback (most recent call last):\n"
+        '  File "/x/site-packages/torch/optim/optimizer.py", line 530, in wrapper\n    out = func()\n'
+        '  File "/home/me/train.py", line 25, in step\n    raise ValueError("mine")\nValueError: mine\n'
+    )
+    failed = replace(FINISHED, outcome="failed", reason=told)
+    text = Shown()(START, failed)
+    cause = text.index("failed: the update after step 3 raised ValueError: mine (train.py:25)\n")
+    assert cause < text.index("Traceback") < text.index('File "/home/me/train.py"')
+    assert "optimizer.py" not in text
+    assert "--log verbose" in text
+    assert "optimizer.py" in Shown(mode="verbose")(START, failed)

@@ -213,7 +213,8 @@ class Progress:
                     self._screen.open_bar(event.total_steps, event.resumed_step, color=self._config.color)
                     self._draw()
             case RunFinished():
-                lines = wording.summary(event, first_step=self._first_step, paint=self._paint)
+                whole = self._config.mode == "verbose"
+                lines = wording.summary(event, first_step=self._first_step, paint=self._paint, whole=whole)
                 self._screen.write("\n".join(lines))
             case events.Warned():
                 self._screen.write(f"{self._paint('warn', '!')} {wording.clean(event.text)}")

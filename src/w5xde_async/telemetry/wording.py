@@ -13,6 +13,7 @@ from functools import partial, reduce
 from itertools import islice
 from operator import add
 
+from w5xde_async.errors import users_frames
 from w5xde_async.telemetry import events
 from w5xde_async.telemetry.events import RunFinished, RunStarted, StepCommitted
 
@@ -257,11 +258,14 @@ def phases(event: StepCommitted, paint: Paint) -> str:
 # --- the end
 
 
-def summary(event: RunFinished, *, first_step: int, paint: Paint) -> list[str]:
-    """The table at the end."""
+def summary(event: RunFinished, *, first_step: int, paint: Paint, whole: bool = False) -> list[str]:
+    """The table at the end. ``whole``: with every frame of a traceback, not the user's alone."""
     row = partial(_row, paint, max([_LABEL, *(len(_name(name)) + 2 for name in event.metrics)]))
     style = {"finished": "good", "failed": "bad"}.get(event.outcome, "warn")
-    reason = f": {clean(event.reason, limit=_REASON)}" if event.reason else ""
+    told = event.reason if whole else users_frames(event.reason)
+    if told != event.reason:
+        told = f"{told.rstrip()}\n(your own lines; all of them: --log verbose, and metrics.jsonl)"
+    reason = f": {clean(told, limit=_REASON)}" if told else ""
     redone = f"{event.step - first_step:,} in this session" if first_step else ""
     timed = event.session_samples and event.seconds > 0
     rate = f"{short(event.session_samples / event.seconds)} samples/s" if timed else ""
