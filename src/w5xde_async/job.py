@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from w5xde_async.errors import JobError, in_one_line
 from w5xde_async.randomness import random_state, seed_all
@@ -154,9 +154,12 @@ class Job:
     @property
     def streamed(self) -> bool:
         """Whether the dataset can only be read from its beginning."""
-        return isinstance(self.dataset, IterableDataset) or (
-            hasattr(self.dataset, "__iter__") and not hasattr(self.dataset, "__getitem__")
-        )
+        kind = type(self.dataset)
+        if isinstance(
+            self.dataset, IterableDataset
+        ):  # its own ``__getitem__`` raises; MosaicML's have one that does not
+            return kind.__getitem__ is Dataset.__getitem__ or not hasattr(kind, "__len__")
+        return hasattr(self.dataset, "__iter__") and not hasattr(self.dataset, "__getitem__")
 
     @property
     def num_samples(self) -> int | None:

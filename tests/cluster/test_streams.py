@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import tarfile
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
+import numpy as np
 import pytest
 import torch
 from tests.support import reference
@@ -104,6 +111,85 @@ async def test_shards_of_lines(shards: list[str], tmp_path: Path) -> None:
     assert mark["state"]["shard"] == lines(shards).order()[mark["state"]["turn"]]
     after = await train(lambda: job(lines(shards)), run_dir=tmp_path / "run")
     assert (after.step, after.digest) == (60, expected)
+
+
+def in_tar(path: str) -> Iterator[dict[str, bytes]]:
+    """Files that follow each other and have one name but for what follows its first dot are one record."""
+    with tarfile.open(path) as tar:
+        for name, files in groupby(tar, lambda file: file.name.partition(".")[0]):
+            yield {"name": name.encode()} | {
+                file.name.partition(".")[2]: tar.extractfile(file).read() for file in files
+            }
+
+
+def from_tar(record: dict[str, bytes]) -> dict[str, Any]:
+    return {"x": np.load(io.BytesIO(record["x.npy"])).tolist(), "label": int(record["label.cls"])}
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> list[str]:
+    """The same rows in ten tar files, each with two files a sample."""
+    paths = [str(tmp_path / f"{number}.tar") for number in range(10)]
+    for number, path in enumerate(paths):
+        with tarfile.open(path, "w") as tar:
+            for at in range(number * 30, number * 30 + 30):
+                array = io.BytesIO()
+                np.save(array, np.array(row(at)["x"]))
+                for suffix, content in (("x.npy", array.getvalue()), ("label.cls", str(row(at)["label"]).encode())):
+                    entry = tarfile.TarInfo(f"{at:04d}.{suffix}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+    return paths
+
+
+async def test_shards_of_tar(tars: list[str], shards: list[str], tmp_path: Path) -> None:
+    """As WebDataset has them. The same rows as lines come to the same bits."""
+    expected = await train(lambda: job(lines(shards)))
+    made = job(ShardedStream(tars, open=in_tar, decode=from_tar))
+    await stopped(tmp_path / "run", made, 17)
+    assert (await train(lambda: made, run_dir=tmp_path / "run", workers=2)).digest == expected.digest
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+async def test_shards_behind_urls(shards: list[str], tmp_path: Path) -> None:
+    expected = await train(lambda: job(lines(shards)))
+    folder = str(Path(shards[0]).parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        serving = asyncio.create_task(asyncio.to_thread(server.serve_forever, 0.01))
+        try:
+            urls = [f"http://127.0.0.1:{server.server_port}/{Path(shard).name}" for shard in shards]
+            made = job(ShardedStream(urls, open=urlopen, decode=json.loads))
+            await stopped(tmp_path / "run", made, 17)
+            resumed = await train(lambda: made, run_dir=tmp_path / "run")
+        finally:
+            server.shutdown()
+            await serving
+    assert resumed.digest == expected.digest
+
+
+class Indexed(IterableDataset[Any]):
+    """As MosaicML's ``StreamingDataset``: a stream by its class that gives any sample by its index."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return row(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        raise AssertionError
+
+
+async def test_a_stream_with_an_index_is_read_by_it() -> None:
+    expected = await train(lambda: job([row(at) for at in range(ROWS)], max_steps=20))
+    assert (await train(lambda: job(Indexed(), max_steps=20))).digest == expected.digest
 
 
 async def test_lines_that_are_none(damaged: list[str]) -> None:

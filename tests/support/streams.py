@@ -14,9 +14,9 @@ from w5xde_async.plan.sampler import epoch_order, seed_for
 
 __all__ = ["KINDS", "in_order", "stream"]
 
-#: ``counted``: it has a len(). ``stateful``: it says where it is. ``buffered``: not all of it, as one that shuffles in
-#: a buffer of its own. ``epochs``: another order each epoch.
-KINDS = ("plain", "counted", "epochs", "stateful", "buffered", "sharded", "sharded counted")
+#: ``counted``: it has a len(). ``epochs``: another order each epoch. ``stateful``: it says where it is; ``buffered``:
+#: not all of it, as one that shuffles in a buffer of its own. ``asks``: its methods of these names do something else.
+KINDS = ("plain", "counted", "epochs", "stateful", "asks", "buffered", "sharded", "sharded counted")
 
 
 class _Plain(IterableDataset[Any]):
@@ -70,6 +70,16 @@ class _Stateful(_Epochs):
         self.begin = state["at"]
 
 
+class _Asks(_Epochs):
+    """As MosaicML's: whoever asks says how many samples were read."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
 class _Buffered(_Stateful):
     """What it says of where it is leaves out its buffer of three: going on there gives other samples."""
 
@@ -96,7 +106,8 @@ def stream(kind: str, items: Any, num: int) -> Any:
     if kind.startswith("sharded"):
         return _sharded(items, num, num if kind.endswith("counted") else None)
     kinds: dict[str, Any] = {
-        "plain": _Plain, "counted": _Counted, "epochs": _Epochs, "stateful": _Stateful, "buffered": _Buffered,
+        "plain": _Plain, "counted": _Counted, "epochs": _Epochs, "stateful": _Stateful, "asks": _Asks,
+        "buffered": _Buffered,
     }  # fmt: skip
     return kinds[kind](items, num)
 

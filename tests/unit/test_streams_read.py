@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.support.streams import KINDS, in_order, stream
 from torch import nn
@@ -136,6 +136,44 @@ def test_a_stream_that_is_not_the_same_each_time_is_refused() -> None:
         JobError, match=r"Made gave other samples from sample 10 of epoch 0 on than at the .*--resume never"
     ):
         other.read([13])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num=st.integers(40, 260), at=st.integers(0, 259), count=st.integers(1, 60), way=st.sampled_from(["less", "more"]),
+    place=st.integers(0, 259), buffer=st.sampled_from([100, 40]),
+)  # fmt: skip
+@example(num=100, at=40, count=1, way="less", place=50, buffer=100)  # in the first window
+@example(num=100, at=50, count=50, way="less", place=50, buffer=100)
+@example(num=110, at=110, count=90, way="more", place=105, buffer=100)  # 10 samples, and 100
+def test_a_stream_that_has_changed_where_it_is_read_again_is_refused(
+    num: int, at: int, count: int, way: str, place: int, buffer: int
+) -> None:
+    """Samples are gone or have come: whatever a resume reads again has moved."""
+    at, place, items = min(at, num), min(place, num - 1), list(range(num))
+    reader = StreamReader(job(Made(lambda: items), shuffle_buffer=buffer))
+    expected = reader.read(range(place + 1))
+    mark = Mark.of_json(reader.mark(place).as_json())
+    changed = items[:at] + items[at + count :] if way == "less" else items[:at] + [-1] * count + items[at:]
+    other = StreamReader(job(Made(lambda: changed), shuffle_buffer=buffer))
+    other.restore(mark)
+    window = slice(mark.offset, mark.offset + buffer)
+    if changed[window] != items[window]:
+        with pytest.raises(JobError, match=r"gave other samples|the stream is empty|broke off"):
+            other.read([place])
+    else:
+        assert other.read([place]) == expected[place:]
+
+
+def test_a_window_in_another_order_is_refused() -> None:
+    """All but its first samples: as where a shuffled list of shards begins with the same one by chance."""
+    items = list(range(100))
+    reader = StreamReader(job(Made(lambda: items), shuffle_buffer=100))
+    reader.read(range(30))
+    other = StreamReader(job(Made(lambda: items[:4] + items[:3:-1]), shuffle_buffer=100))
+    other.restore(reader.mark(30))
+    with pytest.raises(JobError, match="gave other samples"):
+        other.read([30])
 
 
 def test_other_shards_are_refused() -> None:

@@ -6,7 +6,7 @@ where in it they lie. So what lies at a place is a function of the stream's own 
 has no state.
 
 A **mark** stands at the beginning of a window: the epoch, how many of its samples came before, what the dataset says
-of where it is (``state_dict()``, of ``ShardedStream`` shard and offset), and a digest of what follows. A checkpoint has
+of where it is (``state_dict()``, of ``ShardedStream`` shard and offset), and a digest of the window. A checkpoint has
 the mark at or before its first step that is not done; what lies between is read and passed over. A dataset without
 ``state_dict`` is passed over from the epoch's beginning on. Whatever is read a second time is compared with its mark:
 a stream whose order is not stable is found.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import threading
 from bisect import bisect_right
@@ -40,7 +41,9 @@ from w5xde_async.users_code import users_code
 
 #: Samples that are read in one go, at least; where a larger number is shuffled together, so many.
 LEAST_WINDOW = 64
-_COMPARED = 4  # of a window's samples: a buffer of the stream's own gives one by chance, but not so many in a row
+# Of a window these samples are compared: its first, since a buffer of the stream's own gives one by chance but not so
+# many in a row, and some of the others, the last among them: what is gone or has come moves it.
+_FIRST, _SPREAD = 4, 12
 #: An attribute of what reading raised: the sample that it was raised for.
 AT_FAULT = "w5xde_sample"
 _MOST_MARKS = 4096
@@ -61,7 +64,7 @@ class Mark:
     epoch: int = 0
     offset: int = 0  # samples of its epoch before it
     state: Any = None
-    digest: str = ""  # of what follows; "": not known
+    digest: str = ""  # of the window; without a "/" of its first samples alone; "": not known
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -79,6 +82,16 @@ def _close(iterator: Iterator[Any]) -> None:
     if hasattr(iterator, "close"):
         with users_code():
             iterator.close()
+
+
+def _says_where_it_is(dataset: Any) -> bool:
+    """Whether it has ``state_dict()`` and ``load_state_dict(state)``; some have such names for something else."""
+    try:
+        inspect.signature(dataset.state_dict).bind()
+        inspect.signature(dataset.load_state_dict).bind({})
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _copied(dataset: Any) -> Any:
@@ -118,7 +131,7 @@ class StreamReader:
         # Two steps are open at once under the synchronous rule; what lies further back is read again from a mark.
         self._kept: deque[_Window] = deque(maxlen=2 + 2 * job.batch_size // self._window)
         # Whether its states lead to where they were taken: until one was seen that does not.
-        self._trusted = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
+        self._trusted = _says_where_it_is(self._dataset)
         self._marks = [Mark()]
         self._lock = threading.Lock()
         self._here, self._restored = Mark(), -1  # what is read next; up to where marks are those of an earlier start
@@ -196,7 +209,7 @@ class StreamReader:
             self._read_twice()
         self._here = here
         samples = self._seeded(partial(self._take, here), here)
-        if not self._compare(replace(here, digest=self._digest(samples))):
+        if not self._compare(replace(here, digest=self._digest(samples)), len(samples)):
             return
         if not samples:
             self._next_epoch(here)
@@ -224,36 +237,47 @@ class StreamReader:
         self.close()
         self._here = Mark(place=here.place, epoch=here.epoch + 1)
 
-    def _compare(self, mark: Mark) -> bool:
-        """Note a mark whose window has been read, or compare it with what was noted before.
+    def _compare(self, mark: Mark, count: int) -> bool:
+        """Note a mark whose window of ``count`` samples has been read, or compare it with what was noted before.
 
         False where the window is to be read in another way.
         """
         with self._lock:
             at = self._behind(mark.place)
             known = self._marks[at - 1] if at else None
-            if known is None or known.place < mark.place:
+            ahead = self._marks[at] if at < len(self._marks) else None
+            if ahead is not None and ahead.place < mark.place + count:  # a window begins where none can
+                other = ahead
+            elif known is None or known.place < mark.place:
                 if mark.digest != _NOTHING:
                     self._marks.insert(at, mark)
                 if len(self._marks) > _MOST_MARKS:
                     del self._marks[1::2]
                 return True
-            if (known.epoch, known.offset) != (mark.epoch, mark.offset):  # nothing, where the next epoch begins
+            elif mark.digest == _NOTHING and (known.epoch, known.offset) == (mark.epoch + 1, 0):
                 return True
-            if not known.digest:
-                self._marks[at - 1] = mark
-        if not known.digest or not mark.digest or mark.digest.startswith(known.digest):
-            return True
+            elif (known.epoch, known.offset) == (mark.epoch, mark.offset) and self._agree(known, mark):
+                if "/" in mark.digest:
+                    self._marks[at - 1] = mark
+                return True
+            else:
+                other = known
         if self._by_state:  # what the dataset says of where it is is not all: it may shuffle in a buffer of its own
             self._trusted = False
-            self._go(known)
+            self._go(other)
             return False
-        where = (
-            f"{type(self._dataset).__qualname__} gave other samples from sample {mark.offset} of epoch {mark.epoch} on"
-        )
-        restored = known.place <= self._restored
+        name = type(self._dataset).__qualname__
+        where = f"{name} gave other samples from sample {other.offset} of epoch {other.epoch} on"
+        restored = other.place <= self._restored
         again = "than at the checkpoint" if restored else "when it was read a second time"
         raise JobError("dataset", f"{where} {again}", _UNSTABLE + _CHANGED * restored)
+
+    @staticmethod
+    def _agree(known: Mark, found: Mark) -> bool:
+        """Whether nothing is known of one of them, or what is known is the same."""
+        if not known.digest or not found.digest or "/" in known.digest:
+            return not known.digest or not found.digest or found.digest == known.digest
+        return found.digest.partition("/")[0] == known.digest
 
     # -- samples -------------------------------------------------------------------------------------------
 
@@ -333,29 +357,37 @@ class StreamReader:
             seed_all(seed_for("stream", self._seed, 0, 0))
             iterator = self._opened(Mark())[1]
             try:
-                first = list(islice(iterator, _COMPARED))
+                first = list(islice(iterator, _FIRST))
             except Exception:
                 return
             finally:
                 _close(iterator)
         with self._lock:
-            self._marks[0] = Mark(digest=self._digest(first).partition("/")[0] if len(first) == _COMPARED else "")
+            self._marks[0] = Mark(digest=self._digest(first).partition("/")[0] if len(first) == _FIRST else "")
 
     def _digest(self, samples: Sequence[Any]) -> str:
-        """Of a window: its first samples, each collated alone, and how many it has; "" where that is not possible."""
+        """Of a window: of its first samples, of some others too, and how many it has; "" where that is not possible.
+
+        Each sample is collated alone.
+        """
         if not samples:
             return _NOTHING
-        digest = hashlib.blake2b(digest_size=16)
-        for sample in samples[:_COMPARED]:
-            if isinstance(sample, _Unreadable):
+        digest, of_first, last = hashlib.blake2b(digest_size=16), "", len(samples) - 1
+        spread = (
+            {_FIRST + (last - _FIRST) * number // (_SPREAD - 1) for number in range(_SPREAD)} if last >= _FIRST else ()
+        )
+        for at in (*range(min(_FIRST, len(samples))), *sorted(spread)):
+            if at == _FIRST:
+                of_first = digest.hexdigest()
+            if isinstance(samples[at], _Unreadable):
                 continue
             try:
                 with random_state(), users_code():
                     seed_all(0)
-                    structure, tensors = flatten(self._collate([sample]))
+                    structure, tensors = flatten(self._collate([samples[at]]))
             except Exception:
                 return ""
             digest.update(structure)
             for tensor in map(on_host, tensors):
                 digest.update(bytes_of(tensor))
-        return f"{digest.hexdigest()}/{len(samples)}"
+        return f"{of_first or digest.hexdigest()}/{digest.hexdigest()}/{len(samples)}"
